@@ -1,0 +1,103 @@
+"""Where an engine's pages come from: the one seam between the scheduler and the KV cache.
+
+A source is asked at most once a step, for the whole batch, without waiting (``exchange``), while the step runs on the
+device; the answer is collected after the step. Two sources exist, and one conformance suite runs over both:
+``kvclient.GrpcPageSource`` (the daemon's) and ``localpages.LocalPageSource`` (this process's own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.errors import ServiceError
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The shape of one page, ``[layer][k, v][kv_head][slot][head_dim]``; ``dtype`` is a name such as ``f32``."""
+
+    page_size: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Opens a sequence: its whole cached pages of ``prompt`` under ``salt`` are shared into it."""
+
+    prompt: Sequence[int]
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one sequence tells and asks in one exchange.
+
+    ``tokens`` are those whose K and V are in the pages as of the last synchronised step, ``tokens[0]`` at position
+    ``start``; reporting them again is harmless. ``total_pages`` is a target size. ``known_pages`` says how much of the
+    block table the engine has.
+    """
+
+    sequence_id: str
+    start: int
+    tokens: Sequence[int]
+    total_pages: int
+    known_pages: int
+    opening: Opening | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The answer to one demand. An ``error`` means that nothing of the demand was done.
+
+    ``pages`` continue the block table at ``first_index``; ``cached_tokens`` is a multiple of the page size and counts
+    the leading tokens whose K and V are already there.
+    """
+
+    sequence_id: str
+    first_index: int = 0
+    pages: tuple[int, ...] = ()
+    cached_tokens: int = 0
+    error: ServiceError | None = None
+
+
+class Exchange(Protocol):
+    """An exchange under way."""
+
+    def result(self) -> list[Grant]:
+        """Wait for the grants, one for each demand, in order.
+
+        Raises ``SessionExpired`` when every page of this engine is lost, and ``KvCacheDown`` when nobody answered and
+        the same exchange may be sent again.
+        """
+
+
+class PageSource(Protocol):
+    """Pages for one engine. Used by the engine's thread alone."""
+
+    @property
+    def total_pages(self) -> int:
+        """Pages in the pool."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+
+    def exchange(self, demands: Sequence[Demand], removed: Sequence[str]) -> Exchange:
+        """Send one batch: ``removed`` sequences are let go first, then ``demands`` are served in order.
+
+        Nothing that ran on a removed sequence's pages may still be under way. Does not wait.
+        """
+
+    def may_launch(self) -> bool:
+        """Whether the lease surely holds long enough to launch a step on the pages."""
+
+    def reopen(self) -> None:
+        """Open anew after ``SessionExpired``: every sequence is gone. Raises ``KvCacheDown`` when nobody answers."""
+
+    def close(self) -> None:
+        """Give everything back. No step may be under way."""

@@ -1,0 +1,204 @@
+"""Every error a caller of either service can be told, in one table.
+
+Domain code raises these; ``services.rpc`` turns them into gRPC statuses and back, and nothing else does. Each class
+states its status code (by gRPC's name), the ``ErrorInfo.reason`` clients can switch on, and whether trying again
+later may help.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ServiceError(Exception):
+    """Base of the table.
+
+    ``field`` names the request field at fault (dotted, as in the proto); ``metadata`` carries numbers a program may
+    want, as strings; ``retry_after_s`` is advice, in seconds.
+    """
+
+    code: ClassVar[str] = "INTERNAL"
+    reason: ClassVar[str] = "INTERNAL"
+    retry_after_s: float | None = None
+
+    def __init__(
+        self, message: str, *, field: str = "", retry_after_s: float | None = None, **metadata: object
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
+
+
+class Internal(ServiceError):
+    """A bug or damage on our side; nothing the caller did."""
+
+
+class NotImplementedYet(ServiceError):
+    """The call is part of the protocol and not served by this version."""
+
+    code, reason = "UNIMPLEMENTED", "NOT_IMPLEMENTED"
+
+
+class FieldInvalid(ServiceError):
+    """A field is missing, malformed or outside its limits."""
+
+    code, reason = "INVALID_ARGUMENT", "FIELD_INVALID"
+
+
+# --- the KV-cache daemon ---------------------------------------------------------------------------------------------
+
+
+class InvalidConfiguration(ServiceError):
+    """A page layout or a setting that cannot be."""
+
+    code, reason = "INVALID_ARGUMENT", "INVALID_CONFIGURATION"
+
+
+class LayoutMismatch(ServiceError):
+    """The pool exists with another layout."""
+
+    code, reason = "FAILED_PRECONDITION", "LAYOUT_MISMATCH"
+
+
+class ExceedsBudget(ServiceError):
+    """The arena asked for does not fit the daemon's memory budget."""
+
+    code, reason = "FAILED_PRECONDITION", "EXCEEDS_BUDGET"
+
+
+class TooManySessions(ServiceError):
+    """The daemon's limit on sessions is reached."""
+
+    code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "TOO_MANY_SESSIONS", 1.0
+
+
+class SessionExpired(ServiceError):
+    """The session ended, or belongs to an earlier run of the daemon: open a new one and recompute."""
+
+    code, reason = "FAILED_PRECONDITION", "SESSION_EXPIRED"
+
+
+class SessionNotAttached(ServiceError):
+    """The session has not proved yet that it maps the arena."""
+
+    code, reason = "FAILED_PRECONDITION", "SESSION_NOT_ATTACHED"
+
+
+class AttachMismatch(ServiceError):
+    """The canary differs: the engine mapped some other memory."""
+
+    code, reason = "FAILED_PRECONDITION", "ATTACH_MISMATCH"
+
+
+class SequenceUnknown(ServiceError):
+    """No such sequence in the session."""
+
+    code, reason = "NOT_FOUND", "SEQUENCE_UNKNOWN"
+
+
+class SequenceRemoved(ServiceError):
+    """The sequence was removed; a late or replayed call must not bring it back."""
+
+    code, reason = "FAILED_PRECONDITION", "SEQUENCE_REMOVED"
+
+
+class SequenceMismatch(ServiceError):
+    """The sequence exists and was opened with another prompt or salt."""
+
+    code, reason = "FAILED_PRECONDITION", "SEQUENCE_MISMATCH"
+
+
+class PositionMismatch(ServiceError):
+    """Tokens that leave a gap, differ from those recorded at their position, or lie behind the pages held."""
+
+    code, reason = "FAILED_PRECONDITION", "POSITION_MISMATCH"
+
+
+class CapacityExceeded(ServiceError):
+    """No page is free or evictable now."""
+
+    code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "NO_PAGES", 0.1
+
+
+class ExceedsPool(ServiceError):
+    """The demand could not be met by an empty pool either."""
+
+    code, reason = "FAILED_PRECONDITION", "EXCEEDS_POOL"
+
+
+class TooManySequences(ServiceError):
+    """The session's limit on live sequences is reached."""
+
+    code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "TOO_MANY_SEQUENCES", 1.0
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------
+
+
+class PromptTooLong(ServiceError):
+    """The prompt leaves no room for a token in the model's context."""
+
+    code, reason = "INVALID_ARGUMENT", "PROMPT_TOO_LONG"
+
+
+class RequestExists(ServiceError):
+    """A live request has this id."""
+
+    code, reason = "ALREADY_EXISTS", "REQUEST_EXISTS"
+
+
+class RequestUnknown(ServiceError):
+    """No request has this id."""
+
+    code, reason = "NOT_FOUND", "REQUEST_UNKNOWN"
+
+
+class QueueFull(ServiceError):
+    """The engine's queue is at its limit."""
+
+    code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "QUEUE_FULL", 1.0
+
+
+class Draining(ServiceError):
+    """The service is shutting down."""
+
+    code, reason, retry_after_s = "UNAVAILABLE", "DRAINING", 1.0
+
+
+class KvCacheDown(ServiceError):
+    """The KV-cache daemon cannot be reached."""
+
+    code, reason, retry_after_s = "UNAVAILABLE", "KVCACHE_DOWN", 1.0
+
+
+class ForwardFailed(ServiceError):
+    """The model's forward pass raised; the request is lost, the engine goes on."""
+
+    code, reason = "INTERNAL", "FORWARD_FAILED"
+
+
+class ModelInvalid(ServiceError):
+    """A checkpoint that is missing, damaged or of an unknown kind."""
+
+    code, reason = "FAILED_PRECONDITION", "MODEL_INVALID"
+
+
+class Cancelled(ServiceError):
+    """The request was cancelled by somebody else than its caller."""
+
+    code, reason = "CANCELLED", "CANCELLED"
+
+
+def _reasons(root: type[ServiceError]) -> dict[str, type[ServiceError]]:
+    found = {root.reason: root}
+    for child in root.__subclasses__():
+        found.update(_reasons(child))
+    return found
+
+
+#: reason -> class, for a client that rebuilds the error it was sent.
+BY_REASON: dict[str, type[ServiceError]] = _reasons(ServiceError)
+BY_REASON["INTERNAL"] = Internal
