@@ -1,0 +1,31 @@
+"""``python -m services.healthcheck ADDRESS [SERVICE]``: exit 0 when the service says SERVING, for containers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Ask once, over plaintext. Returns the exit status: 0 serving, 1 not."""
+    parser = argparse.ArgumentParser(prog="python -m services.healthcheck", description=__doc__)
+    parser.add_argument("address", help="unix:/path or host:port")
+    parser.add_argument("service", nargs="?", default="", help="full service name; the whole server when left out")
+    parser.add_argument("--timeout", type=float, default=3.0, help="seconds (default 3)")
+    flags = parser.parse_args(arguments)
+    with grpc.insecure_channel(flags.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=flags.service), timeout=flags.timeout)
+        except grpc.RpcError as error:
+            print(f"{flags.address}: {error.code().name}: {error.details()}", file=sys.stderr)
+            return 1
+    print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
