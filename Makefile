@@ -1,0 +1,86 @@
+# The same targets serve a newcomer, a developer and .ci/run. `make` alone lists them.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup protos run up down test lint bench-step clean
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# Packages that are type-checked; one that has no Python files yet is left out.
+TYPED := $(sort $(patsubst %/,%,$(dir $(wildcard $(addsuffix /*.py,services kernels scripts benchmarks models)))))
+
+PROTOS := $(shell find protos -name '*.proto' 2>/dev/null)
+GENERATED := $(PROTOS:.proto=_pb2.py)
+
+NPM := $(shell command -v npm 2>/dev/null)
+BUF_VERSION := 1.75.0
+BUF := build/npm/node_modules/.bin/buf
+BUF_STAMP := build/npm/.buf-$(BUF_VERSION)
+
+# A pip that asks, or that advertises its own update, only puzzles here.
+export PIP_NO_INPUT := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# The prompt goes through the environment, as it was typed: neither make nor a shell may expand what is in it.
+ifneq ($(origin PROMPT),undefined)
+override export PROMPT := $(value PROMPT)
+endif
+
+help: ## List these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(VENV)/.setup protos ## Make .venv with the pinned dependencies, and the generated code
+
+$(VENV)/.setup: pyproject.toml constraints.txt scripts/venv.sh
+	@test -x $(PY) || scripts/venv.sh $(VENV)
+	@echo "Installing the pinned dependencies into $(VENV) ..."
+	@# hatchling first: with it in place the project itself is installed without a second, unpinned environment.
+	@$(PY) -m pip install --quiet -c constraints.txt hatchling
+	@$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+protos: $(GENERATED) ## Generate the Python code of protos/**/*.proto
+
+# google/rpc/*.proto come with googleapis-common-protos, google/protobuf/*.proto with grpcio-tools.
+protos/%_pb2.py protos/%_pb2.pyi protos/%_pb2_grpc.py: protos/%.proto $(VENV)/.setup
+	@$(PY) -m grpc_tools.protoc -Iprotos -I"$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	    --python_out=protos --pyi_out=protos --grpc_python_out=protos $<
+	@touch protos/$*_pb2.py protos/$*_pb2.pyi protos/$*_pb2_grpc.py
+
+run: setup ## Generate from PROMPT="..." and stream the answer
+	@$(PY) scripts/demo.py run
+
+up: setup ## Start both services in the background
+	@$(PY) scripts/demo.py up
+
+down: setup ## Stop what `make up` started
+	@$(PY) scripts/demo.py down
+
+test: setup ## Run the tests
+	@$(PY) -m pytest tests
+
+# buf comes from npm. A newcomer without npm may do without it; CI may not.
+lint: setup $(if $(NPM),$(BUF_STAMP)) ## Check style, types and protos
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy $(TYPED)
+ifdef NPM
+	@# The second module of buf.yaml: the google/rpc protos that ours import.
+	@rm -rf build/googleapis && mkdir -p build/googleapis/google/rpc
+	@cp "$$($(PY) -c 'import google.rpc; print(google.rpc.__path__[0])')"/*.proto build/googleapis/google/rpc/
+	$(BUF) lint protos
+else
+	@if [ -n "$$CI" ]; then echo "buf lint: npm is missing, and CI must not skip it" >&2; exit 1; fi
+	@echo "buf lint: SKIPPED, because npm is not installed; CI runs it."
+endif
+
+$(BUF_STAMP):
+	@npm install --silent --no-fund --no-audit --no-save --prefix build/npm @bufbuild/buf@$(BUF_VERSION)
+	@$(BUF) --version >/dev/null && touch $@
+
+bench-step: setup ## Time one engine step, and what the scheduler and the daemon cost in it
+	@$(PY) -m benchmarks.step
+
+clean: ## Remove generated code, build products and caches (not .venv)
+	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find protos \( -name '*_pb2.py' -o -name '*_pb2.pyi' -o -name '*_pb2_grpc.py' \) -delete
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
