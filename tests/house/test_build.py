@@ -1,0 +1,90 @@
+"""The build frame: every pin is exact and complete, and `make run` hands a prompt over as it was typed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PIN = re.compile(r"^([A-Za-z0-9._-]+)==[A-Za-z0-9.!+]+$")
+
+
+def pins(text: str) -> dict[str, str]:
+    """Canonical name -> line of a constraints file; ValueError for a line that is not `name==version`."""
+    found = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            match = PIN.match(line)
+            if not match:
+                raise ValueError(f"not name==version: {line}")
+            found[canonicalize_name(match[1])] = line
+    return found
+
+
+def needed(requirements: list[str]) -> set[str]:
+    """Names of the requirements and of all that they need in turn, as far as it is installed here."""
+    todo, seen = [Requirement(line) for line in requirements], set()
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        if name in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        try:
+            todo += [Requirement(line) for line in importlib.metadata.requires(name) or []]
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an optional extra that is not installed
+    return seen
+
+
+CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+
+
+def test_all_that_is_installed_is_pinned() -> None:
+    extras = [line for lines in PROJECT["optional-dependencies"].values() for line in lines]
+    assert needed([*PROJECT["dependencies"], *extras]) - pins(CONSTRAINTS).keys() == set()
+
+
+def test_a_constraint_is_a_name_and_a_version() -> None:
+    assert pins(CONSTRAINTS)
+    for bad in ("numpy>=2", "numpy", "numpy==2.4.6 --hash=sha256:0", "numpy @ https://example.org/numpy.whl"):
+        with pytest.raises(ValueError, match="name==version"):
+            pins(bad)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        """it's "quoted" and $HOME, $$ and `id`""",
+        "two\nlines, and a # that is no comment",
+        "$(shell echo expanded) $(info expanded) ${PROMPT}",
+        "back\\slash at the end \\",
+        "ROMEO: wherefore? éü — 火 ; | & < > * = :=",
+        "",
+    ],
+)
+def test_make_run_hands_over_the_prompt_as_it_was_typed(tmp_path: Path, prompt: str) -> None:
+    seen = tmp_path / "seen"
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable}\nimport os, pathlib, sys\n"
+        f"pathlib.Path({str(seen)!r}).write_text(repr((sys.argv[1:], os.environ['PROMPT'])), encoding='utf-8')\n"
+    )
+    python.chmod(0o755)
+    # -o: the environment that runs this test is set up already.
+    command = ["make", "-s", "-o", "setup", "run", f"PY={python}", f"PROMPT={prompt}"]
+    # ... and the flags of a make that runs this test are not for this one.
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert seen.read_text(encoding="utf-8") == repr((["scripts/demo.py", "run"], prompt))

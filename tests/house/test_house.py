@@ -1,0 +1,184 @@
+"""House rules that no linter knows. Each check is a function over text or names, and is shown to be able to fail."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+#: Put together here, so that this file does not hold them. A mirror or another machine must serve as well.
+FORBIDDEN = [
+    *("pypi" + ".org", "python" + "hosted", "registry." + "npmjs", "proxy." + "golang", "deb.debian" + ".org"),
+    *("/" + "work/", "/" + "farm/"),
+]
+LARGEST = 1 << 20
+
+
+def project_files() -> list[str]:
+    """Every file that is or would be committed; outside a git checkout, every file."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode == 0:
+        names = listed.stdout.split("\0")
+    else:
+        names = []
+        for folder, folders, files in os.walk(ROOT):
+            folders[:] = [name for name in folders if name not in (".git", ".venv", "build", "__pycache__")]
+            names += [(Path(folder) / name).relative_to(ROOT).as_posix() for name in files]
+    return sorted(name for name in set(names) if name and (ROOT / name).is_file())
+
+
+FILES = project_files()
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Name and text of every file that is text."""
+    for name in FILES:
+        data = (ROOT / name).read_bytes()
+        if b"\0" not in data[:8192]:
+            yield name, data.decode("utf-8", errors="replace")
+
+
+def python(*tops: str) -> dict[str, str]:
+    """Name -> source of the Python files below some top folders."""
+    return {
+        name: (ROOT / name).read_text(encoding="utf-8")
+        for name in FILES
+        if name.endswith(".py") and PurePosixPath(name).parts[0] in tops
+    }
+
+
+def asserts(source: str) -> list[int]:
+    """Lines with an assert: `python -O` drops it, so it checks nothing that came from outside."""
+    return [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
+
+
+def sleeps(source: str) -> list[int]:
+    """Lines that call or import time.sleep: a test waits for an event with a deadline, or is handed a clock."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        called = isinstance(node, ast.Attribute) and node.attr == "sleep" and getattr(node.value, "id", "") == "time"
+        taken = (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "time"
+            and any(alias.name == "sleep" for alias in node.names)
+        )
+        if called or taken:
+            found.append(node.lineno)  # type: ignore[attr-defined]
+    return found
+
+
+def forbidden(text: str) -> list[str]:
+    """Registry hosts and paths of somebody's machine that a text names."""
+    return [word for word in FORBIDDEN if word in text]
+
+
+def too_large(name: str, size: int) -> bool:
+    """Whether a file is too large to commit; weights, and what checks them, may be."""
+    parts = PurePosixPath(name).parts
+    return size > LARGEST and parts[0] != "models" and parts[:2] != ("tests", "models")
+
+
+def generated(name: str) -> bool:
+    """Whether a file is generated code."""
+    return PurePosixPath(name).stem.endswith(("_pb2", "_pb2_grpc"))
+
+
+def undocumented(source: str) -> list[str]:
+    """Public names without a docstring: the module, its classes and functions, and their public methods.
+
+    The methods of a servicer are the protocol's, documented in the .proto; an override says so, or is trivial.
+    """
+    tree = ast.parse(source)
+    if not tree.body:
+        return []
+    missing = [] if ast.get_docstring(tree) else ["the module"]
+    todo: list[tuple[str, ast.stmt]] = [("", node) for node in tree.body]
+    while todo:
+        prefix, node = todo.pop(0)
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
+            continue
+        if not ast.get_docstring(node):
+            missing.append(prefix + node.name)
+        if isinstance(node, ast.ClassDef):
+            bases = [base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases]
+            if not any(base.endswith("Servicer") for base in bases):
+                todo += [(f"{prefix}{node.name}.", member) for member in node.body]
+    return missing
+
+
+def test_validation_is_never_an_assert() -> None:
+    found = {name: asserts(source) for name, source in python("services", "kernels", "scripts").items()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_no_test_sleeps() -> None:
+    found = {name: sleeps(source) for name, source in python("tests").items()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_no_registry_host_and_no_machine_path() -> None:
+    found = {name: forbidden(text) for name, text in texts()}
+    assert {name: words for name, words in found.items() if words} == {}
+
+
+def test_no_large_file() -> None:
+    assert [name for name in FILES if too_large(name, (ROOT / name).stat().st_size)] == []
+
+
+def test_generated_code_is_not_committed() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    assert [name for name in listed.stdout.split("\0") if generated(name)] == []
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    found = {name: undocumented(source) for name, source in python("services", "kernels").items()}
+    assert {name: missing for name, missing in found.items() if missing} == {}
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(FILES) > 10
+    assert python("services")
+    assert "Makefile" in dict(texts())
+
+
+@pytest.mark.parametrize(
+    ("check", "bad", "good"),
+    [
+        (asserts, "def f(x):\n    assert x > 0", "def f(x):\n    if x <= 0:\n        raise ValueError"),
+        (sleeps, "import time\ntime.sleep(1)", "import time\ntime.monotonic()"),
+        (sleeps, "from time import sleep", "from time import monotonic"),
+        (forbidden, "https://" + FORBIDDEN[0] + "/simple", "https://example.org/framework/"),
+        (forbidden, f"cd {FORBIDDEN[-2]}main", "cd somewhere/main"),
+        (undocumented, "x = 1", '"""About x."""\nx = 1'),
+        (undocumented, '"""Doc."""\nclass A:\n    pass', '"""Doc."""\nclass _A:\n    pass'),
+        (undocumented, '"""Doc."""\nasync def f():\n    pass', '"""Doc."""\nasync def f():\n    """Doc."""'),
+        (
+            undocumented,
+            '"""Doc."""\nclass A:\n    """Doc."""\n    def f(self): pass',
+            '"""Doc."""\nclass A(x.KvCacheServiceServicer):\n    """Doc."""\n    def f(self): pass',
+        ),
+        (generated, "protos/a/v1/a_pb2.py", "protos/a/v1/a.proto"),
+        (generated, "protos/a/v1/a_pb2.pyi", "services/rpc.py"),
+        (generated, "protos/a/v1/a_pb2_grpc.py", "docs/pb2.md"),
+    ],
+)
+def test_each_check_can_fail(check, bad: str, good: str) -> None:  # type: ignore[no-untyped-def]
+    assert check(bad)
+    assert not check(good)
+
+
+def test_the_size_check_can_fail() -> None:
+    assert too_large("docs/picture.png", LARGEST + 1)
+    assert not too_large("docs/picture.png", LARGEST)
+    assert not too_large("models/shakespeare/model.safetensors", LARGEST + 1)
