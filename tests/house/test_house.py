@@ -33,7 +33,7 @@ def project_files() -> list[str]:
     else:
         names = []
         for folder, folders, files in os.walk(ROOT):
-            folders[:] = [name for name in folders if name not in (".git", ".venv", "build", "__pycache__")]
+            folders[:] = [name for name in folders if name == ".ci" or (name[0] not in "._" and name != "build")]
             names += [(Path(folder) / name).relative_to(ROOT).as_posix() for name in files]
     return sorted(name for name in set(names) if name and (ROOT / name).is_file())
 
