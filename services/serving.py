@@ -138,9 +138,7 @@ class Serving:
         """Bind and serve. Raises InvalidConfiguration when an address is in use or cannot be had."""
         await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        reflection.enable_server_reflection(
-            (self._service, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server
-        )
+        reflection.enable_server_reflection((self._service, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         credentials = self._tls.credentials() if self._tls else None
         for listener in self._listeners:
             self.bound.append(self._bind(listener, credentials))

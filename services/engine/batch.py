@@ -1,0 +1,84 @@
+"""One step's rows, laid out flat for the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.errors import ForwardFailed
+
+type I64 = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Row:
+    """Runs ``tokens`` at the positions from ``start`` on of a sequence whose block table is ``pages``.
+
+    K and V of the positions before ``start`` are in the pages already. ``want_logits`` asks for those of the last
+    token. No two rows of a batch write to the same slot.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    want_logits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows one after another: ``n`` tokens in all, every array int64."""
+
+    tokens: I64  # [n]
+    positions: I64  # [n]
+    page: I64  # [n]: the page each token's K and V go to
+    slot: I64  # [n]: and the slot in it
+    starts: I64  # [rows]: position of each row's first token
+    lengths: I64  # [rows]: tokens of each row
+    block_tables: I64  # [rows, longest]: page ids, 0 after a row's last
+    wanted: I64  # [rows with want_logits]: flat index of their last tokens
+
+    @classmethod
+    def build(cls, rows: Sequence[Row], page_size: int, total_pages: int, vocab_size: int, max_context: int) -> Batch:
+        """Lay out ``rows``, at least one.
+
+        Raises ``ForwardFailed`` naming the row when it is empty, has too few pages for its tokens, or has a token, a
+        page or a position out of range.
+        """
+        lengths = np.array([len(row.tokens) for row in rows], np.int64)
+        starts = np.array([row.start for row in rows], np.int64)
+        held = np.array([len(row.pages) for row in rows], np.int64)
+        ends = starts + lengths
+        _check(lengths < 1, "has no tokens")
+        _check((starts < 0) | (ends > max_context), f"has a position outside 0 to {max_context - 1}")
+        _check(held * page_size < ends, "has too few pages for its tokens")
+
+        block_tables = np.zeros((len(rows), int(held.max())), np.int64)
+        for index, row in enumerate(rows):
+            block_tables[index, : len(row.pages)] = row.pages
+        _check(((block_tables < 0) | (block_tables >= total_pages)).any(axis=1), f"has a page outside 0 to {total_pages - 1}")
+
+        row_of = np.repeat(np.arange(len(rows)), lengths)
+        last = np.cumsum(lengths) - 1
+        tokens = np.concatenate([np.asarray(row.tokens, np.int64) for row in rows])
+        outside = (tokens < 0) | (tokens >= vocab_size)
+        _check(np.bincount(row_of, outside) > 0, f"has a token outside 0 to {vocab_size - 1}")
+
+        positions = np.arange(len(tokens)) - np.repeat(last + 1 - lengths, lengths) + starts[row_of]
+        return cls(
+            tokens=tokens,
+            positions=positions,
+            page=block_tables[row_of, positions // page_size],
+            slot=positions % page_size,
+            starts=starts,
+            lengths=lengths,
+            block_tables=block_tables,
+            wanted=last[np.array([row.want_logits for row in rows], bool)],
+        )
+
+
+def _check(wrong: NDArray[np.bool_], what: str) -> None:
+    if wrong.any():
+        raise ForwardFailed(f"row {int(np.argmax(wrong))} of the batch {what}")

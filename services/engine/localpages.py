@@ -1,0 +1,261 @@
+"""Pages of this process's own: an engine without a daemon, and the plainest reading of what a page source promises."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from services.engine.pagesource import Demand, Exchange, Grant, Opening
+from services.errors import (
+    CapacityExceeded,
+    ExceedsPool,
+    PositionMismatch,
+    SequenceMismatch,
+    SequenceRemoved,
+    SequenceUnknown,
+    ServiceError,
+)
+
+#: Removed ids are remembered so that a late demand cannot bring one back; only the last exchange is ever repeated.
+REMEMBERED_REMOVALS = 4096
+
+
+_Key = tuple[str, tuple[int, ...]]
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A published page: salt and tokens, below those of its parent. The root has no page."""
+
+    page: int
+    key: _Key
+    parent: _Node | None = None
+    children: dict[_Key, _Node] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.key[1]
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A live sequence. ``path`` are the nodes of its complete pages, whosever copy is the published one."""
+
+    opening: tuple[tuple[int, ...], str]
+    pages: list[int]
+    tokens: list[int]
+    path: list[_Node]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    grants: list[Grant]
+
+    def result(self) -> list[Grant]:
+        return self.grants
+
+
+class LocalPageSource:
+    """Every page is free, cached (published, held by nobody, evictable) or held by at least one sequence.
+
+    Used by one thread. Nobody can take the pages away, so the session never expires.
+    """
+
+    def __init__(self, total_pages: int, page_size: int) -> None:
+        self._total = total_pages
+        self._page_size = page_size
+        self.reopen()
+
+    def __repr__(self) -> str:
+        return (
+            f"<LocalPageSource: {len(self._sequences)} sequences, {self.free_pages} free, {self.cached_pages} cached "
+            f"of {self._total} pages>"
+        )
+
+    @property
+    def total_pages(self) -> int:
+        """Pages in the pool."""
+        return self._total
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self._page_size
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that hold nothing."""
+        return len(self._free)
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that a lookup can find and nobody holds."""
+        return len(self._cached)
+
+    @property
+    def live_sequences(self) -> int:
+        """Sequences opened and not removed."""
+        return len(self._sequences)
+
+    def exchange(self, demands: Items[Demand], removed: Items[str]) -> Exchange:
+        """Serve one batch at once."""
+        for sequence_id in removed:
+            self._remove(sequence_id)
+        return _Answered([self._serve(demand) for demand in demands])
+
+    def may_launch(self) -> bool:
+        """Always: the pages are this process's."""
+        return True
+
+    def reopen(self) -> None:
+        """Start over with empty pages."""
+        self._free = list(range(self._total - 1, -1, -1))
+        self._holders = [0] * self._total
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._root = _Node(-1, ("", ()))
+        self._nodes: dict[int, _Node] = {}  # by page
+        self._sequences: dict[str, _Held] = {}
+        self._removed: OrderedDict[str, None] = OrderedDict()
+
+    def close(self) -> None:
+        """Forget everything."""
+        self.reopen()
+
+    # --- one demand: check all of it, then commit ---------------------------------------------------------------
+
+    def _serve(self, demand: Demand) -> Grant:
+        try:
+            held, matched = self._find(demand)
+            pages = held.pages if held else [node.page for node in matched]
+            tokens = held.tokens if held else [token for node in matched for token in node.tokens]
+            self._check_tokens(demand, tokens, len(pages))
+            self._check_growth(demand, pages)
+        except ServiceError as error:
+            return Grant(demand.sequence_id, error=error)
+        if held is None:
+            held = self._open(demand, matched)
+        held.tokens.extend(demand.tokens[len(held.tokens) - demand.start :])
+        self._publish(held)
+        while len(held.pages) < demand.total_pages:
+            held.pages.append(self._take())
+        return Grant(
+            demand.sequence_id,
+            first_index=demand.known_pages,
+            pages=tuple(held.pages[demand.known_pages :]),
+            cached_tokens=held.cached_tokens,
+        )
+
+    def _find(self, demand: Demand) -> tuple[_Held | None, list[_Node]]:
+        held, opening = self._sequences.get(demand.sequence_id), demand.opening
+        if held is not None:
+            if opening is not None and held.opening != (tuple(opening.prompt), opening.salt):
+                raise SequenceMismatch(f"sequence {demand.sequence_id!r} was opened with another prompt or salt")
+            return held, []
+        if demand.sequence_id in self._removed:
+            raise SequenceRemoved(f"sequence {demand.sequence_id!r} was removed")
+        if opening is None:
+            raise SequenceUnknown(f"no sequence {demand.sequence_id!r}")
+        return None, self._match(opening)
+
+    def _match(self, opening: Opening) -> list[_Node]:
+        """Nodes of the prompt's whole pages, never the one with its last token."""
+        found: list[_Node] = []
+        node = self._root
+        for start in range(0, len(opening.prompt) - self._page_size, self._page_size):
+            child = node.children.get((opening.salt, tuple(opening.prompt[start : start + self._page_size])))
+            if child is None:
+                break
+            found.append(node := child)
+        return found
+
+    def _check_tokens(self, demand: Demand, resident: list[int], pages: int) -> None:
+        end = demand.start + len(demand.tokens)
+        if demand.start > len(resident) or end > pages * self._page_size:
+            raise PositionMismatch(
+                f"sequence {demand.sequence_id!r}: tokens {demand.start} to {end}, but {len(resident)} are resident "
+                f"and its {pages} pages hold {pages * self._page_size}"
+            )
+        known = list(demand.tokens[: len(resident) - demand.start])
+        if known != resident[demand.start : demand.start + len(known)]:
+            raise PositionMismatch(f"sequence {demand.sequence_id!r}: tokens from {demand.start} on differ")
+
+    def _check_growth(self, demand: Demand, pages: list[int]) -> None:
+        if demand.total_pages > self._total:
+            raise ExceedsPool(
+                f"sequence {demand.sequence_id!r} wants {demand.total_pages} pages and the pool has {self._total}"
+            )
+        spoken_for = sum(page in self._cached for page in pages)
+        available = len(self._free) + len(self._cached) - spoken_for
+        if demand.total_pages - len(pages) > available:
+            raise CapacityExceeded(
+                f"sequence {demand.sequence_id!r} needs {demand.total_pages - len(pages)} more pages and {available} "
+                "are free or evictable"
+            )
+
+    # --- commits: none of these can fail ------------------------------------------------------------------------
+
+    def _open(self, demand: Demand, matched: list[_Node]) -> _Held:
+        opening = demand.opening or Opening(())
+        pages = [node.page for node in matched]
+        for page in pages:
+            self._holders[page] += 1
+            self._cached.pop(page, None)
+        tokens = [token for node in matched for token in node.tokens]
+        held = _Held((tuple(opening.prompt), opening.salt), pages, tokens, list(matched), len(tokens))
+        self._sequences[demand.sequence_id] = held
+        return held
+
+    def _publish(self, held: _Held) -> None:
+        """Enter newly complete pages into the tree. A page that equals a published one stays private."""
+        size = self._page_size
+        while (at := len(held.path)) < len(held.tokens) // size:
+            parent = held.path[-1] if held.path else self._root
+            if parent is not self._root and self._nodes.get(parent.page) is not parent:
+                return  # somebody else's copy of the page before was evicted: no lookup would come this far
+            key = (held.opening[1], tuple(held.tokens[at * size : (at + 1) * size]))
+            node = parent.children.get(key)
+            if node is None:
+                node = parent.children[key] = _Node(held.pages[at], key, parent)
+                self._nodes[node.page] = node
+            held.path.append(node)
+
+    def _take(self) -> int:
+        page = self._free.pop() if self._free else self._evict()
+        self._holders[page] = 1
+        return page
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        self._withdraw(self._nodes[page])
+        return page
+
+    def _withdraw(self, top: _Node) -> None:
+        """Take a node and all below it, which no lookup can reach without it, out of the tree."""
+        if top.parent is not None:
+            del top.parent.children[top.key]
+        stack = [top]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            del self._nodes[node.page]
+            if node.page in self._cached:
+                del self._cached[node.page]
+                self._free.append(node.page)
+
+    def _remove(self, sequence_id: str) -> None:
+        held = self._sequences.pop(sequence_id, None)
+        if held is None:
+            return
+        self._removed[sequence_id] = None
+        while len(self._removed) > REMEMBERED_REMOVALS:
+            self._removed.popitem(last=False)
+        for page in reversed(held.pages):  # the tail is evicted first, a shared prefix last
+            self._holders[page] -= 1
+            if self._holders[page]:
+                continue
+            if page in self._nodes:
+                self._cached[page] = None
+            else:
+                self._free.append(page)

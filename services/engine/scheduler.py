@@ -1,0 +1,400 @@
+"""Which tokens run in the next step, and what is asked of the page source meanwhile.
+
+One rule schedules everything: each request has ``num_computed_tokens`` chasing ``num_tokens``, and a step hands out a
+budget of tokens, oldest request first. Chunked prefill, prefix hits, decoding and resuming after a preemption are all
+that, and nothing here knows which of them it is doing.
+
+A round is ``demands() -> schedule() -> apply() -> granted()``: the demands speak of the state after the last
+synchronised step and are served while the scheduled one runs, so a page is reported or let go of only once no step
+touches it. A request that ended is *leaving* until its pages are given back, and only then *settled*.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from itertools import islice
+
+import structlog
+
+from services.engine.pagesource import Demand, Grant, Opening
+from services.engine.sequence import Outcome, Request, Sequence, State
+from services.errors import (
+    CapacityExceeded,
+    ExceedsPool,
+    Internal,
+    QueueFull,
+    RequestExists,
+    SequenceRemoved,
+    SequenceUnknown,
+    ServiceError,
+    TooManySequences,
+)
+
+log = structlog.get_logger()
+
+#: Seconds until a refused opening is tried again when no request of ours ends before: another engine's may.
+ADMISSION_RETRY_S = 0.1
+#: Complete pages that make a report worth a call of its own. A decoding request reports with each page it asks for;
+#: this is for long prompts, whose pages others may share, and which a preemption would otherwise lose.
+REPORT_PAGES = 4
+SOURCE_ID_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``max_batch`` requests run at once, on ``max_step_tokens`` a step; ``max_queue`` may wait beyond those."""
+
+    max_batch: int
+    max_step_tokens: int
+    max_queue: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """``count`` tokens of a sequence from ``start`` on; ``samples`` when they are its last and the next is wanted."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One token accepted by a request, and the text that it released."""
+
+    request_id: str
+    text: str
+    token: int
+
+
+class Scheduler:
+    """Queues and block tables of one engine. Used by its thread alone; times are seconds of the injected clock.
+
+    A live request is in exactly one of ``waiting``, ``running`` (both in arrival order; all of ``running`` arrived
+    before all of ``waiting``, save after a refused opening) and ``leaving``.
+    """
+
+    def __init__(
+        self, limits: Limits, page_size: int, total_pages: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limits = limits
+        self._page_size = page_size
+        self._total_pages = total_pages
+        self._clock = clock
+        self._arrivals = 0
+        self._source_ids = 0
+        self.live: dict[str, Sequence] = {}
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.leaving: dict[str, Sequence] = {}  # by source id
+        self._released: list[str] = []  # source ids to remove, whose requests go on under another
+        self._settled: list[Sequence] = []
+        self._holds: Counter[int] = Counter()  # page -> sequences of ours that have it
+        self._sent: tuple[list[tuple[Demand, Sequence]], list[str]] = ([], [])
+        self._closed_until = float("-inf")  # no opening before
+        self._probing = False  # the last opening was refused: try the head of the queue alone
+        self.preemptions = 0
+        self.cached_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"<Scheduler: {len(self.running)} running, {len(self.waiting)} waiting, {len(self.leaving)} leaving>"
+
+    @property
+    def held_pages(self) -> int:
+        """Distinct pages of live requests."""
+        return len(self._holds)
+
+    @property
+    def admits_at(self) -> float | None:
+        """When a waiting request may be opened; None when none waits."""
+        return self._closed_until if self.waiting else None
+
+    # --- requests come and go -----------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> Sequence:
+        """Queue a request. Raises RequestExists, QueueFull, ExceedsPool."""
+        if request.request_id in self.live:
+            raise RequestExists(f"request {request.request_id!r} is live", field="request_id")
+        admissible = self._clock() >= self._closed_until
+        slots = self._limits.max_batch - len(self.running) if admissible else 0
+        if len(self.waiting) >= self._limits.max_queue + slots:
+            raise QueueFull(f"{len(self.waiting)} requests are waiting and the limit is {self._limits.max_queue}")
+        self._arrivals += 1
+        sequence = Sequence(request, self._arrivals)
+        self._check_fits(sequence)
+        self.live[sequence.id] = sequence
+        self.waiting.append(sequence)
+        return sequence
+
+    def _check_fits(self, sequence: Sequence) -> None:
+        needed = self._pages_for(sequence.max_resident_tokens)
+        if needed > self._total_pages:
+            raise ExceedsPool(
+                f"prompt and completion may need {needed} pages of {self._page_size} tokens and the pool has "
+                f"{self._total_pages}",
+                needed_pages=needed,
+                total_pages=self._total_pages,
+            )
+
+    def finish(self, sequence: Sequence, outcome: Outcome) -> None:
+        """End a request, whatever it was doing: the one way out. Ending it twice changes nothing."""
+        if sequence.state is State.FINISHED:
+            return
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.state, sequence.outcome, sequence.finished_at = State.FINISHED, outcome, self._clock()
+        if sequence.source_id:
+            self.leaving[sequence.source_id] = sequence
+        else:
+            self._settle(sequence)
+
+    def take_settled(self) -> list[Sequence]:
+        """Requests that ended and hold nothing any more; nothing here knows them from now on."""
+        settled, self._settled = self._settled, []
+        return settled
+
+    def _settle(self, sequence: Sequence) -> None:
+        self._drop_pages(sequence)
+        del self.live[sequence.id]
+        self._settled.append(sequence)
+
+    # --- one round ----------------------------------------------------------------------------------------------
+
+    def demands(self) -> tuple[list[Demand], list[str]]:
+        """The next exchange; both lists are empty when nobody needs one.
+
+        Complete pages are reported along with whatever is sent anyway. What is let go of is removed before any demand
+        is served, so a request that ends with complete pages to report is removed one exchange later.
+        """
+        removed, urgent, along = list(self._released), [], []
+        for source_id, sequence in self.leaving.items():
+            if self._has_last_report(sequence):
+                urgent.append((self._demand(sequence, 0), sequence))
+            else:
+                removed.append(source_id)
+                self._drop_pages(sequence)
+                self._closed_until = float("-inf")
+        for sequence in self.running:
+            pages = self._pages_for(sequence.resident_target)
+            unreported = sequence.unreported_pages(self._page_size)
+            if pages > len(sequence.pages) or unreported >= REPORT_PAGES:
+                urgent.append((self._demand(sequence, pages), sequence))
+            elif unreported:
+                along.append(sequence)
+        openings = list(self._openings())
+        if not (removed or urgent or openings):
+            return [], []
+        demands = [*urgent, *((self._demand(sequence, 0), sequence) for sequence in along), *openings]
+        self._sent = (demands, removed)
+        return [demand for demand, _ in demands], removed
+
+    def schedule(self) -> tuple[Chunk, ...]:
+        """The next step: every request gets what the budget and its pages allow, and at least the oldest gets some.
+
+        A long prompt leaves a token to each decoding request behind it, so its prefill does not stall them.
+        """
+        wants = [(s, min(s.num_tokens, len(s.pages) * self._page_size) - s.num_computed_tokens) for s in self.running]
+        ready = [(sequence, want) for sequence, want in wants if want > 0]
+        behind = sum(sequence.num_tokens - sequence.num_computed_tokens == 1 for sequence, _ in ready)
+        budget, chunks = self._limits.max_step_tokens, []
+        for sequence, want in ready:
+            if budget == 0:
+                break
+            missing = sequence.num_tokens - sequence.num_computed_tokens
+            behind -= missing == 1
+            count = min(want, max(1, budget - behind))
+            chunks.append(Chunk(sequence, sequence.num_computed_tokens, count, samples=count == missing))
+            budget -= count
+        return tuple(chunks)
+
+    def apply(self, step: Items[Chunk], results: Items[int | ServiceError | None]) -> list[Delta]:
+        """Commit a step that has synchronised; ``results[i]`` is what chunk i sampled, or the error that ends it."""
+        deltas: list[Delta] = []
+        for chunk, result in zip(step, results, strict=True):
+            sequence = chunk.sequence
+            if isinstance(result, ServiceError):
+                self.finish(sequence, Outcome(error=result))
+                continue
+            sequence.num_computed_tokens = chunk.start + chunk.count
+            if result is None:
+                continue
+            try:
+                text, outcome = sequence.accept(result, self._clock())
+            except Exception as error:
+                log.exception("token_not_accepted", request_id=sequence.id, token=result)
+                self.finish(sequence, Outcome(error=Internal(f"token {result} could not be turned into text: {error}")))
+                continue
+            deltas.append(Delta(sequence.id, text, result))
+            if outcome is not None:
+                self.finish(sequence, outcome)
+        return deltas
+
+    def granted(self, grants: Items[Grant]) -> None:
+        """Take the answer to the last ``demands()``."""
+        (demands, removed), self._sent = self._sent, ([], [])
+        for source_id in removed:
+            sequence = self.leaving.pop(source_id, None)
+            if sequence is not None:
+                self._settle(sequence)
+        gone = set(removed)
+        self._released = [source_id for source_id in self._released if source_id not in gone]
+        short = False
+        for (demand, sequence), grant in zip(demands, grants, strict=True):
+            if grant.error is None:
+                self._take(sequence, demand, grant)
+            else:
+                short |= self._refused(sequence, grant.error)
+        # Pages on their way back may be enough; else the youngest makes room, and only if the oldest itself is the
+        # last one running does it step back, since others than us hold what it needs.
+        if short and self.running and not self.leaving and not self._released:
+            self._preempt(self.running[-1])
+
+    def unanswered(self) -> None:
+        """The last exchange got no reply. It may have been served: the next one says the same again."""
+        self._sent = ([], [])
+
+    def lost_pages(self, total_pages: int | None = None) -> None:
+        """Every page is lost with its session: all that ran waits again, tokens kept, and what ended is settled."""
+        self._sent = ([], [])
+        self._released.clear()
+        self._closed_until, self._probing = float("-inf"), False
+        leaving, self.leaving = self.leaving, {}
+        for sequence in leaving.values():
+            self._settle(sequence)
+        for sequence in reversed(self.running):
+            self.waiting.appendleft(sequence)
+        self.running.clear()
+        for sequence in self.waiting:
+            self._drop_pages(sequence)
+            sequence.forget_pages()
+        if total_pages is not None:
+            self._total_pages = total_pages
+            for sequence in list(self.waiting):
+                try:
+                    self._check_fits(sequence)
+                except ExceedsPool as error:
+                    self.finish(sequence, Outcome(error=error))
+
+    # --- pages --------------------------------------------------------------------------------------------------
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._page_size)
+
+    def _demand(self, sequence: Sequence, total_pages: int, opening: Opening | None = None) -> Demand:
+        at = sequence.num_reported_tokens
+        return Demand(
+            sequence.source_id,
+            start=at,
+            tokens=sequence.tokens[at : sequence.num_computed_tokens],
+            total_pages=total_pages,
+            known_pages=len(sequence.pages),
+            opening=opening,
+        )
+
+    def _has_last_report(self, sequence: Sequence) -> bool:
+        failed = sequence.outcome is not None and sequence.outcome.error is not None
+        return bool(sequence.pages) and not failed and sequence.unreported_pages(self._page_size) > 0
+
+    def _openings(self) -> Iterator[tuple[Demand, Sequence]]:
+        """Admit from the head of the queue. An opening asks for all pages of the prompt, so it fits whole or waits."""
+        if self._clock() < self._closed_until:
+            return
+        promised = 0
+        free_slots = self._limits.max_batch - len(self.running)
+        slots = min(1, free_slots) if self._probing else max(0, free_slots)
+        for nth, sequence in enumerate(islice(self.waiting, slots)):
+            pages = self._pages_for(sequence.resident_target)
+            if nth + len(self.running) > 0:  # one alone is always tried: the source knows better than we do
+                room = self._total_pages - self.held_pages - promised - len(self.running) - nth
+                if pages > room and pages - self._shared_pages(sequence) > room:
+                    self._closed_until = self._clock() + ADMISSION_RETRY_S
+                    return
+            promised += pages
+            if not sequence.source_id:
+                self._source_ids += 1
+                sequence.source_id = f"{self._source_ids}:{sequence.id}"[:SOURCE_ID_CHARS]
+            yield self._demand(sequence, pages, Opening(tuple(sequence.tokens), sequence.request.salt)), sequence
+
+    def _shared_pages(self, sequence: Sequence) -> int:
+        """How many pages of a waiting request some running one surely has already."""
+        size, most = self._page_size, 0
+        for other in self.running:
+            if other.request.salt != sequence.request.salt:
+                continue
+            limit = min(sequence.num_tokens - 1, other.num_reported_tokens) // size
+            same = 0
+            while same < limit:
+                at = same * size
+                if sequence.tokens[at : at + size] != other.tokens[at : at + size]:
+                    break
+                same += 1
+            most = max(most, same)
+        return most
+
+    def _take(self, sequence: Sequence, demand: Demand, grant: Grant) -> None:
+        new = grant.pages[len(sequence.pages) - grant.first_index :]
+        sequence.pages.extend(new)
+        self._holds.update(new)
+        if demand.opening is not None:
+            self._admit(sequence, grant.cached_tokens)
+        sequence.num_reported_tokens = max(sequence.num_reported_tokens, demand.start + len(demand.tokens))
+
+    def _admit(self, sequence: Sequence, cached_tokens: int) -> None:
+        self._probing = False
+        self.waiting.remove(sequence)
+        bisect.insort(self.running, sequence, key=lambda running: running.arrival)
+        sequence.state = State.RUNNING
+        sequence.num_computed_tokens = sequence.num_reported_tokens = cached_tokens
+        if sequence.admitted_at is None:
+            sequence.admitted_at = self._clock()
+            sequence.cached_tokens = cached_tokens
+            self.cached_tokens += cached_tokens
+
+    def _refused(self, sequence: Sequence, error: ServiceError) -> bool:
+        """Take an item's error; returns whether a running request is short of pages."""
+        if sequence.state is State.FINISHED:
+            sequence.num_reported_tokens = sequence.num_computed_tokens  # not worth another exchange
+        elif isinstance(error, CapacityExceeded | TooManySequences):
+            if sequence.state is State.RUNNING:
+                return True
+            self._closed_until, self._probing = self._clock() + ADMISSION_RETRY_S, True
+        elif isinstance(error, SequenceUnknown | SequenceRemoved):
+            log.warning("sequence_lost", request_id=sequence.id, source_id=sequence.source_id, reason=error.reason)
+            self._requeue(sequence)
+        elif isinstance(error, ExceedsPool):
+            self.finish(sequence, Outcome(error=error))
+        else:
+            log.error("demand_refused", request_id=sequence.id, reason=error.reason, detail=error.message)
+            self.finish(sequence, Outcome(error=Internal(f"the page source refused a demand: {error.message}")))
+        return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give a running request's pages up. Its complete ones stay cached, for it to find again if they last."""
+        log.info("preempted", request_id=sequence.id, tokens=sequence.num_tokens, pages=len(sequence.pages))
+        self.preemptions += 1
+        sequence.preemptions += 1
+        self._released.append(sequence.source_id)
+        self._requeue(sequence)
+        self._closed_until = self._clock() + ADMISSION_RETRY_S
+
+    def _requeue(self, sequence: Sequence) -> None:
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+            self.waiting.appendleft(sequence)
+        self._drop_pages(sequence)
+        sequence.forget_pages()
+
+    def _drop_pages(self, sequence: Sequence) -> None:
+        for page in sequence.pages:
+            self._holds[page] -= 1
+            if not self._holds[page]:
+                del self._holds[page]
+        sequence.pages.clear()

@@ -1,0 +1,162 @@
+"""One request on its way through the engine: its tokens, its pages, and how far the one has got into the other."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from services.errors import ServiceError
+
+
+class State(enum.Enum):
+    """WAITING -> RUNNING -> FINISHED; back to WAITING when the pages are lost or given up for an older request."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended without an error."""
+
+    EOS = enum.auto()
+    STOP = enum.auto()
+    LENGTH = enum.auto()
+    CANCELLED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request ended: a reason, with the stop that matched, or an error."""
+
+    reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    stop_text: str | None = None
+    error: ServiceError | None = None
+
+
+class Text(Protocol):
+    """Turns one request's tokens into text, holding back what may become a stop string."""
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text."""
+
+    def push(self, token: int, may_stop: bool = True) -> str:
+        """Take one token; return the text that is sure to stand."""
+
+    def finish(self) -> str:
+        """Return what was held back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When a request ends. ``eos_token_ids`` is empty when end-of-sequence is to be ignored."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for, checked. ``sampling`` is the sampler's and opaque to scheduling; times are in seconds."""
+
+    request_id: str
+    prompt: Items[int]
+    stopping: Stopping
+    sampling: Any
+    text: Text
+    salt: str = ""
+    submitted_at: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's progress. The counters are the truth; everything else is derived from them.
+
+    ``num_reported_tokens <= num_computed_tokens <= len(tokens)``, and ``num_computed_tokens`` never exceeds what
+    ``pages`` hold. ``pages`` is append-only while a ``source_id`` lasts. A source id is given per admission and never
+    used again; it is empty as long as the page source has not heard of the sequence.
+    """
+
+    request: Request
+    arrival: int
+    tokens: list[int] = field(init=False)
+    num_computed_tokens: int = 0
+    num_reported_tokens: int = 0
+    pages: list[int] = field(default_factory=list)
+    source_id: str = ""
+    state: State = State.WAITING
+    outcome: Outcome | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.id} {self.state.name}: {self.num_computed_tokens} of {len(self.tokens)} tokens computed, "
+            f"{len(self.pages)} pages>"
+        )
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.tokens)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def max_resident_tokens(self) -> int:
+        """The most tokens whose K and V it can ever need: the last token's are never computed."""
+        return len(self.request.prompt) + self.request.stopping.max_tokens - 1
+
+    @property
+    def resident_target(self) -> int:
+        """Tokens it must have room for so that neither the step under way nor the next one waits for a page."""
+        return min(len(self.tokens) + 1, self.max_resident_tokens)
+
+    def unreported_pages(self, page_size: int) -> int:
+        """Pages that are complete and that the source does not know to be."""
+        return self.num_computed_tokens // page_size - self.num_reported_tokens // page_size
+
+    def forget_pages(self) -> None:
+        """Go back to having computed nothing. The tokens stay, so the same output comes out again."""
+        self.pages.clear()
+        self.num_computed_tokens = self.num_reported_tokens = 0
+        self.source_id = ""
+        self.state = State.WAITING
+
+    def accept(self, token: int, now: float) -> tuple[str, Outcome | None]:
+        """Take a sampled token. Returns the text it released and, when it ends the request, how."""
+        self.tokens.append(token)
+        if self.first_token_at is None:
+            self.first_token_at = now
+        stopping, text = self.request.stopping, self.request.text
+        may_stop = self.num_generated_tokens >= stopping.min_tokens
+        if may_stop and token in stopping.eos_token_ids:
+            return text.finish(), Outcome(FinishReason.EOS, stop_token_id=token)
+        if may_stop and token in stopping.stop_token_ids:
+            return text.finish(), Outcome(FinishReason.STOP, stop_token_id=token)
+        released = text.push(token, may_stop)
+        if text.stopped is not None:
+            return released, Outcome(FinishReason.STOP, stop_text=text.stopped)
+        if self.num_generated_tokens >= stopping.max_tokens:
+            return released + text.finish(), Outcome(FinishReason.LENGTH)
+        return released, None

@@ -1,0 +1,58 @@
+"""``python -m services.kvcache``: run the daemon until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import structlog
+
+from services.errors import ServiceError
+from services.kvcache.config import Config
+from services.kvcache.server import Daemon
+from services.serving import configure_logging, run_until_signal
+
+log = structlog.get_logger()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0 after a drain, 2 when it could not start as told."""
+    configure_logging()
+    try:
+        config = Config.read(arguments, os.environ)
+        run_until_signal(lambda stop: _serve(config, stop))
+    except ServiceError as error:
+        print(f"rocmforge kvcache: {error.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def _serve(config: Config, stop: asyncio.Event) -> None:
+    daemon = Daemon(config)
+    limits = config.limits
+    try:
+        await daemon.start()
+        log.info(
+            "kvcache_serving",
+            epoch=f"{daemon.epoch:016x}",
+            listen=daemon.bound,
+            arena_dir=str(config.arena_dir),
+            budget_bytes=limits.budget_bytes,
+            pool_pages=limits.pool_pages,
+            session_ttl_s=limits.default_ttl_s,
+            drain_s=limits.drain_s,
+            cache_ttl_s=limits.cache_ttl_s,
+            max_sessions=limits.max_sessions,
+            max_sequences=limits.max_sequences,
+            tls=config.tls is not None,
+            insecure=config.insecure,
+        )
+        await stop.wait()
+    finally:
+        await daemon.stop(config.grace_s)
+        log.info("kvcache_stopped", epoch=f"{daemon.epoch:016x}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

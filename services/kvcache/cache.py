@@ -1,0 +1,355 @@
+"""The state of the daemon, and the only place that changes it.
+
+One ``KvCache`` is owned by one asyncio loop. Every public method is one transaction: it runs to its end without
+waiting for anything, so there is nothing to lock. Clients are trusted with no index, no size and no time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from services.errors import (
+    AttachMismatch,
+    CapacityExceeded,
+    FieldInvalid,
+    SequenceMismatch,
+    ServiceError,
+    TooManySequences,
+    TooManySessions,
+)
+from services.kvcache.layout import PageLayout
+from services.kvcache.pool import Pool
+from services.kvcache.pools import CANARY_BYTES, ArenaMaker, Pools
+from services.kvcache.prefix import ChainHash, blake2b_chain
+from services.kvcache.quarantine import Aliveness, Quarantine
+from services.kvcache.sequence import Sequence, digest_opening, token_array
+from services.kvcache.sessions import Process, Session, Sessions
+
+MIN_TTL_S, MAX_TTL_S = 1.0, 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the daemon may use and how long it waits. Bytes, pages, seconds."""
+
+    budget_bytes: int
+    pool_pages: int | None = None
+    default_ttl_s: float = 10.0
+    drain_s: float = 30.0
+    cache_ttl_s: float | None = None
+    max_sessions: int = 256
+    max_sequences: int = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """One sequence's part of a step: see SequenceDemand in the proto. ``prompt`` is None when nothing is opened."""
+
+    sequence_id: str
+    prompt: list[int] | None
+    salt: str
+    start: int
+    tokens: list[int]
+    total_pages: int
+    known_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The pages behind those the engine knew, as (id, generation)."""
+
+    first_index: int
+    pages: list[tuple[int, int]]
+    cached_tokens: int
+
+
+class KvCache:
+    """Sessions, pools and what is quarantined.
+
+    ``random_bytes`` makes session ids and canaries; ``clock`` is monotonic, in seconds; ``make_arena`` and ``alive``
+    are the ways to memory and to the process table.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        epoch: int,
+        clock: Callable[[], float],
+        random_bytes: Callable[[int], bytes],
+        make_arena: ArenaMaker,
+        alive: Aliveness,
+        chain_hash: ChainHash = blake2b_chain,
+    ) -> None:
+        self.limits = limits
+        self.epoch = epoch
+        self.started_at = clock()
+        self.expired_sessions = 0
+        self.pools = Pools(limits.budget_bytes, limits.pool_pages, limits.max_sessions, make_arena, chain_hash)
+        self._sessions = Sessions()
+        self._quarantine = Quarantine(alive)
+        self._clock = clock
+        self._random_bytes = random_bytes
+
+    # --- sessions ---
+
+    def open_session(
+        self,
+        client_name: str,
+        pool_id: str,
+        layout: PageLayout,
+        *,
+        pool_pages: int | None = None,
+        ttl_s: float | None = None,
+        process: Process | None = None,
+    ) -> Session:
+        """A new session on the pool, which is made if need be. The session's canary is in its arena then.
+
+        Raises FieldInvalid, LayoutMismatch, InvalidConfiguration, ExceedsBudget, TooManySessions.
+        """
+        ttl = self.limits.default_ttl_s if ttl_s is None else ttl_s
+        if not MIN_TTL_S <= ttl <= MAX_TTL_S:
+            raise FieldInvalid(f"ttl is {ttl:g} s; it must be {MIN_TTL_S:g} to {MAX_TTL_S:g} s", field="ttl")
+        if len(self._sessions) >= self.limits.max_sessions:
+            raise TooManySessions(f"{len(self._sessions)} sessions are open, the limit", limit=self.limits.max_sessions)
+        pool = self.pools.get_or_make(pool_id, layout, pool_pages, lambda pool: self.session_count(pool) > 0)
+        now = self._clock()
+        taken = {session.canary_slot for session in self._sessions.all() if session.pool_id == pool_id}
+        session = Session(
+            id=f"{self.epoch:016x}-{self._random_bytes(16).hex()}",
+            client_name=client_name,
+            pool_id=pool_id,
+            ttl_s=ttl,
+            deadline=now + ttl,
+            process=process,
+            canary=self._random_bytes(CANARY_BYTES),
+            canary_slot=next(slot for slot in range(self.limits.max_sessions) if slot not in taken),
+        )
+        pool.arena.write_canary(session.canary_slot, session.canary)
+        pool.last_used = now
+        self._sessions.add(session)
+        return session
+
+    def attach_session(self, session_id: str, seen: bytes) -> Session:
+        """The engine has mapped the arena. Raises SessionExpired, AttachMismatch."""
+        session = self._use(session_id)
+        if seen != session.canary:
+            raise AttachMismatch("seen is not the canary in this session's arena: other memory is mapped", field="seen")
+        answer = self.pool_of(session).arena.read_answer(session.canary_slot)
+        if answer != bytes(byte ^ 0xFF for byte in session.canary):
+            raise AttachMismatch("the canary's complement did not arrive in the arena: the mapping is not shared")
+        session.attached = True
+        return session
+
+    def renew_session(self, session_id: str) -> Session:
+        """Extend a lease. Raises SessionExpired."""
+        return self._use(session_id)
+
+    def close_session(self, session_id: str) -> int | None:
+        """End a session whose engine touches no page any more; the number of its sequences, None when unknown."""
+        session = self._sessions.pop(session_id)
+        if session is None:
+            return None
+        count = len(session.sequences)
+        self._end(session, lost=False)
+        return count
+
+    def _use(self, session_id: str) -> Session:
+        now = self._clock()
+        session = self._sessions.use(session_id, now)
+        self.pool_of(session).last_used = now
+        return session
+
+    def _end(self, session: Session, *, lost: bool) -> None:
+        now, pool, unsafe = self._clock(), self.pool_of(session), list[int]()
+        for sequence in session.sequences.values():
+            unsafe += pool.release(sequence, now, lost=lost)
+        session.sequences.clear()
+        pool.last_used = now
+        self._quarantine.add(pool, unsafe, session.process, now + self.limits.drain_s)
+
+    # --- sequences ---
+
+    def allocate(
+        self, session_id: str, demands: list[Demand], removed: list[str]
+    ) -> tuple[list[Grant | ServiceError], Pool]:
+        """The step call: remove, then serve each demand or tell why not; one that fails changes nothing.
+
+        Raises SessionExpired, SessionNotAttached.
+        """
+        session, pool = self._use_attached(session_id)
+        self._remove(session, removed)
+        results: list[Grant | ServiceError] = []
+        for demand in demands:
+            try:
+                sequence = session.find(demand.sequence_id)
+                results.append(
+                    self._open(session, pool, demand) if sequence is None else self._continue(pool, sequence, demand)
+                )
+            except ServiceError as error:
+                pool.totals.refused_demands += isinstance(error, CapacityExceeded)
+                results.append(error)
+        return results, pool
+
+    def _open(self, session: Session, pool: Pool, demand: Demand) -> Grant:
+        if demand.prompt is None:
+            raise session.unknown(demand.sequence_id)
+        if demand.start or demand.tokens:
+            raise FieldInvalid("tokens: nothing can be resident before a sequence is opened", field="tokens")
+        if len(session.sequences) >= self.limits.max_sequences:
+            raise TooManySequences(
+                f"the session has {len(session.sequences)} sequences, the limit", limit=self.limits.max_sequences
+            )
+        prompt = _prompt_array(demand.prompt)
+        matched = pool.match(prompt, demand.salt)
+        total = max(len(matched), demand.total_pages)
+        _check_known_pages(demand.known_pages, total)
+        pool.check_growth(demand.sequence_id, total, total - len(matched), spoken_for=pool.cached_among(matched))
+
+        digest = digest_opening(prompt, demand.salt)
+        sequence = Sequence(session.id, demand.sequence_id, demand.salt, digest, self._clock())
+        session.sequences[sequence.id] = sequence
+        pool.open(sequence, prompt, matched)
+        return self._grow(pool, sequence, total, demand.known_pages)
+
+    def _continue(self, pool: Pool, sequence: Sequence, demand: Demand) -> Grant:
+        if demand.prompt is not None:
+            digest = digest_opening(_prompt_array(demand.prompt), demand.salt)
+            if digest != sequence.opening_digest:
+                raise SequenceMismatch(f"sequence {sequence.id!r} is open with another prompt or salt", field="opening")
+        pool.check_tokens(sequence, demand.start, demand.tokens)
+        total = max(len(sequence.pages), demand.total_pages)
+        _check_known_pages(demand.known_pages, total)
+        pool.check_growth(sequence.id, total, total - len(sequence.pages))
+
+        pool.append(sequence, demand.start, demand.tokens)
+        return self._grow(pool, sequence, total, demand.known_pages)
+
+    def _grow(self, pool: Pool, sequence: Sequence, total: int, known: int) -> Grant:
+        pool.grow(sequence, total)
+        sequence.record_access(self._clock())
+        pages = [(page, pool.table.generation(page)) for page in sequence.pages[known:]]
+        return Grant(known, pages, sequence.cached_tokens)
+
+    def append(self, session_id: str, appends: list[tuple[str, int, list[int]]]) -> list[Sequence | ServiceError]:
+        """Record resident tokens, (sequence id, start, tokens) each; an item that fails changes nothing.
+
+        Raises SessionExpired, SessionNotAttached.
+        """
+        session, pool = self._use_attached(session_id)
+        results: list[Sequence | ServiceError] = []
+        for sequence_id, start, tokens in appends:
+            try:
+                sequence = session.sequence(sequence_id)
+                pool.check_tokens(sequence, start, tokens)
+            except ServiceError as error:
+                results.append(error)
+                continue
+            pool.append(sequence, start, tokens)
+            sequence.record_access(self._clock())
+            results.append(sequence)
+        return results
+
+    def remove(self, session_id: str, sequence_ids: list[str]) -> tuple[list[bool], Pool]:
+        """Remove sequences; whether each was there. Raises SessionExpired."""
+        session = self._use(session_id)
+        return self._remove(session, sequence_ids), self.pool_of(session)
+
+    def _remove(self, session: Session, sequence_ids: list[str]) -> list[bool]:
+        pool, removed = self.pool_of(session), list[bool]()
+        for sequence_id in sequence_ids:
+            sequence = session.forget(sequence_id)
+            if sequence is not None:
+                pool.release(sequence, self._clock())
+            removed.append(sequence is not None)
+        return removed
+
+    def get_sequence(self, session_id: str, sequence_id: str) -> tuple[Sequence, Pool]:
+        """One sequence; counts as an access to it. Raises SessionExpired, SequenceUnknown, SequenceRemoved."""
+        session = self._use(session_id)
+        sequence = session.sequence(sequence_id)
+        sequence.record_access(self._clock())
+        return sequence, self.pool_of(session)
+
+    def list_sequences(self, session_id: str | None) -> list[tuple[Sequence, Pool]]:
+        """Sequences of one session, or of all, in the order they were opened. Raises SessionExpired."""
+        sessions = self._sessions.all() if session_id is None else [self._use(session_id)]
+        return [(sequence, self.pool_of(s)) for s in sessions for sequence in s.sequences.values()]
+
+    def _use_attached(self, session_id: str) -> tuple[Session, Pool]:
+        session = self._use(session_id)
+        session.require_attached()
+        return session, self.pool_of(session)
+
+    # --- time ---
+
+    def sweep(self) -> list[Session]:
+        """Expire what is due; returns the sessions that were lost. Call about once a second.
+
+        A session is lost when its deadline passes or its process is proven gone.
+        """
+        now = self._clock()
+        lost = [s for s in self._sessions.all() if s.deadline <= now or self._quarantine.gone(s.process)]
+        for session in lost:
+            self._sessions.pop(session.id)
+            self._end(session, lost=True)
+        self.expired_sessions += len(lost)
+        self._quarantine.sweep(now)
+        if self.limits.cache_ttl_s is not None:
+            for pool in self.pools:
+                pool.expire_cached(now - self.limits.cache_ttl_s)
+        return lost
+
+    def close(self) -> None:
+        """Give all memory back. Engines that still map it keep their mapping and find no daemon."""
+        self.pools.close()
+
+    # --- looking ---
+
+    def now(self) -> float:
+        """The clock that every time in here is of."""
+        return self._clock()
+
+    def session_count(self, pool: Pool) -> int:
+        """Live sessions on a pool."""
+        return sum(session.pool_id == pool.id for session in self._sessions.all())
+
+    def pool_of(self, session: Session) -> Pool:
+        """The pool of a live session."""
+        return self.pools[session.pool_id]
+
+    def check(self) -> Iterator[str]:
+        """Every violation of the whole state; empty when it is sound. Changes nothing."""
+        yield from self.pools.check()
+        listed: dict[str, set[Sequence]] = {pool.id: set() for pool in self.pools}
+        slots: set[tuple[str, int]] = set()
+        for session in self._sessions.all():
+            slots.add((session.pool_id, session.canary_slot))
+            listed[session.pool_id].update(session.sequences.values())
+            for sequence_id, sequence in session.sequences.items():
+                if sequence_id != sequence.id or sequence_id in session.removed:
+                    yield f"{sequence!r} is listed as {sequence_id!r}, or was removed"
+        if len(slots) != len(self._sessions):
+            yield "two sessions share a canary slot"
+        for pool in self.pools:
+            if listed[pool.id] != set(pool.sequences):
+                yield f"pool {pool.id} has sequences that no session lists, or the reverse"
+            waiting = self._quarantine.pages(pool)
+            if len(waiting) != pool.table.quarantined_count or len(set(waiting)) != len(waiting):
+                yield f"pool {pool.id}: {pool.table.quarantined_count} pages quarantined, {len(waiting)} waited for"
+
+
+def _prompt_array(prompt: list[int]) -> array[int]:
+    if not prompt:
+        raise FieldInvalid("opening.prompt is empty; it needs at least one token", field="opening.prompt")
+    try:
+        return token_array(prompt)
+    except OverflowError as error:
+        raise FieldInvalid("opening.prompt: a token is not a uint32", field="opening.prompt") from error
+
+
+def _check_known_pages(known: int, total: int) -> None:
+    if known > total:
+        raise FieldInvalid(f"known_pages is {known} and the sequence has {total} pages", field="known_pages")

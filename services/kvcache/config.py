@@ -1,0 +1,85 @@
+"""The daemon's settings: flags, environment, limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.flags import FlagParser, add_serving_flags, byte_size, seconds, tls_of, whole
+from services.kvcache.arena import default_directory
+from services.kvcache.cache import MAX_TTL_S, MIN_TTL_S, Limits
+from services.kvcache.pools import MAX_PAGES
+from services.serving import Listener, Tls, check_exposure
+
+PORT = 50052
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything that can be set. Sizes in bytes, times in seconds."""
+
+    listeners: list[Listener]
+    tls: Tls | None
+    insecure: bool
+    grace_s: float
+    arena_dir: Path
+    limits: Limits
+
+    @classmethod
+    def read(cls, arguments: list[str] | None, environ: Mapping[str, str]) -> Config:
+        """Flags over environment over defaults. Raises InvalidConfiguration."""
+        flags = FlagParser(
+            "python -m services.kvcache",
+            "The KV-cache daemon: owns the memory that holds KV pages, and shares it with engines.",
+            "ROCMFORGE_KVCACHE",
+        )
+        add_serving_flags(flags, "kvcache.sock", PORT)
+        flags.add("--arena-dir", Path, default_directory(), "directory of the arena files", metavar="DIR")
+        flags.add("--memory", byte_size, "256MiB", "memory budget of all pools", metavar="SIZE")
+        flags.add(
+            "--pool-pages",
+            whole(1, MAX_PAGES),
+            None,
+            "pages of a new pool whose engine does not say; default: what the budget holds",
+            metavar="N",
+        )
+        flags.add(
+            "--session-ttl", seconds(MIN_TTL_S, MAX_TTL_S), 10.0, "lease of a session that does not say", metavar="S"
+        )
+        flags.add(
+            "--drain",
+            seconds(0, 3600),
+            30.0,
+            "seconds that a lost session's unfinished pages are kept from others while its process may live",
+            metavar="S",
+        )
+        flags.add(
+            "--cache-ttl",
+            seconds(0.001, 10**9),
+            None,
+            "seconds after which an unused cached page is forgotten; default: never",
+            metavar="S",
+        )
+        flags.add("--max-sessions", whole(1, 65536), 256, "sessions at a time", metavar="N")
+        flags.add("--max-sequences", whole(1, 10**7), 65536, "live sequences of one session", metavar="N")
+        values = flags.parse(arguments, environ)
+        memory = values["memory"]
+        config = cls(
+            listeners=values["listen"],
+            tls=tls_of(values),
+            insecure=values["insecure"],
+            grace_s=values["grace"],
+            arena_dir=values["arena_dir"],
+            limits=Limits(
+                budget_bytes=byte_size(memory) if isinstance(memory, str) else memory,
+                pool_pages=values["pool_pages"],
+                default_ttl_s=values["session_ttl"],
+                drain_s=values["drain"],
+                cache_ttl_s=values["cache_ttl"],
+                max_sessions=values["max_sessions"],
+                max_sequences=values["max_sequences"],
+            ),
+        )
+        check_exposure(config.listeners, config.tls, config.insecure)
+        return config

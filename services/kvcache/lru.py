@@ -1,0 +1,95 @@
+"""The order in which cached pages are evicted: least recently used first."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+_NONE = -1
+
+
+class LruQueue:
+    """An intrusive doubly linked list over page ids: two links and a time for each, no object per page.
+
+    Everything but ``check`` and iteration is O(1). A sequence's pages are pushed tail first when it ends, so among
+    them a page is always older than the page before it: evicting the oldest never orphans a cached continuation.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._older = array("i", [_NONE]) * total
+        self._newer = array("i", [_NONE]) * total
+        self._since = array("d", bytes(8 * total))
+        self._member = bytearray(total)
+        self._oldest = self._newest = _NONE
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, page: int) -> bool:
+        return bool(self._member[page])
+
+    def __iter__(self) -> Iterator[int]:
+        """Oldest first."""
+        page = self._oldest
+        while page != _NONE:
+            yield page
+            page = self._newer[page]
+
+    @property
+    def oldest(self) -> int | None:
+        """The next page to evict."""
+        return None if self._oldest == _NONE else self._oldest
+
+    def since(self, page: int) -> float:
+        """When the page was pushed, in the caller's seconds."""
+        return self._since[page]
+
+    def push(self, page: int, now: float) -> None:
+        """Add as the newest. Raises ValueError when it is in the queue."""
+        if self._member[page]:
+            raise ValueError(f"page {page} is queued already")
+        self._member[page] = 1
+        self._since[page] = now
+        self._older[page], self._newer[page] = self._newest, _NONE
+        if self._newest == _NONE:
+            self._oldest = page
+        else:
+            self._newer[self._newest] = page
+        self._newest = page
+        self._length += 1
+
+    def discard(self, page: int) -> None:
+        """Take out of the queue. Raises ValueError when it is not in it."""
+        if not self._member[page]:
+            raise ValueError(f"page {page} is not queued")
+        self._member[page] = 0
+        older, newer = self._older[page], self._newer[page]
+        if older == _NONE:
+            self._oldest = newer
+        else:
+            self._newer[older] = newer
+        if newer == _NONE:
+            self._newest = older
+        else:
+            self._older[newer] = older
+        self._length -= 1
+
+    def touch(self, page: int, now: float) -> None:
+        """Make a queued page the newest."""
+        self.discard(page)
+        self.push(page, now)
+
+    def check(self) -> Iterator[str]:
+        """Violations: links that disagree, a wrong length, times out of order."""
+        seen, previous, since = 0, _NONE, float("-inf")
+        page = self._oldest
+        while page != _NONE and seen <= self._length:
+            if self._older[page] != previous or not self._member[page]:
+                yield f"eviction queue is broken at page {page}"
+            if self._since[page] < since:
+                yield f"page {page} is queued behind a newer one"
+            seen, previous, since = seen + 1, page, self._since[page]
+            page = self._newer[page]
+        if seen != self._length or sum(self._member) != self._length:
+            yield f"eviction queue links {seen} pages, marks {sum(self._member)}, says {self._length}"

@@ -1,0 +1,188 @@
+"""The page table: what state each page is in, and who holds it.
+
+    FREE --take--> HELD --cache--> CACHED --hold--> HELD
+                   HELD --free---> FREE   <--free-- CACHED
+                   HELD --quarantine--> QUARANTINED --free--> FREE
+
+A page is HELD exactly while its set of holders is not empty; that set is the only reference count there is. Whoever
+drops the last holder says in the same transaction where the page goes, so no page is ever between two states when a
+transaction ends.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Hashable, Iterator
+
+from services.kvcache.lru import LruQueue
+
+
+class PageState(enum.IntEnum):
+    """Where a page is in its life."""
+
+    FREE = 0
+    HELD = 1
+    CACHED = 2
+    QUARANTINED = 3
+
+
+class PageTable:
+    """States, holders and generations of ``total`` pages, ids 0 to total - 1. Every operation is O(1).
+
+    Free pages are those never used yet (ids from ``_fresh`` up) and a stack of recycled ones; recycled go first, their
+    memory being warm. The caller has checked that a page is in the state an operation starts from; ``LookupError`` or
+    ``ValueError`` tell of a bug in it, before anything changes.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.cached = LruQueue(total)
+        self.quarantined_count = 0
+        self._states = bytearray(total)
+        self._generations = array("I", bytes(4 * total))
+        self._holders: list[set[Hashable] | None] = [None] * total
+        self._held_count = 0
+        self._fresh = 0
+        self._recycled = array("I")
+
+    @property
+    def free_count(self) -> int:
+        """Pages in state FREE."""
+        return self.total - self._fresh + len(self._recycled)
+
+    @property
+    def never_used_count(self) -> int:
+        """Free pages that were never granted."""
+        return self.total - self._fresh
+
+    @property
+    def recycled_count(self) -> int:
+        """Free pages that were granted before."""
+        return len(self._recycled)
+
+    @property
+    def held_count(self) -> int:
+        """Pages in state HELD."""
+        return self._held_count
+
+    @property
+    def cached_count(self) -> int:
+        """Pages in state CACHED."""
+        return len(self.cached)
+
+    def state(self, page: int) -> PageState:
+        """The state of a page."""
+        return PageState(self._states[page])
+
+    def generation(self, page: int) -> int:
+        """How often the page's content was given up."""
+        return self._generations[page]
+
+    def holders(self, page: int) -> frozenset[Hashable]:
+        """Who holds the page."""
+        return frozenset(self._holders[page] or ())
+
+    def take(self, holder: Hashable) -> int:
+        """A free page, now held. Raises LookupError when none is free."""
+        if self._recycled:
+            page = self._recycled.pop()
+        elif self._fresh < self.total:
+            page = self._fresh
+            self._fresh += 1
+        else:
+            raise LookupError("no free page")
+        self._states[page] = PageState.HELD
+        self._holders[page] = {holder}
+        self._held_count += 1
+        return page
+
+    def hold(self, page: int, holder: Hashable) -> None:
+        """Add a holder to a held or cached page; a holder already there stays one. Raises ValueError otherwise."""
+        state = self._states[page]
+        if state == PageState.HELD:
+            self._set(page).add(holder)
+        elif state == PageState.CACHED:
+            self.cached.discard(page)
+            self._states[page] = PageState.HELD
+            self._holders[page] = {holder}
+            self._held_count += 1
+        else:
+            raise ValueError(f"page {page} is {self.state(page).name}")
+
+    def drop(self, page: int, holder: Hashable) -> bool:
+        """Take a holder away; true when it was the last, and the caller must now place the page.
+
+        Raises ValueError when ``holder`` does not hold it.
+        """
+        holders = self._holders[page]
+        if holders is None or holder not in holders:
+            raise ValueError(f"page {page} is not held by {holder!r}")
+        holders.discard(holder)
+        return not holders
+
+    def cache(self, page: int, now: float) -> None:
+        """HELD by nobody to CACHED, as the most recently used."""
+        self._leave_held(page)
+        self._states[page] = PageState.CACHED
+        self.cached.push(page, now)
+
+    def quarantine(self, page: int) -> None:
+        """HELD by nobody to QUARANTINED."""
+        self._leave_held(page)
+        self._states[page] = PageState.QUARANTINED
+        self.quarantined_count += 1
+
+    def free(self, page: int) -> None:
+        """HELD by nobody, CACHED or QUARANTINED to FREE. The content is given up: the generation moves on."""
+        state = self._states[page]
+        if state == PageState.HELD:
+            self._leave_held(page)
+        elif state == PageState.CACHED:
+            self.cached.discard(page)
+        elif state == PageState.QUARANTINED:
+            self.quarantined_count -= 1
+        else:
+            raise ValueError(f"page {page} is free already")
+        self._states[page] = PageState.FREE
+        self._generations[page] = (self._generations[page] + 1) & 0xFFFFFFFF
+        self._recycled.append(page)
+
+    def _leave_held(self, page: int) -> None:
+        holders = self._holders[page]
+        if self._states[page] != PageState.HELD or holders:
+            raise ValueError(f"page {page} is {self.state(page).name} with {len(holders or ())} holders")
+        self._holders[page] = None
+        self._held_count -= 1
+
+    def _set(self, page: int) -> set[Hashable]:
+        holders = self._holders[page]
+        if holders is None:
+            raise ValueError(f"page {page} has no holders")
+        return holders
+
+    def check(self) -> Iterator[str]:
+        """Violations of the table's own invariants, by walking every page."""
+        counts = dict.fromkeys(PageState, 0)
+        for page in range(self.total):
+            state = self.state(page)
+            counts[state] += 1
+            if (state == PageState.HELD) != bool(self._holders[page]):
+                yield f"page {page} is {state.name} with holders {self._holders[page]}"
+            if (state == PageState.CACHED) != (page in self.cached):
+                yield f"page {page} is {state.name} and its place in the eviction queue disagrees"
+        told = {
+            PageState.FREE: self.free_count,
+            PageState.HELD: self.held_count,
+            PageState.CACHED: self.cached_count,
+            PageState.QUARANTINED: self.quarantined_count,
+        }
+        if counts != told:
+            yield f"counted {counts}, ledger says {told}"
+        free = set(self._recycled) | set(range(self._fresh, self.total))
+        if len(free) != self.free_count:
+            yield f"a page is on the free list twice: {len(free)} distinct of {self.free_count}"
+        for page in free:
+            if self._states[page] != PageState.FREE:
+                yield f"page {page} is on the free list and {self.state(page).name}"
+        yield from self.cached.check()

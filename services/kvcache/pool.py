@@ -1,0 +1,258 @@
+"""One layout's pages: page table, prefix index and the sequences in them, changed one whole step at a time."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.errors import CapacityExceeded, ExceedsPool, FieldInvalid, PositionMismatch
+from services.kvcache.layout import PageLayout
+from services.kvcache.pages import PageState, PageTable
+from services.kvcache.prefix import ChainHash, PrefixIndex, blake2b_chain
+from services.kvcache.sequence import Sequence, token_array
+
+
+class Arena(Protocol):
+    """The memory of a pool. Made and closed by the server; the pool only says where it is."""
+
+    @property
+    def file_path(self) -> str:
+        """The file that engines map; empty for device memory."""
+
+    @property
+    def size_bytes(self) -> int:
+        """All of it: the pages and the canaries behind them."""
+
+    def canary_offset(self, slot: int) -> int:
+        """Byte offset of a canary slot."""
+
+    def write_canary(self, slot: int, canary: bytes) -> None:
+        """Write a session's canary and clear its answer."""
+
+    def read_answer(self, slot: int) -> bytes:
+        """What the engine wrote behind its canary."""
+
+    def close(self) -> None:
+        """Give the memory back. No session is attached."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the pool was made."""
+
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    granted_pages: int = 0
+    published_pages: int = 0
+    evicted_pages: int = 0
+    expired_pages: int = 0
+    refused_demands: int = 0
+
+
+class Pool:
+    """Pages of one layout and one trust domain.
+
+    A public method either raises and has changed nothing, or does all it says: each checks first and commits after,
+    and nothing in a commit can fail.
+    """
+
+    def __init__(
+        self, pool_id: str, layout: PageLayout, total_pages: int, arena: Arena, chain_hash: ChainHash = blake2b_chain
+    ) -> None:
+        self.id = pool_id
+        self.layout = layout
+        self.arena = arena
+        self.table = PageTable(total_pages)
+        self.index = PrefixIndex(total_pages, chain_hash)
+        self.sequences: dict[Sequence, None] = {}
+        self.totals = Totals()
+        self.last_used = 0.0
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that an allocation can have without taking one from a holder."""
+        return self.table.free_count + self.table.cached_count
+
+    def match(self, prompt: array[int], salt: str) -> list[int]:
+        """Cached pages of the prompt's whole pages, never the one with its last token. Changes nothing."""
+        size = self.layout.page_size
+        whole = (len(prompt) - 1) // size
+        return self.index.match(salt, (prompt[at * size : (at + 1) * size].tobytes() for at in range(whole)))
+
+    def check_tokens(self, sequence: Sequence, start: int, tokens: list[int]) -> None:
+        """Whether ``tokens`` may stand at ``start``. Raises PositionMismatch or FieldInvalid."""
+        resident, end = len(sequence.tokens), start + len(tokens)
+        if start > resident:
+            raise PositionMismatch(
+                f"sequence {sequence.id!r}: start is {start} and {resident} tokens are resident: a gap",
+                resident_tokens=resident,
+            )
+        capacity = len(sequence.pages) * self.layout.page_size
+        if end > capacity:
+            raise PositionMismatch(
+                f"sequence {sequence.id!r}: tokens up to {end} and its pages hold {capacity}", capacity_tokens=capacity
+            )
+        try:
+            known = token_array(tokens[: resident - start])
+            token_array(tokens)
+        except OverflowError as error:
+            raise FieldInvalid("tokens: a token is not a uint32", field="tokens") from error
+        if known != sequence.tokens[start : start + len(known)]:
+            raise PositionMismatch(
+                f"sequence {sequence.id!r}: tokens from {start} on differ from those recorded", resident_tokens=resident
+            )
+
+    def check_growth(self, sequence_id: str, total_pages: int, more: int, *, spoken_for: int = 0) -> None:
+        """Whether a sequence can have ``more`` pages and so ``total_pages``; ``spoken_for`` cached ones it matched.
+
+        Raises ExceedsPool or CapacityExceeded.
+        """
+        table = self.table
+        if total_pages > table.total:
+            raise ExceedsPool(
+                f"sequence {sequence_id!r}: total_pages is {total_pages} and the pool has {table.total}",
+                field="total_pages",
+                total_pages=table.total,
+            )
+        available = self.available_pages - spoken_for
+        if more > available:
+            raise CapacityExceeded(
+                f"sequence {sequence_id!r} needs {more} more pages and {available} are free or evictable: "
+                f"of {table.total}, {table.free_count} free, {table.cached_count} cached, {table.held_count} held, "
+                f"{table.quarantined_count} quarantined",
+                needed_pages=more,
+                free_pages=table.free_count,
+                cached_pages=table.cached_count,
+                held_pages=table.held_count,
+                quarantined_pages=table.quarantined_count,
+                total_pages=table.total,
+            )
+
+    def cached_among(self, pages: list[int]) -> int:
+        """How many of these pages nobody holds."""
+        return sum(self.table.state(page) == PageState.CACHED for page in pages)
+
+    def open(self, sequence: Sequence, prompt: array[int], matched: list[int]) -> None:
+        """Let a new sequence share its matched pages."""
+        self.sequences[sequence] = None
+        for page in matched:
+            self.table.hold(page, sequence)
+        sequence.pages.extend(matched)
+        sequence.published = len(matched)
+        sequence.cached_tokens = len(matched) * self.layout.page_size
+        sequence.tokens.extend(prompt[: sequence.cached_tokens])
+        self.totals.lookup_tokens += len(prompt)
+        self.totals.hit_tokens += sequence.cached_tokens
+
+    def append(self, sequence: Sequence, start: int, tokens: list[int]) -> None:
+        """Record checked tokens, and publish the pages they complete."""
+        sequence.tokens.extend(tokens[len(sequence.tokens) - start :])
+        size = self.layout.page_size
+        while not sequence.chain_broken and (sequence.published + 1) * size <= len(sequence.tokens):
+            at = sequence.published
+            parent = sequence.pages[at - 1] if at else None
+            chunk = sequence.tokens[at * size : (at + 1) * size].tobytes()
+            if self.index.publish(sequence.pages[at], parent, chunk, sequence.salt):
+                sequence.published += 1
+                self.totals.published_pages += 1
+            else:
+                sequence.chain_broken = True
+
+    def grow(self, sequence: Sequence, total_pages: int) -> None:
+        """Grow a sequence to a checked number of pages: free ones first, then the least recently used cached one."""
+        while len(sequence.pages) < total_pages:
+            if not self.table.free_count:
+                self.totals.evicted_pages += 1
+                self._uncache(self._oldest())
+            sequence.pages.append(self.table.take(sequence))
+            self.totals.granted_pages += 1
+
+    def release(self, sequence: Sequence, now: float, *, lost: bool = False) -> list[int]:
+        """End a sequence; returns the pages that went into quarantine.
+
+        Tail first, so that a prefix is evicted after its continuations. Complete pages stay cached. The others are
+        free at once when the engine let go of them, and quarantined when it was ``lost``: a kernel of its may still
+        be writing there.
+        """
+        quarantined: list[int] = []
+        del self.sequences[sequence]
+        for at in range(len(sequence.pages) - 1, -1, -1):
+            page = sequence.pages[at]
+            last = self.table.drop(page, sequence)
+            if at < sequence.published:
+                self._settle(page, last, now)
+            elif last and lost:
+                self.table.quarantine(page)
+                quarantined.append(page)
+            elif last:
+                self.table.free(page)
+        return quarantined
+
+    def _settle(self, page: int, unheld: bool, now: float) -> None:
+        """Place a published page that lost a holder."""
+        if self.index.is_primary(page):
+            if unheld:
+                self.table.cache(page, now)
+            return
+        # A stand-by is worth nothing once its holder leaves. Its link was in use until now, so the primary counts as
+        # used now: it must outlive the continuations that were cached a moment ago.
+        primary = self.index.primary_of(page)
+        if self.table.state(primary) == PageState.CACHED:
+            self.table.cached.touch(primary, now)
+        if unheld:
+            self.index.withdraw(page)
+            self.table.free(page)
+
+    def unquarantine(self, pages: list[int]) -> None:
+        """Nothing can write these pages any more."""
+        for page in pages:
+            self.table.free(page)
+
+    def expire_cached(self, before: float) -> int:
+        """Free the pages cached last before a time; returns how many."""
+        count = 0
+        while (page := self.table.cached.oldest) is not None and self.table.cached.since(page) <= before:
+            self._uncache(page)
+            count += 1
+        self.totals.expired_pages += count
+        return count
+
+    def _oldest(self) -> int:
+        page = self.table.cached.oldest
+        if page is None:
+            raise LookupError("no cached page")
+        return page
+
+    def _uncache(self, page: int) -> None:
+        self.index.withdraw(page)
+        self.table.free(page)
+
+    def check(self) -> Iterator[str]:
+        """Every violation found in this pool; empty when it is sound."""
+        yield from self.table.check()
+        yield from self.index.check()
+        size = self.layout.page_size
+        holders: dict[int, set[Sequence]] = {}
+        for sequence in self.sequences:
+            if len(set(sequence.pages)) != len(sequence.pages):
+                yield f"{sequence!r} lists a page twice"
+            if len(sequence.tokens) > len(sequence.pages) * size:
+                yield f"{sequence!r} has more tokens than its pages hold"
+            if not sequence.chain_broken and sequence.published != len(sequence.tokens) // size:
+                yield f"{sequence!r} has a complete page that is not published"
+            for at, page in enumerate(sequence.pages):
+                holders.setdefault(page, set()).add(sequence)
+                chunk = sequence.tokens[at * size : (at + 1) * size].tobytes()
+                if at < sequence.published and self.index.tokens(page) != chunk:
+                    yield f"{sequence!r}: page {page} is published with other tokens"
+        published = set(self.index.published())
+        for page in range(self.table.total):
+            if self.table.holders(page) != holders.get(page, set()):
+                yield f"page {page}: holders {set(self.table.holders(page))}, block tables say {holders.get(page)}"
+            state = self.table.state(page)
+            if state == PageState.CACHED and not self.index.is_primary(page):
+                yield f"page {page} is cached and no lookup finds it"
+            if state in (PageState.FREE, PageState.QUARANTINED) and page in published:
+                yield f"page {page} is {state.name} and published"

@@ -1,0 +1,108 @@
+"""All pools, under one memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from services.errors import ExceedsBudget, InvalidConfiguration, LayoutMismatch
+from services.kvcache.layout import PageLayout
+from services.kvcache.pool import Arena, Pool
+from services.kvcache.prefix import ChainHash
+
+CANARY_BYTES = 32
+
+#: Bytes behind the pages of an arena for each session the daemon may have: a canary and its answer.
+CANARY_SLOT_BYTES = 2 * CANARY_BYTES
+
+MAX_PAGES = 0x7FFFFFFF
+
+#: ``(layout, total_pages, canary_slots)`` to memory; raises ExceedsBudget when the machine has none.
+ArenaMaker = Callable[[PageLayout, int, int], Arena]
+
+
+class Pools:
+    """Pools by id. The sum of their arenas never exceeds ``budget_bytes``, checked before anything is allocated."""
+
+    def __init__(
+        self, budget_bytes: int, default_pages: int | None, canary_slots: int, make_arena: ArenaMaker, chain: ChainHash
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self._default_pages = default_pages
+        self._canary_slots = canary_slots
+        self._make_arena = make_arena
+        self._chain = chain
+        self._by_id: dict[str, Pool] = {}
+
+    def __iter__(self) -> Iterator[Pool]:
+        return iter(self._by_id.values())
+
+    def __getitem__(self, pool_id: str) -> Pool:
+        return self._by_id[pool_id]
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of all arenas."""
+        return sum(pool.arena.size_bytes for pool in self)
+
+    def get_or_make(self, pool_id: str, layout: PageLayout, pages: int | None, is_used: Callable[[Pool], bool]) -> Pool:
+        """The pool of that id, made when there is none.
+
+        ``is_used`` tells pools with sessions; others give way to a new pool, the longest unused first, since an
+        upgraded model comes with a new pool id. Raises LayoutMismatch, InvalidConfiguration, ExceedsBudget.
+        """
+        pool = self._by_id.get(pool_id)
+        if pool is None:
+            return self._make(pool_id, layout, pages, is_used)
+        if pool.layout != layout:
+            raise LayoutMismatch(
+                f"layout: pool {pool_id!r} has {pool.layout}; this session wants {layout}", field="layout"
+            )
+        if pages is not None and pages != pool.table.total:
+            raise LayoutMismatch(
+                f"pool_pages is {pages}; pool {pool_id!r} exists with {pool.table.total}", field="pool_pages"
+            )
+        return pool
+
+    def _make(self, pool_id: str, layout: PageLayout, pages: int | None, is_used: Callable[[Pool], bool]) -> Pool:
+        canaries = self._canary_slots * CANARY_SLOT_BYTES
+        if pages is None:
+            pages = self._default_pages
+        if pages is None:
+            pages = min(MAX_PAGES, max(1, (self.budget_bytes - canaries) // layout.page_bytes))
+        if not 1 <= pages <= MAX_PAGES:
+            raise InvalidConfiguration(f"pool_pages is {pages}; it must be 1 to {MAX_PAGES}", field="pool_pages")
+        wanted = pages * layout.page_bytes + canaries
+        idle = sorted(
+            (pool for pool in self if not is_used(pool) and not pool.table.quarantined_count),
+            key=lambda pool: pool.last_used,
+        )
+        room = self.budget_bytes - self.arena_bytes
+        if wanted > room + sum(pool.arena.size_bytes for pool in idle):
+            raise ExceedsBudget(
+                f"pool {pool_id!r} wants {wanted} bytes ({pages} pages of {layout.page_bytes} and {canaries} for "
+                f"canaries); of the memory budget of {self.budget_bytes}, {room} are left and no idle pool makes room",
+                field="pool_pages",
+                wanted_bytes=wanted,
+                budget_bytes=self.budget_bytes,
+            )
+        for old in idle:
+            if wanted > room:
+                room += old.arena.size_bytes
+                del self._by_id[old.id]
+                old.arena.close()
+        arena = self._make_arena(layout, pages, self._canary_slots)
+        pool = self._by_id[pool_id] = Pool(pool_id, layout, pages, arena, self._chain)
+        return pool
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for pool in self:
+            pool.arena.close()
+        self._by_id.clear()
+
+    def check(self) -> Iterator[str]:
+        """Violations in any pool, or of the budget."""
+        for pool in self:
+            yield from (f"pool {pool.id}: {violation}" for violation in pool.check())
+        if self.arena_bytes > self.budget_bytes:
+            yield f"the arenas have {self.arena_bytes} bytes, the budget is {self.budget_bytes}"

@@ -1,0 +1,55 @@
+"""Pages of lost sessions that nobody may have yet.
+
+An engine that lost its lease may still have a kernel in flight, and nothing can unmap it. Its unfinished pages wait
+here until its process is proven gone or a drain period is over; they never go straight to another sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.kvcache.pool import Pool
+from services.kvcache.sessions import Process
+
+#: True: the process lives. False: it is proven gone. None: it cannot be seen from here.
+Aliveness = Callable[[Process], bool | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    pool: Pool
+    pages: list[int]
+    process: Process | None
+    until: float
+
+
+class Quarantine:
+    """Batches of pages, each waiting for one process or one moment."""
+
+    def __init__(self, alive: Aliveness) -> None:
+        self._alive = alive
+        self._batches: list[_Batch] = []
+
+    def gone(self, process: Process | None) -> bool:
+        """Whether a process is proven gone."""
+        return process is not None and self._alive(process) is False
+
+    def add(self, pool: Pool, pages: list[int], process: Process | None, until: float) -> None:
+        """Keep quarantined pages until the process is gone or the clock reads ``until``."""
+        if pages:
+            self._batches.append(_Batch(pool, pages, process, until))
+
+    def sweep(self, now: float) -> None:
+        """Free what nothing can write any more."""
+        waiting: list[_Batch] = []
+        for batch in self._batches:
+            if batch.until <= now or self.gone(batch.process):
+                batch.pool.unquarantine(batch.pages)
+            else:
+                waiting.append(batch)
+        self._batches = waiting
+
+    def pages(self, pool: Pool) -> list[int]:
+        """The pages of a pool that wait here."""
+        return [page for batch in self._batches if batch.pool is pool for page in batch.pages]

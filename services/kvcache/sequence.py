@@ -1,0 +1,67 @@
+"""One request's ordered pages and tokens, as the daemon knows them."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence as Items
+
+UINT32_MAX = 0xFFFFFFFF
+
+
+def token_array(tokens: Items[int]) -> array[int]:
+    """Tokens as an array of uint32. Raises OverflowError when one does not fit."""
+    return array("I", tokens)
+
+
+class Sequence:
+    """A block table, the tokens resident in it, and when it was used.
+
+    ``published`` leading pages carry links of the prefix cache; ``chain_broken`` says that no further page can (a link
+    of another chain has the hash, see ``prefix``). Instances are the holders in the page table: compared by identity.
+    """
+
+    __slots__ = (
+        "access_count",
+        "cached_tokens",
+        "chain_broken",
+        "created_at",
+        "id",
+        "last_access",
+        "opening_digest",
+        "pages",
+        "published",
+        "salt",
+        "session_id",
+        "tokens",
+    )
+
+    def __init__(self, session_id: str, sequence_id: str, salt: str, opening_digest: bytes, now: float) -> None:
+        self.session_id = session_id
+        self.id = sequence_id
+        self.salt = salt
+        self.opening_digest = opening_digest
+        self.pages: list[int] = []
+        self.tokens: array[int] = array("I")
+        self.published = 0
+        self.cached_tokens = 0
+        self.chain_broken = False
+        self.created_at = now
+        self.last_access = now
+        self.access_count = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.id} of {self.session_id}: {len(self.tokens)} tokens in {len(self.pages)} pages, "
+            f"{self.published} published>"
+        )
+
+    def record_access(self, now: float) -> None:
+        """Count a read or an append."""
+        self.last_access = now
+        self.access_count += 1
+
+
+def digest_opening(prompt: array[int], salt: str) -> bytes:
+    """What tells a replayed opening from another one with the same id."""
+    return hashlib.blake2b(salt.encode() + b"\0" + prompt.tobytes(), digest_size=16).digest()

@@ -1,0 +1,84 @@
+"""The daemon as an object: its cache, its listeners and the sweeper that keeps time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import secrets
+import time
+from collections.abc import Callable
+
+import structlog
+
+from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from services.kvcache.arena import FileArena, prepare_directory
+from services.kvcache.cache import KvCache
+from services.kvcache.config import Config
+from services.kvcache.layout import PageLayout
+from services.kvcache.process import ProcessTable
+from services.kvcache.servicer import SERVICE, KvCacheServicer
+from services.serving import Serving
+
+log = structlog.get_logger()
+
+SWEEP_INTERVAL_S = 0.5
+
+
+class Daemon:
+    """Start it, use ``bound`` to reach it, stop it. Tests start the same object on a free port."""
+
+    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.epoch = secrets.randbits(64)
+        names = (f"{os.getpid()}-{self.epoch:016x}-{number}" for number in itertools.count())
+
+        def make_arena(layout: PageLayout, pages: int, canary_slots: int) -> FileArena:
+            arena = FileArena(config.arena_dir, next(names), layout, pages, canary_slots)
+            log.info("arena_made", path=arena.file_path, bytes=arena.size_bytes, pages=pages, layout=str(layout))
+            return arena
+
+        self.cache = KvCache(
+            config.limits,
+            epoch=self.epoch,
+            clock=clock,
+            random_bytes=secrets.token_bytes,
+            make_arena=make_arena,
+            alive=ProcessTable().alive,
+        )
+        self._serving = Serving(SERVICE, config.listeners, tls=config.tls, insecure=config.insecure)
+        self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def bound(self) -> list[str]:
+        """The addresses it listens on, ports filled in."""
+        return self._serving.bound
+
+    async def start(self) -> None:
+        """Serve. Raises InvalidConfiguration when an address or the arena directory cannot be had."""
+        for name in prepare_directory(self.config.arena_dir):
+            log.info("stale_arena_removed", name=name)
+        kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server(KvCacheServicer(self.cache), self._serving.server)
+        await self._serving.start()
+        self._sweeper = asyncio.create_task(self._sweep())
+        await self._serving.ready()
+
+    async def stop(self, grace_s: float) -> None:
+        """Drain, then give all memory back."""
+        await self._serving.drain(grace_s)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+        self.cache.close()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            try:
+                for session in self.cache.sweep():
+                    log.warning("session_lost", session=session.id[:24], client=session.client_name)
+            except Exception:
+                # A sweep that fails must not end all sweeping: leases would never expire again.
+                log.exception("sweep_failed")
