@@ -1,0 +1,39 @@
+# One image for both services, on a machine without a GPU. No BuildKit features: any builder will do.
+#   docker build -t rocmforge .                       docker run --rm rocmforge services.kvcache --help
+ARG BASE=python:3.12-slim-bookworm
+
+# The generator of the protobuf code is needed here only.
+FROM ${BASE} AS protos
+WORKDIR /app
+COPY constraints.txt ./
+RUN python3 -m venv /venv \
+ && /venv/bin/pip install --no-cache-dir -q -c constraints.txt grpcio-tools googleapis-common-protos
+COPY protos protos
+RUN /venv/bin/python -m grpc_tools.protoc -Iprotos -I"$(/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+        --python_out=protos --grpc_python_out=protos $(find protos -name '*.proto')
+
+# The pinned run-time dependencies, before the sources: a changed source does not install them again.
+FROM ${BASE} AS dependencies
+WORKDIR /app
+COPY pyproject.toml constraints.txt ./
+RUN python3 -m venv /venv \
+ && /venv/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+        > /tmp/requirements.txt \
+ && /venv/bin/pip install --no-cache-dir -q -c constraints.txt -r /tmp/requirements.txt
+
+FROM ${BASE}
+# Nobody's name, no home, no shell; the number is the one that docker-compose.yml gives its volumes to.
+RUN useradd --system --uid 10001 --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin rocmforge
+COPY --from=dependencies /venv /venv
+WORKDIR /app
+COPY LICENSE pyproject.toml ./
+COPY models models
+COPY kernels kernels
+COPY services services
+COPY --from=protos /app/protos protos
+ENV PATH=/venv/bin:$PATH PYTHONPATH=/app:/app/protos PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# The root file system is read-only at run time, so the byte code is written now.
+RUN python -m compileall -q services kernels protos
+USER 10001:10001
+ENTRYPOINT ["python", "-m"]
+CMD ["services.engine", "--help"]
