@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 import structlog
 
@@ -76,8 +76,7 @@ class Delta:
 class Scheduler:
     """Queues and block tables of one engine. Used by its thread alone; times are seconds of the injected clock.
 
-    A live request is in exactly one of ``waiting``, ``running`` (both in arrival order; all of ``running`` arrived
-    before all of ``waiting``, save after a refused opening) and ``leaving``.
+    A live request is in exactly one of ``waiting``, ``running`` (both in arrival order) and ``leaving``.
     """
 
     def __init__(
@@ -288,6 +287,9 @@ class Scheduler:
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
 
+    def _may_grow(self, sequence: Sequence, pages: int) -> bool:
+        return self._pages_for(sequence.max_resident_tokens) > pages
+
     def _demand(self, sequence: Sequence, total_pages: int, opening: Opening | None = None) -> Demand:
         at = sequence.num_reported_tokens
         return Demand(
@@ -307,17 +309,18 @@ class Scheduler:
         """Admit from the head of the queue. An opening asks for all pages of the prompt, so it fits whole or waits."""
         if self._clock() < self._closed_until:
             return
-        promised = 0
+        # What those that run and those just promised pages take, and a page to come for each that may still grow.
+        taken = self.held_pages + sum(self._may_grow(sequence, len(sequence.pages)) for sequence in self.running)
         free_slots = self._limits.max_batch - len(self.running)
         slots = min(1, free_slots) if self._probing else max(0, free_slots)
         for nth, sequence in enumerate(islice(self.waiting, slots)):
             pages = self._pages_for(sequence.resident_target)
             if nth + len(self.running) > 0:  # one alone is always tried: the source knows better than we do
-                room = self._total_pages - self.held_pages - promised - len(self.running) - nth
+                room = self._total_pages - taken
                 if pages > room and pages - self._shared_pages(sequence) > room:
                     self._closed_until = self._clock() + ADMISSION_RETRY_S
                     return
-            promised += pages
+            taken += pages + self._may_grow(sequence, pages)
             if not sequence.source_id:
                 self._source_ids += 1
                 sequence.source_id = f"{self._source_ids}:{sequence.id}"[:SOURCE_ID_CHARS]
@@ -388,7 +391,8 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
-            self.waiting.appendleft(sequence)
+            at = sum(1 for _ in takewhile(lambda waiting: waiting.arrival < sequence.arrival, self.waiting))
+            self.waiting.insert(at, sequence)
         self._drop_pages(sequence)
         sequence.forget_pages()
 

@@ -1,0 +1,313 @@
+"""Stand-ins for the engine's edges: a clock, a text stream, a model whose "K and V" are the tokens themselves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from services.engine.loop import EngineLoop, Event
+from services.engine.pagesource import Demand, Exchange, Grant, PageSource
+from services.engine.scheduler import Chunk, Limits
+from services.engine.sequence import FinishReason, Outcome, Request, Stopping
+from services.errors import ServiceError
+
+VOCABULARY = 6
+EOS = 5
+POISON = -1
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class PlainText:
+    """Tokens as letters: 0 is ``a``. ``stop`` strings end the text and are left out of it; nothing is held back."""
+
+    def __init__(self, stop: tuple[str, ...] = ()) -> None:
+        self.stop = stop
+        self.stopped: str | None = None
+        self.text = ""
+
+    def push(self, token: int, may_stop: bool = True) -> str:
+        added = chr(ord("a") + token)
+        for stop in self.stop:
+            if may_stop and (self.text + added).endswith(stop):
+                self.stopped = stop
+                added = ""
+        self.text += added
+        return added
+
+    def finish(self) -> str:
+        return ""
+
+
+def make_request(
+    request_id: str = "r",
+    prompt: Sequence[int] = (0, 1, 2),
+    *,
+    max_tokens: int = 4,
+    min_tokens: int = 0,
+    seed: int = 0,
+    salt: str = "",
+    eos: bool = False,
+    stop: tuple[str, ...] = (),
+    stop_token_ids: tuple[int, ...] = (),
+) -> Request:
+    """A request of the fake model; its sampling parameters are the seed."""
+    stopping = Stopping(max_tokens, min_tokens, frozenset({EOS} if eos else ()), frozenset(stop_token_ids))
+    return Request(request_id, tuple(prompt), stopping, seed, PlainText(stop), salt)
+
+
+def next_token(context: Sequence[int], seed: int) -> int:
+    """The fake model: a pure function of everything before and the seed."""
+    digest = hashlib.blake2b(repr((tuple(context), seed)).encode(), digest_size=2).digest()
+    return int.from_bytes(digest, "little") % VOCABULARY
+
+
+def alone(request: Request) -> list[int]:
+    """What a request generates with the engine to itself and memory without end."""
+    tokens = list(request.prompt)
+    text = PlainText(request.text.stop)  # type: ignore[attr-defined]
+    while True:
+        token = next_token(tokens, request.sampling)
+        tokens.append(token)
+        generated = len(tokens) - len(request.prompt)
+        may_stop = generated >= request.stopping.min_tokens
+        if may_stop and token in request.stopping.eos_token_ids | request.stopping.stop_token_ids:
+            break
+        text.push(token, may_stop)
+        if text.stopped is not None or generated == request.stopping.max_tokens:
+            break
+    return tokens[len(request.prompt) :]
+
+
+class TokenMemory:
+    """A runner whose pages hold tokens instead of K and V, and which reads the whole context back at every step.
+
+    Whatever goes wrong with block tables, prefixes, preemption or page lifetimes reads a token that is not the
+    sequence's; writing to a page that two block tables share is caught as such.
+    """
+
+    def __init__(self, total_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.pages = [[POISON] * page_size for _ in range(total_pages)]
+        self.steps: list[tuple[Chunk, ...]] = []
+        self.fault: Callable[[Chunk], ServiceError | None] = lambda chunk: None
+
+    def run(self, step: Sequence[Chunk]) -> list[int | ServiceError | None]:
+        self.steps.append(tuple(step))
+        tables = [(chunk, set(chunk.sequence.pages)) for chunk in step]
+        for chunk in step:
+            assert chunk.count > 0
+            for position in range(chunk.start, chunk.start + chunk.count):
+                page = chunk.sequence.pages[position // self.page_size]
+                assert not any(page in table for other, table in tables if other is not chunk), "write to a shared page"
+                self.pages[page][position % self.page_size] = chunk.sequence.tokens[position]
+        return [self._result(chunk) for chunk in step]
+
+    def _result(self, chunk: Chunk) -> int | ServiceError | None:
+        sequence, end = chunk.sequence, chunk.start + chunk.count
+        context = [self.pages[sequence.pages[at // self.page_size]][at % self.page_size] for at in range(end)]
+        assert context == sequence.tokens[:end], f"{sequence} reads {context}, wrote {sequence.tokens[:end]}"
+        assert chunk.samples == (end == sequence.num_tokens)
+        error = self.fault(chunk)
+        if error is not None:
+            return error
+        return next_token(context, sequence.request.sampling) if chunk.samples else None
+
+    def poison(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self.pages[page] = [POISON] * self.page_size
+
+
+class Scripted:
+    """A page source around another one, whose failures a test decides.
+
+    Freshly granted pages are poisoned in ``memory``. ``late`` serves an exchange when its result is asked for, after
+    the step that it overlaps, instead of before it. Each entry of ``faults`` befalls one exchange: an error raised by
+    ``result``, after (``served``) or before the exchange took effect.
+    """
+
+    def __init__(self, inner: PageSource, memory: TokenMemory | None = None, *, late: bool = False) -> None:
+        self.inner = inner
+        self.memory = memory
+        self.late = late
+        self.faults: list[tuple[ServiceError, bool] | None] = []
+        self.reopen_faults: list[ServiceError] = []
+        self.lease = True
+        self.exchanges: list[tuple[list[Demand], list[str]]] = []
+        self.reopened = 0
+        self.closed = False
+
+    @property
+    def total_pages(self) -> int:
+        return self.inner.total_pages
+
+    @property
+    def page_size(self) -> int:
+        return self.inner.page_size
+
+    def exchange(self, demands: Sequence[Demand], removed: Sequence[str]) -> Exchange:
+        self.exchanges.append((list(demands), list(removed)))
+        fault = self.faults.pop(0) if self.faults else None
+        return _Pending(self, list(demands), list(removed), fault)
+
+    def serve(self, demands: list[Demand], removed: list[str]) -> list[Grant]:
+        grants = self.inner.exchange(demands, removed).result()
+        if self.memory is not None:
+            for demand, grant in zip(demands, grants, strict=True):
+                known = grant.cached_tokens // self.page_size if demand.opening else 0
+                self.memory.poison(grant.pages[max(0, known - grant.first_index) :])
+        return grants
+
+    def may_launch(self) -> bool:
+        return self.lease
+
+    def reopen(self) -> None:
+        if self.reopen_faults:
+            raise self.reopen_faults.pop(0)
+        self.inner.reopen()
+        self.lease = True
+        self.reopened += 1
+
+    def close(self) -> None:
+        self.closed = True
+        self.inner.close()
+
+
+class _Pending:
+    def __init__(
+        self, source: Scripted, demands: list[Demand], removed: list[str], fault: tuple[ServiceError, bool] | None
+    ) -> None:
+        self._source, self._demands, self._removed = source, demands, removed
+        self._error, served = fault if fault is not None else (None, True)
+        self._grants: list[Grant] | None = None
+        self._serve = served
+        if served and not source.late:
+            self._grants = source.serve(demands, removed)
+
+    def result(self) -> list[Grant]:
+        if self._serve and self._grants is None:
+            self._grants = self._source.serve(self._demands, self._removed)
+        if self._error is not None:
+            raise self._error
+        assert self._grants is not None
+        return self._grants
+
+
+class Harness:
+    """An engine loop driven by hand, and what came out of it, by request id."""
+
+    def __init__(
+        self,
+        *,
+        pages: int = 64,
+        page_size: int = 4,
+        max_batch: int = 8,
+        max_step_tokens: int = 64,
+        max_queue: int = 100,
+        patience_s: float = 60.0,
+        late: bool = False,
+    ) -> None:
+        from services.engine.localpages import LocalPageSource
+
+        self.clock = Clock()
+        self.local = LocalPageSource(pages, page_size)
+        self.memory = TokenMemory(pages, page_size)
+        self.source = Scripted(self.local, self.memory, late=late)
+        self.tokens: dict[str, list[int]] = {}
+        self.text: dict[str, str] = {}
+        self.ended: dict[str, Outcome] = {}
+        self.events: list[Event] = []
+        self.serving: list[bool] = []
+        self.loop = EngineLoop(
+            self.memory,
+            self.source,
+            Limits(max_batch, max_step_tokens, max_queue),
+            self._on_events,
+            patience_s=patience_s,
+            on_serving=self.serving.append,
+            clock=self.clock,
+        )
+
+    def _on_events(self, events: list[Event]) -> None:
+        for event in events:
+            self.events.append(event)
+            assert event.request_id not in self.ended, "an event after the last one"
+            self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
+            self.text[event.request_id] = self.text.get(event.request_id, "") + event.text
+            if event.outcome is not None:
+                self.ended[event.request_id] = event.outcome
+
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            self.loop.submit(request)
+
+    def iterate(self, times: int = 1) -> None:
+        for _ in range(times):
+            delay = self.loop.iterate()
+            self.clock.now += delay + 0.001
+            self.check()
+
+    def until_idle(self, limit: int = 3000) -> None:
+        """Work until nothing is live; a request that never ends fails the test."""
+        for _ in range(limit):
+            self.iterate()
+            if not self.loop.scheduler.live:
+                return
+        raise AssertionError(f"not idle after {limit} rounds: {self.loop.scheduler}")
+
+    def check(self) -> None:
+        """What holds between any two rounds."""
+        scheduler = self.loop.scheduler
+        waiting, running, leaving = list(scheduler.waiting), scheduler.running, list(scheduler.leaving.values())
+        everywhere = [*waiting, *running, *leaving]
+        assert len(everywhere) == len(set(map(id, everywhere))) == len(scheduler.live)
+        assert {sequence.id for sequence in everywhere} == set(scheduler.live)
+        for queue in (waiting, running):
+            assert [s.arrival for s in queue] == sorted(s.arrival for s in queue)
+        table = {page for sequence in everywhere for page in sequence.pages}
+        assert scheduler.held_pages == len(table)
+        for sequence in everywhere:
+            assert len(set(sequence.pages)) == len(sequence.pages)
+            assert sequence.num_reported_tokens <= sequence.num_computed_tokens <= sequence.num_tokens
+            assert sequence.num_computed_tokens <= len(sequence.pages) * self.local.page_size or sequence in leaving
+        check_local(self.local)
+
+    def check_empty(self) -> None:
+        """What holds when nothing is live."""
+        scheduler = self.loop.scheduler
+        assert not scheduler.live and not scheduler.waiting and not scheduler.running and not scheduler.leaving
+        assert not scheduler.held_pages and not scheduler.take_settled()
+        assert self.local.live_sequences == 0
+        assert self.local.free_pages + self.local.cached_pages == self.local.total_pages
+
+    def reason(self, request_id: str) -> FinishReason | None:
+        return self.ended[request_id].reason
+
+
+def check_local(local: object) -> None:
+    """Every page of a local source is in one state, and its books agree."""
+    free, cached = local._free, local._cached  # type: ignore[attr-defined]
+    holders = [0] * local._total  # type: ignore[attr-defined]
+    for held in local._sequences.values():  # type: ignore[attr-defined]
+        for page in held.pages:
+            holders[page] += 1
+    assert holders == local._holders  # type: ignore[attr-defined]
+    states = sorted([*free, *cached, *(page for page, count in enumerate(holders) if count)])
+    assert states == list(range(local._total))  # type: ignore[attr-defined]
+    reachable, stack = set(), [local._root]  # type: ignore[attr-defined]
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children.values())
+        if node.page >= 0:
+            assert node.page not in reachable
+            reachable.add(node.page)
+    assert reachable == set(local._nodes)  # type: ignore[attr-defined]
+    assert set(cached) <= reachable and not reachable & set(free)

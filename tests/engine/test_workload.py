@@ -1,0 +1,131 @@
+"""Any workload, any pool, any failure: each request's output is what it generates alone, and nothing is left behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.engine.sequence import FinishReason
+from services.errors import ExceedsPool, KvCacheDown, ServiceError, SessionExpired
+from tests.engine.fakes import Harness, alone, make_request
+
+prompts = st.builds(
+    lambda prefix, tail: prefix + tail,
+    st.sampled_from([[], [0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 1, 1, 1, 1, 2, 2, 2, 2]]),
+    st.lists(st.integers(0, 2), min_size=1, max_size=9),
+)
+
+
+@dataclass(frozen=True)
+class Submit:
+    prompt: list[int]
+    max_tokens: int
+    seed: int
+    salt: str
+    eos: bool
+
+
+@dataclass(frozen=True)
+class Cancel:
+    nth: int
+
+
+@dataclass(frozen=True)
+class Rounds:
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fault:
+    error: ServiceError
+    served: bool
+
+
+class LeaseLost:
+    pass
+
+
+operations = st.one_of(
+    st.builds(Submit, prompts, st.integers(1, 14), st.integers(0, 1), st.sampled_from(["", "", "s"]), st.booleans()),
+    st.builds(Submit, prompts, st.integers(1, 14), st.integers(0, 1), st.sampled_from(["", "", "s"]), st.booleans()),
+    st.builds(Cancel, st.integers(0, 20)),
+    st.builds(Rounds, st.integers(1, 6), st.sampled_from([0.0, 0.2])),
+)
+faults = st.one_of(
+    st.builds(Fault, st.builds(KvCacheDown, st.just("down")), st.booleans()),
+    st.builds(Fault, st.builds(SessionExpired, st.just("expired")), st.booleans()),
+    st.builds(LeaseLost),
+)
+
+
+def run_workload(harness: Harness, workload: list[object]) -> None:
+    requests = {}
+    cancelled = set()
+    for operation in workload:
+        match operation:
+            case Submit(prompt, max_tokens, seed, salt, eos):
+                name = f"r{len(requests)}"
+                requests[name] = make_request(name, prompt, max_tokens=max_tokens, seed=seed, salt=salt, eos=eos)
+                harness.submit(requests[name])
+            case Cancel(nth):
+                harness.loop.cancel(f"r{nth}")
+                cancelled.add(f"r{nth}")
+            case Rounds(count, seconds):
+                harness.iterate(count)
+                harness.clock.now += seconds
+            case Fault(error, served):
+                harness.source.faults.append((error, served))
+            case LeaseLost():
+                harness.source.lease = False
+    harness.until_idle()
+    harness.check_empty()
+    assert set(harness.ended) == set(requests)
+    for name, request in requests.items():
+        expected, got, outcome = alone(request), harness.tokens[name], harness.ended[name]
+        if isinstance(outcome.error, ExceedsPool):
+            needed = -(-(len(request.prompt) + request.stopping.max_tokens - 1) // harness.local.page_size)
+            assert needed > harness.local.total_pages and not got
+        elif outcome.reason is FinishReason.CANCELLED:
+            assert name in cancelled and got == expected[: len(got)]
+        else:
+            assert outcome.error is None, outcome.error
+            assert got == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(operations, min_size=1, max_size=25),
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_every_output_is_the_output_alone(
+    workload: list[object], pages: int, page_size: int, max_batch: int, max_step_tokens: int, late: bool
+) -> None:
+    run_workload(
+        Harness(pages=pages, page_size=page_size, max_batch=max_batch, max_step_tokens=max_step_tokens, late=late),
+        workload,
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.one_of(operations, operations, faults), min_size=1, max_size=25),
+    st.integers(2, 12),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_lost_replies_and_lost_sessions_change_no_output(
+    workload: list[object], pages: int, page_size: int, max_batch: int, max_step_tokens: int, late: bool
+) -> None:
+    run_workload(
+        Harness(pages=pages, page_size=page_size, max_batch=max_batch, max_step_tokens=max_step_tokens, late=late),
+        workload,
+    )
