@@ -19,7 +19,8 @@ for python in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 pyth
 done
 
 if [ -z "$found" ]; then
-    echo "ROCmForge needs Python 3.11 or newer; ${PYTHON:-python3} is $( (${PYTHON:-python3} -V) 2>&1 | head -n 1)." >&2
+    tried=${PYTHON:-python3}
+    echo "ROCmForge needs Python 3.11 or newer; $tried is $( ("$tried" -V) 2>/dev/null || echo not there)." >&2
     echo "Install one (Debian 12, Ubuntu 24.04: apt install python3 python3-venv; Fedora: dnf install python3.12)," >&2
     echo "or say where it is: make setup PYTHON=/path/to/python3.12" >&2
     exit 1
