@@ -15,13 +15,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 #: Pure Python: told the time, handed bytes; they run and are tested without gRPC and without arrays.
+KVCACHE = (
+    *("layout", "lru", "pages", "prefix", "sequence", "sequences", "sessions", "quarantine", "pool", "pools"),
+    *("cache", "events"),
+)
+ENGINE = ("sequence", "scheduler", "pagesource", "localpages", "generations")
 DOMAIN = {
     "services.errors",
-    *(
-        f"services.kvcache.{name}"
-        for name in ("layout", "pages", "prefix", "sessions", "sequences", "pool", "cache", "events")
-    ),
-    *(f"services.engine.{name}" for name in ("sequence", "scheduler", "pagesource", "localpages", "generations")),
+    *(f"services.kvcache.{name}" for name in KVCACHE),
+    *(f"services.engine.{name}" for name in ENGINE),
 }
 NOT_IN_DOMAIN = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "rocmforge", "numpy", "cupy")
 
