@@ -34,7 +34,7 @@ EDGES = {"servicer", "server", "kvclient", "client", "__main__"}
 def imported(source: str, module: str, is_package: bool = False) -> Iterator[str]:
     """Every module name that `source`, the module named `module`, imports; `from a import b` gives a and a.b."""
     package = module if is_package else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source, module)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -118,20 +118,22 @@ def pickled(modules: Imports) -> list[str]:
     return [f"{module} imports {name}" for module, names in modules.items() for name in names if within(name, bad)]
 
 
-SERVICES = read("services")
+@pytest.fixture(scope="module")
+def services() -> Imports:
+    return read("services")
 
 
-def test_the_engine_and_the_daemon_never_import_each_other() -> None:
-    assert crossings(SERVICES) == []
+def test_the_engine_and_the_daemon_never_import_each_other(services: Imports) -> None:
+    assert crossings(services) == []
 
 
-def test_domain_modules_import_neither_grpc_nor_arrays() -> None:
-    assert DOMAIN & SERVICES.keys(), "none of the domain modules exists: is the list above out of date?"
-    assert impure(SERVICES) == []
+def test_domain_modules_import_neither_grpc_nor_arrays(services: Imports) -> None:
+    assert DOMAIN & services.keys(), "none of the domain modules exists: is the list above out of date?"
+    assert impure(services) == []
 
 
-def test_generated_code_is_imported_at_the_edges_only() -> None:
-    assert generated_inside(SERVICES) == []
+def test_generated_code_is_imported_at_the_edges_only(services: Imports) -> None:
+    assert generated_inside(services) == []
 
 
 def test_nothing_is_pickled() -> None:
