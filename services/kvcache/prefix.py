@@ -103,13 +103,13 @@ class PrefixIndex:
         return True
 
     def withdraw(self, page: int) -> None:
-        """Forget a published page; a stand-by takes a primary's place."""
+        """Forget a published page; the oldest stand-by takes a primary's place."""
         key = self._keys[page]
         standby = self._standby.get(key, [])
         if self._primary[key] != page:
             standby.remove(page)
         elif standby:
-            self._primary[key] = standby.pop()
+            self._primary[key] = standby.pop(0)
         else:
             del self._primary[key]
         if not standby:

@@ -1,0 +1,93 @@
+"""What a KvCache needs from outside, made of plain objects: memory, a clock, a process table."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from services.kvcache.cache import KvCache, Limits
+from services.kvcache.layout import PageLayout
+from services.kvcache.pools import CANARY_BYTES, CANARY_SLOT_BYTES
+from services.kvcache.prefix import ChainHash, blake2b_chain
+from services.kvcache.sessions import Process, Session
+
+LAYOUT = PageLayout(page_size=4, layers=1, kv_heads=1, head_dim=4, dtype="f32")
+
+
+class FakeArena:
+    """Canaries in a dict; pages nowhere."""
+
+    file_path = "/nowhere"
+
+    def __init__(self, layout: PageLayout, pages: int, slots: int) -> None:
+        self.size_bytes = pages * layout.page_bytes + slots * CANARY_SLOT_BYTES
+        self.canaries: dict[int, bytes] = {}
+        self.answers: dict[int, bytes] = {}
+        self.closed = False
+
+    def canary_offset(self, slot: int) -> int:
+        return slot
+
+    def write_canary(self, slot: int, canary: bytes) -> None:
+        self.canaries[slot], self.answers[slot] = canary, bytes(CANARY_BYTES)
+
+    def read_answer(self, slot: int) -> bytes:
+        return self.answers[slot]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeProcesses:
+    """Processes live until ``kill``; pids not in ``seen`` cannot be seen."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, bool] = {}
+
+    def kill(self, pid: int) -> None:
+        self.seen[pid] = False
+
+    def alive(self, process: Process) -> bool | None:
+        return self.seen.get(process.pid)
+
+
+class World:
+    """A KvCache with everything around it in the test's hands."""
+
+    def __init__(
+        self, pages: int, *, page_size: int = 4, chain_hash: ChainHash = blake2b_chain, **limits: object
+    ) -> None:
+        self.layout = dataclasses.replace(LAYOUT, page_size=page_size)
+        self.now = 1000.0
+        self.processes = FakeProcesses()
+        self.arenas: list[FakeArena] = []
+        counter = itertools.count(1)
+        settings: dict[str, object] = {"budget_bytes": 1 << 20, "pool_pages": pages, **limits}
+        self.cache = KvCache(
+            Limits(**settings),  # type: ignore[arg-type]
+            epoch=7,
+            clock=lambda: self.now,
+            random_bytes=lambda n: next(counter).to_bytes(n, "big"),
+            make_arena=self._make_arena,
+            alive=self.processes.alive,
+            chain_hash=chain_hash,
+        )
+
+    def _make_arena(self, layout: PageLayout, pages: int, slots: int) -> FakeArena:
+        self.arenas.append(FakeArena(layout, pages, slots))
+        return self.arenas[-1]
+
+    def attached(self, pool_id: str = "pool", pid: int | None = None, **options: object) -> Session:
+        """A session that has proved its mapping."""
+        process = None
+        if pid is not None:
+            self.processes.seen[pid] = True
+            process = Process(pid, 1, "here")
+        session = self.cache.open_session("test", pool_id, self.layout, process=process, **options)  # type: ignore[arg-type]
+        arena = self.cache.pool_of(session).arena
+        arena.answers[session.canary_slot] = bytes(b ^ 0xFF for b in session.canary)  # type: ignore[attr-defined]
+        return self.cache.attach_session(session.id, session.canary)
+
+    def sound(self) -> None:
+        """Fail the test on any violation."""
+        assert list(self.cache.check()) == []
