@@ -1,7 +1,7 @@
 # The same targets serve a newcomer, a developer and .ci/run. `make` alone lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup protos run up down test lint bench-step clean
+.PHONY: help setup protos run up down test lint lint-style lint-types lint-protos bench-step clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -58,13 +58,19 @@ down: setup ## Stop what `make up` started
 test: setup ## Run the tests
 	@$(PY) -m pytest tests
 
-# buf comes from npm. A newcomer without npm may do without it; CI may not.
-lint: setup $(if $(NPM),$(BUF_STAMP)) ## Check style, types and protos
+lint: lint-style lint-types lint-protos ## Check style, types and protos (make -k lint: all three, whatever fails)
+
+lint-style: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+
+lint-types: setup
 	$(PY) -m mypy $(TYPED)
+
+# buf comes from npm. A newcomer without npm may do without it; CI may not.
+# The second module of buf.yaml, the google/rpc protos that ours import, is a copy of the installed ones.
+lint-protos: setup $(if $(NPM),$(BUF_STAMP))
 ifdef NPM
-	@# The second module of buf.yaml: the google/rpc protos that ours import.
 	@rm -rf build/googleapis && mkdir -p build/googleapis/google/rpc
 	@cp "$$($(PY) -c 'import google.rpc; print(google.rpc.__path__[0])')"/*.proto build/googleapis/google/rpc/
 	$(BUF) lint protos
