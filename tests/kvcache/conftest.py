@@ -1,0 +1,80 @@
+"""A daemon in this process, over its real socket, with the clock in the test's hands."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from services.kvcache.config import Config
+from services.kvcache.server import Daemon
+
+LAYOUT_PB = pb.PageLayout(page_size=4, layers=1, kv_heads=1, head_dim=4, data_type=pb.DATA_TYPE_F32)
+
+
+class Running:
+    """The daemon's loop runs in a thread; ``now`` is its clock."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self.now = 1000.0
+        listen = f"unix:{directory}/k.sock"
+        arguments = ["--listen", listen, "--arena-dir", str(directory / "arena"), "--memory", "1MiB", *flags]
+        self.config = Config.read(arguments, {})
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.daemon = self.call(self._make)
+        self.call(self.daemon.start)
+        self.channel = grpc.insecure_channel(listen)
+        self.stub = kvcache_pb2_grpc.KvCacheServiceStub(self.channel)
+
+    async def _make(self) -> Daemon:
+        return Daemon(self.config, clock=lambda: self.now)
+
+    def call(self, coroutine: Callable[[], Any]) -> Any:
+        """Run on the daemon's loop and wait."""
+        return asyncio.run_coroutine_threadsafe(coroutine(), self._loop).result(30)
+
+    def sweep(self) -> None:
+        async def body() -> None:
+            self.daemon.cache.sweep()
+
+        self.call(body)
+
+    def session(self, pool_id: str = "pool", **fields: Any) -> str:
+        """Open and attach as an engine does; the session id."""
+        fields.setdefault("pool_pages", 8)
+        opened = self.stub.OpenSession(pb.OpenSessionRequest(pool_id=pool_id, layout=LAYOUT_PB, **fields))
+        with open(opened.arena.file_path, "r+b") as file, mmap.mmap(file.fileno(), opened.arena.size_bytes) as arena:
+            at = opened.arena.canary_offset
+            canary = arena[at : at + 32]
+            arena[at + 32 : at + 64] = bytes(byte ^ 0xFF for byte in canary)
+        self.stub.AttachSession(pb.AttachSessionRequest(session_id=opened.session_id, seen=canary))
+        return str(opened.session_id)
+
+    def close(self) -> None:
+        self.channel.close()
+
+        async def body() -> None:
+            await self.daemon.stop(0)
+
+        self.call(body)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self._loop.close()
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    """A daemon with a budget of 1 MiB."""
+    one = Running(tmp_path)
+    yield one
+    one.close()
