@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.errors import ForwardFailed
 
-type I64 = NDArray[np.int64]
+I64: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -52,13 +53,14 @@ class Batch:
         held = np.array([len(row.pages) for row in rows], np.int64)
         ends = starts + lengths
         _check(lengths < 1, "has no tokens")
-        _check((starts < 0) | (ends > max_context), f"has a position outside 0 to {max_context - 1}")
+        _check(np.logical_or(starts < 0, ends > max_context), f"has a position outside 0 to {max_context - 1}")
         _check(held * page_size < ends, "has too few pages for its tokens")
 
         block_tables = np.zeros((len(rows), int(held.max())), np.int64)
         for index, row in enumerate(rows):
             block_tables[index, : len(row.pages)] = row.pages
-        _check(((block_tables < 0) | (block_tables >= total_pages)).any(axis=1), f"has a page outside 0 to {total_pages - 1}")
+        unknown = np.logical_or(block_tables < 0, block_tables >= total_pages)
+        _check(np.logical_or.reduce(unknown, axis=1), f"has a page outside 0 to {total_pages - 1}")
 
         row_of = np.repeat(np.arange(len(rows)), lengths)
         last = np.cumsum(lengths) - 1
@@ -80,5 +82,6 @@ class Batch:
 
 
 def _check(wrong: NDArray[np.bool_], what: str) -> None:
+    """Raise naming the first row that is ``wrong``."""
     if wrong.any():
         raise ForwardFailed(f"row {int(np.argmax(wrong))} of the batch {what}")

@@ -1,0 +1,111 @@
+"""Text to token ids and back, and the text of one request as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from services.errors import ModelInvalid
+
+
+class Tokenizer:
+    """A Hugging Face ``tokenizer.json``. Never changed once loaded, so any thread may use it."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, vocab_size: int) -> None:
+        self.inner = inner
+        self.vocab_size = vocab_size
+
+    @classmethod
+    def load(cls, folder: Path | str, vocab_size: int) -> Tokenizer:
+        """Read ``tokenizer.json`` of ``folder`` for a model of ``vocab_size`` tokens; ids it lacks decode to nothing.
+
+        Raises ``ModelInvalid`` when the file is missing or damaged, or has ids the model does not know.
+        """
+        file = Path(folder) / "tokenizer.json"
+        try:
+            inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ModelInvalid(f"{file} cannot be read: {error.strerror or error}") from error
+        except Exception as error:  # the library raises nothing more specific
+            raise ModelInvalid(f"{file} is not a tokenizer: {error}") from error
+        highest = max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
+        if highest >= vocab_size:
+            raise ModelInvalid(f"{file} has token id {highest}, the model's vocab_size is {vocab_size}")
+        # A file may carry the settings it was trained with; a prompt must never be cut or filled up in silence.
+        inner.no_truncation()
+        inner.no_padding()
+        return cls(inner, vocab_size)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``, with the special tokens the file says a text begins or ends with."""
+        return list(self.inner.encode(text).ids)
+
+    def decode(self, ids: Sequence[int], keep_special: bool = False) -> str:
+        """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
+        return self.inner.decode(list(ids), skip_special_tokens=not keep_special)
+
+
+class TextStream:
+    """The text of one request: whole characters as tokens come, cut at a stop string.
+
+    The match is the one that starts first in the whole text, the longest of those; how the text falls into tokens
+    changes nothing. So text that may still become part of such a match is held back, and a match is only taken when no
+    longer or earlier one can come of what follows. Without a match, the pushes and `finish` together are
+    ``Tokenizer.decode`` of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], include_stop: bool) -> None:
+        self.stopped: str | None = None
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._decoded = 0  # characters the stream gave so far
+        self._held = ""  # decoded and not handed out
+
+    def push(self, token_id: int) -> str:
+        """Take one token and return the text that is now certain. Not called again once `stopped` is set."""
+        self._ids.append(token_id)
+        piece = self._stream.step(self._tokenizer.inner, token_id)
+        if piece is None:  # no text, or a character still incomplete
+            return ""
+        self._decoded += len(piece)
+        return self._take(piece, final=False)
+
+    def finish(self) -> str:
+        """Return what is left: held back text, an incomplete character as U+FFFD.
+
+        Sets `stopped` if a match had been waiting for a longer one. Nothing is left after a stop.
+        """
+        if self.stopped is not None:
+            return ""
+        rest = self._tokenizer.decode(self._ids)[self._decoded :]
+        self._decoded += len(rest)
+        return self._take(rest, final=True)
+
+    def _take(self, piece: str, final: bool) -> str:
+        text = self._held + piece
+        if not self._stop:
+            return text
+        # Where a match begins, and where the earliest one that more text might complete would begin.
+        start, stop = min(((at, -len(s), s) for s in self._stop if (at := text.find(s)) >= 0), default=(0, 0, ""))[::2]
+        open_at = len(text) if final else min(_open_match(text, s) for s in self._stop)
+        if stop and start < open_at:
+            self.stopped, self._held = stop, ""
+            return text[: start + len(stop) * self._include_stop]
+        self._held = text[open_at:]
+        return text[:open_at]
+
+
+def _open_match(text: str, stop: str) -> int:
+    """Return where the longest end of ``text`` that is a beginning, not all, of ``stop`` starts; its length if none."""
+    at = max(0, len(text) - len(stop) + 1)
+    while (at := text.find(stop[0], at)) >= 0:
+        if stop.startswith(text[at:]):
+            return at
+        at += 1
+    return len(text)
