@@ -4,9 +4,36 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+_LOOK_S = 0.5
+
+
+def wait_serving(address: str, *, alive: Callable[[], bool], timeout_s: float, service: str = "") -> None:
+    """Return once the service says SERVING.
+
+    ``alive`` is asked about twice a second, so that a process that could not start is noticed at once. Raises
+    ChildProcessError when it is false, TimeoutError after ``timeout_s`` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    backoff = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)]
+    with grpc.insecure_channel(address, options=backoff) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while time.monotonic() < deadline:
+            request = health_pb2.HealthCheckRequest(service=service)
+            try:
+                for answer in stub.Watch(request, wait_for_ready=True, timeout=_LOOK_S):
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            except grpc.RpcError:
+                # Not there yet, or nothing new within the look: both show in what is asked next.
+                if not alive():
+                    raise ChildProcessError(f"{address}: the process ended before it served") from None
+    raise TimeoutError(f"{address}: not serving after {timeout_s:g} s")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.healthcheck import wait_serving
 
 ROOT = Path(__file__).parents[1]
 START_S = 60.0
@@ -44,27 +43,11 @@ class Service:
 
     def wait_serving(self, service: str = "") -> Service:
         """Return once health says SERVING; fail at once when the process ends instead."""
-        stub = health_pb2_grpc.HealthStub(self.channel)
-        watching = stub.Watch(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True, timeout=START_S)
-        # A process that could not start would leave the watch waiting for its whole timeout.
-        pidfd = os.pidfd_open(self.process.pid)
-
-        def cancel_on_exit() -> None:
-            with selectors.DefaultSelector() as selector:
-                selector.register(pidfd, selectors.EVENT_READ)
-                selector.select(START_S)
-            if self.process.poll() is not None:
-                watching.cancel()
-            os.close(pidfd)
-
-        threading.Thread(target=cancel_on_exit, daemon=True).start()
         try:
-            for answer in watching:
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                    return self
-        except grpc.RpcError as error:
-            raise AssertionError(f"{self.process.args} did not serve: {error}\n{self.log()}") from error
-        raise AssertionError(f"{self.process.args} ended its health watch\n{self.log()}")
+            wait_serving(self.address, alive=lambda: self.process.poll() is None, timeout_s=START_S, service=service)
+        except (ChildProcessError, TimeoutError) as error:
+            raise AssertionError(f"{error}\n{self.log()}") from error
+        return self
 
     def log(self) -> str:
         return self.log_path.read_text()

@@ -1,0 +1,243 @@
+"""What ``make run``, ``make up`` and ``make down`` do: both services as processes of their own.
+
+``run`` keeps everything in a private temporary directory and leaves nothing behind. ``up`` uses the services' default
+addresses and keeps pid files and logs in ``.run/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+
+from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
+from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
+from services import rpc
+from services.flags import runtime_dir
+from services.healthcheck import wait_serving
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "models" / "shakespeare"
+STATE = ROOT / ".run"
+DEFAULT_PROMPT = "ROMEO:\nBut soft, what light through yonder window breaks?\nIt is the east, and"
+ENGINE_TCP, KVCACHE_TCP = "127.0.0.1:50051", "127.0.0.1:50052"
+START_S = 120.0
+
+
+class CannotStart(Exception):
+    """A service that did not come up; the message holds the end of its log."""
+
+
+def start(module: str, flags: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a service in a process group of its own, so that Ctrl-C reaches it through us alone."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *flags],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def await_serving(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+    """Raises CannotStart."""
+    try:
+        wait_serving(address, alive=lambda: process.poll() is None, timeout_s=START_S)
+    except (ChildProcessError, TimeoutError) as error:
+        tail = log.read_text(errors="replace").strip().splitlines()[-5:]
+        raise CannotStart("\n".join([str(error), *tail])) from error
+
+
+def stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Engine first, so that it can give its pages back."""
+    for process in reversed(processes):
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def both(sockets: Path, logs: Path, tcp: bool) -> list[tuple[str, str, list[str], Path]]:
+    """(module, address, flags, log) of daemon and engine, in the order to start them."""
+    kvcache, engine = f"unix:{sockets}/kvcache.sock", f"unix:{sockets}/engine.sock"
+    kvcache_flags = ["--listen", kvcache] + (["--listen", KVCACHE_TCP] if tcp else ["--arena-dir", f"{sockets}/arena"])
+    engine_flags = ["--listen", engine] + (["--listen", ENGINE_TCP] if tcp else [])
+    engine_flags += ["--kvcache", kvcache, "--model", str(MODEL)]
+    return [
+        ("services.kvcache", kvcache, kvcache_flags, logs / "kvcache.log"),
+        ("services.engine", engine, engine_flags, logs / "engine.log"),
+    ]
+
+
+@contextlib.contextmanager
+def running(directory: Path) -> Iterator[tuple[str, str]]:
+    """Both services while the block runs; (daemon's address, engine's address)."""
+    processes: list[subprocess.Popen[bytes]] = []
+    services = both(directory, directory, tcp=False)
+    try:
+        for module, address, flags, log in services:
+            began = time.monotonic()
+            processes.append(start(module, flags, log))
+            await_serving(processes[-1], address, log)
+            print(f"  {module:16} pid {processes[-1].pid:<7} serving after {time.monotonic() - began:.1f} s")
+        yield services[0][1], services[1][1]
+    finally:
+        stop(processes)
+
+
+def generate(stub: engine_pb2_grpc.EngineServiceStub, prompt: str, *, echo: bool) -> engine_pb2.Finish:
+    """Stream one completion; print its text as it comes when ``echo``."""
+    request = engine_pb2.GenerateRequest(
+        prompt=engine_pb2.Prompt(text=prompt),
+        sampling=engine_pb2.Sampling(temperature=0.8, top_k=50, seed=7),
+        stopping=engine_pb2.Stopping(max_tokens=160),
+    )
+    finish = engine_pb2.Finish()
+    for response in stub.Generate(request):
+        if echo:
+            print(response.text, end="", flush=True)
+        if response.HasField("finish"):
+            finish = response.finish
+    return finish
+
+
+def milliseconds(usage: engine_pb2.Usage) -> float:
+    """Time to first token."""
+    return usage.time_to_first_token.ToNanoseconds() / 1e6
+
+
+def run(prompt: str) -> None:
+    """One completion, then the same prompt again, then what the daemon says of its pages."""
+    directory = Path(tempfile.mkdtemp(prefix="rocmforge-"))
+    try:
+        print("Starting the KV-cache daemon and the engine")
+        with running(directory) as (kvcache, engine):
+            with grpc.insecure_channel(engine) as channel:
+                stub = engine_pb2_grpc.EngineServiceStub(channel)
+                model = stub.GetModel(engine_pb2.GetModelRequest())
+                print(f"  model            {model.architecture}, {model.parameters / 1e6:.1f} M parameters\n")
+                print(prompt, end="", flush=True)
+                began = time.monotonic()
+                cold = generate(stub, prompt, echo=True).usage
+                took = time.monotonic() - began
+                warm = generate(stub, prompt, echo=False).usage
+            print(f"\n\n{cold.completion_tokens} tokens in {took:.2f} s, {cold.completion_tokens / took:.0f} tokens/s")
+            print("Time to first token, and how much of the prompt was in the cache:")
+            for name, usage in (("first time", cold), ("same again", warm)):
+                print(
+                    f"  {name}  {milliseconds(usage):6.1f} ms   {usage.cached_tokens} of {usage.prompt_tokens} tokens"
+                )
+            with grpc.insecure_channel(kvcache) as channel:
+                [pool] = kvcache_pb2_grpc.KvCacheServiceStub(channel).GetStats(kvcache_pb2.GetStatsRequest()).pools
+            print(
+                f"The daemon's {pool.total_pages} pages of {pool.page_bytes // 1024} KiB: {pool.held_pages} held, "
+                f"{pool.cached_pages} cached, {pool.free_pages} free, {pool.quarantined_pages} quarantined"
+            )
+        print("Both stopped.")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def recorded(name: str) -> int | None:
+    """The pid that ``up`` recorded for a service, if that process is still it."""
+    try:
+        pid = int((STATE / f"{name}.pid").read_text())
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (OSError, ValueError):
+        return None
+    return pid if f"services.{name}".encode() in command else None
+
+
+def up() -> None:
+    """Start both on their default addresses and leave them running."""
+    STATE.mkdir(exist_ok=True)
+    sockets = runtime_dir()
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for module, address, flags, log in both(sockets, STATE, tcp=True):
+            name = module.removeprefix("services.")
+            pid = recorded(name)
+            if pid is None:
+                process = start(module, flags, log)
+                started.append(process)
+                await_serving(process, address, log)
+                pid = process.pid
+                (STATE / f"{name}.pid").write_text(f"{pid}\n")
+            print(f"{name:8} pid {pid:<7} {address}, log in {log.relative_to(ROOT)}")
+    except CannotStart:
+        stop(started)
+        raise
+    body = '{"prompt": {"text": "ROMEO:"}, "stopping": {"maxTokens": 24}}'
+    print(
+        "\nTry:\n"
+        f"  grpcurl -plaintext {ENGINE_TCP} list\n"
+        f"  grpcurl -plaintext -d '{body}' {ENGINE_TCP} rocmforge.engine.v1.EngineService/Generate\n"
+        f"  grpcurl -plaintext {KVCACHE_TCP} rocmforge.kvcache.v1.KvCacheService/GetStats\n"
+        "\n`make down` stops both."
+    )
+
+
+def down() -> None:
+    """Stop what ``up`` started; nothing to stop is fine."""
+    for name in ("engine", "kvcache"):
+        pid = recorded(name)
+        if pid is None:
+            print(f"{name:8} not running")
+        else:
+            # A pidfd names this process for good, even if it ends and its pid is used again.
+            pidfd = os.pidfd_open(pid)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            wait_for_exit(pidfd)
+            print(f"{name:8} stopped")
+        (STATE / f"{name}.pid").unlink(missing_ok=True)
+
+
+def wait_for_exit(pidfd: int) -> None:
+    """A pidfd becomes readable when its process ends."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    if not poll.poll(60_000):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        poll.poll()
+    os.close(pidfd)
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["run", "up", "down"])
+    command = parser.parse_args().command
+    try:
+        if command == "run":
+            run(os.environ.get("PROMPT") or DEFAULT_PROMPT)
+        elif command == "up":
+            up()
+        else:
+            down()
+    except CannotStart as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    except grpc.RpcError as error:
+        problem = rpc.error_from(error)
+        print(f"\n{problem.code} {problem.reason}: {problem}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
