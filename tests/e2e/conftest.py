@@ -1,0 +1,85 @@
+"""The product as it is run: a daemon and engines as processes, the bundled model, clients over real sockets."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
+from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
+from tests.processes import ROOT, Service, engine, kvcache
+
+MODEL = ROOT / "models" / "shakespeare"
+
+
+@dataclass
+class Pair:
+    """One daemon, one engine."""
+
+    daemon: Service
+    engine: Service
+    directory: Path
+
+    @property
+    def cache(self) -> Any:
+        return kvcache_pb2_grpc.KvCacheServiceStub(self.daemon.channel)
+
+    @property
+    def stub(self) -> Any:
+        return engine_pb2_grpc.EngineServiceStub(self.engine.channel)
+
+    def pool(self) -> kvcache_pb2.PoolStats:
+        [pool] = self.cache.GetStats(kvcache_pb2.GetStatsRequest()).pools
+        return pool
+
+    def assert_clean(self) -> None:
+        """Nothing is held, and the ledger balances; the engine knows no request."""
+        pool = self.pool()
+        assert pool.active_sequences == pool.held_pages == pool.quarantined_pages == 0
+        assert pool.free_pages + pool.cached_pages == pool.total_pages
+        stats = self.stub.GetStats(engine_pb2.GetStatsRequest())
+        assert (stats.running_requests, stats.queued_requests, stats.held_pages) == (0, 0, 0)
+        assert not self.cache.Fsck(kvcache_pb2.FsckRequest()).violations
+
+
+def request(prompt: str | list[int], max_tokens: int, **options: Any) -> engine_pb2.GenerateRequest:
+    """A greedy request that eos does not end, unless options say otherwise."""
+    if isinstance(prompt, str):
+        given = engine_pb2.Prompt(text=prompt)
+    else:
+        given = engine_pb2.Prompt(tokens=engine_pb2.TokenIds(ids=prompt))
+    stopping = {"max_tokens": max_tokens, "ignore_eos": True, **options.pop("stopping", {})}
+    sampling = {"temperature": 0.0, **options.pop("sampling", {})}
+    return engine_pb2.GenerateRequest(
+        prompt=given,
+        sampling=engine_pb2.Sampling(**sampling),
+        stopping=engine_pb2.Stopping(**stopping),
+        **options,
+    )
+
+
+def collect(stream: Any) -> tuple[str, list[int], engine_pb2.Finish]:
+    """Text, tokens and finish of a whole stream."""
+    text, tokens, finish = "", list[int](), None
+    for response in stream:
+        assert finish is None, "something came behind the finish"
+        text += response.text
+        tokens += response.token_ids
+        if response.HasField("finish"):
+            finish = response.finish
+    assert finish is not None, "the stream ended without a finish"
+    return text, tokens, finish
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    """Shared by the tests of a module; each leaves it clean."""
+    with tempfile.TemporaryDirectory(prefix="rf-") as name:
+        directory = Path(name)
+        with kvcache(directory) as daemon, engine(directory, daemon.address, model=MODEL) as one:
+            yield Pair(daemon, one, directory)

@@ -1,0 +1,68 @@
+"""The real grpcurl against both services, through reflection alone, as the README shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Pair
+from tests.processes import ROOT, Service
+
+ENGINE, CACHE = "rocmforge.engine.v1.EngineService", "rocmforge.kvcache.v1.KvCacheService"
+GRPCURL = shutil.which("grpcurl", path=f"{ROOT}/build/bin:{os.environ.get('PATH', '')}")
+
+pytestmark = pytest.mark.skipif(GRPCURL is None, reason="grpcurl is not on PATH nor in build/bin")
+
+
+def grpcurl(service: Service, *arguments: str, body: str = "") -> subprocess.CompletedProcess[str]:
+    flags = ["-plaintext", "-unix", *(["-d", body] if body else [])]
+    # grpcurl wants the socket's path without a scheme.
+    command = [str(GRPCURL), *flags, service.address.removeprefix("unix:"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def messages(output: str) -> list[Any]:
+    """grpcurl prints the messages of a stream one after another."""
+    decoder, found, at = json.JSONDecoder(), list[Any](), 0
+    while at < len(output.rstrip()):
+        message, end = decoder.raw_decode(output, at)
+        found.append(message)
+        at = end + len(output[end:]) - len(output[end:].lstrip())
+    return found
+
+
+def test_list_and_describe(pair: Pair) -> None:
+    assert ENGINE in grpcurl(pair.engine, "list").stdout.split()
+    assert "grpc.health.v1.Health" in grpcurl(pair.engine, "list").stdout.split()
+    assert CACHE in grpcurl(pair.daemon, "list").stdout.split()
+    assert f"{CACHE}.AllocatePages" in grpcurl(pair.daemon, "list", CACHE).stdout.split()
+    assert "rpc Generate" in grpcurl(pair.engine, "describe", ENGINE).stdout
+    assert "repeated uint32 prompt" in grpcurl(pair.daemon, "describe", "rocmforge.kvcache.v1.SequenceOpening").stdout
+
+
+def test_generate_and_stats(pair: Pair) -> None:
+    body = '{"prompt": {"text": "ROMEO:"}, "sampling": {"temperature": 0}, "stopping": {"maxTokens": 8}}'
+    done = grpcurl(pair.engine, f"{ENGINE}/Generate", body=body)
+    assert done.returncode == 0, done.stderr
+    answers = messages(done.stdout)
+    assert answers[-1]["finish"]["usage"]["completionTokens"] == 8
+    assert sum(len(answer.get("tokenIds", [])) for answer in answers) == 8
+    [stats] = messages(grpcurl(pair.daemon, f"{CACHE}/GetStats").stdout)
+    assert stats["pools"][0]["freePages"] > 0
+    health = grpcurl(pair.daemon, "grpc.health.v1.Health/Check", body=json.dumps({"service": CACHE}))
+    assert messages(health.stdout) == [{"status": "SERVING"}]
+
+
+def test_errors_are_readable(pair: Pair) -> None:
+    done = grpcurl(pair.engine, f"{ENGINE}/Generate", body='{"prompt": {"text": ""}}')
+    assert done.returncode != 0
+    assert "InvalidArgument" in done.stderr and "FIELD_INVALID" in done.stderr and "prompt" in done.stderr
+    done = grpcurl(pair.daemon, f"{CACHE}/RenewSession", body='{"sessionId": "x"}')
+    assert "SESSION_EXPIRED" in done.stderr
+    done = grpcurl(pair.daemon, f"{CACHE}/WatchEvents", body="{}")
+    assert "Unimplemented" in done.stderr and "NOT_IMPLEMENTED" in done.stderr
