@@ -10,6 +10,7 @@ from services.engine.pagesource import Demand, Exchange, Grant, Opening
 from services.errors import (
     CapacityExceeded,
     ExceedsPool,
+    FieldInvalid,
     PositionMismatch,
     SequenceMismatch,
     SequenceRemoved,
@@ -130,6 +131,8 @@ class LocalPageSource:
             held, matched = self._find(demand)
             pages = held.pages if held else [node.page for node in matched]
             tokens = held.tokens if held else [token for node in matched for token in node.tokens]
+            if held is None and (demand.start or demand.tokens):
+                raise FieldInvalid("nothing can be resident before a sequence is opened", field="tokens")
             self._check_tokens(demand, tokens, len(pages))
             self._check_growth(demand, pages)
         except ServiceError as error:
@@ -182,6 +185,8 @@ class LocalPageSource:
             raise PositionMismatch(f"sequence {demand.sequence_id!r}: tokens from {demand.start} on differ")
 
     def _check_growth(self, demand: Demand, pages: list[int]) -> None:
+        if demand.known_pages > max(len(pages), demand.total_pages):
+            raise FieldInvalid(f"known_pages is {demand.known_pages} of {len(pages)}", field="known_pages")
         if demand.total_pages > self._total:
             raise ExceedsPool(
                 f"sequence {demand.sequence_id!r} wants {demand.total_pages} pages and the pool has {self._total}"
@@ -246,12 +251,10 @@ class LocalPageSource:
 
     def _remove(self, sequence_id: str) -> None:
         held = self._sequences.pop(sequence_id, None)
-        if held is None:
-            return
         self._removed[sequence_id] = None
         while len(self._removed) > REMEMBERED_REMOVALS:
             self._removed.popitem(last=False)
-        for page in reversed(held.pages):  # the tail is evicted first, a shared prefix last
+        for page in reversed(held.pages if held else ()):  # the tail is evicted first, a shared prefix last
             self._holders[page] -= 1
             if self._holders[page]:
                 continue

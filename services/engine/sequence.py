@@ -44,16 +44,16 @@ class Text(Protocol):
     def stopped(self) -> str | None:
         """The stop string that ended the text."""
 
-    def push(self, token: int, may_stop: bool = True) -> str:
+    def push(self, token: int) -> str:
         """Take one token; return the text that is sure to stand."""
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return what was held back; that may turn out to end in a stop string."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When a request ends. ``eos_token_ids`` is empty when end-of-sequence is to be ignored."""
+    """When a request ends, but for stop strings, which its text knows. No ``eos_token_ids``: it is to be ignored."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -149,14 +149,18 @@ class Sequence:
         if self.first_token_at is None:
             self.first_token_at = now
         stopping, text = self.request.stopping, self.request.text
-        may_stop = self.num_generated_tokens >= stopping.min_tokens
-        if may_stop and token in stopping.eos_token_ids:
-            return text.finish(), Outcome(FinishReason.EOS, stop_token_id=token)
-        if may_stop and token in stopping.stop_token_ids:
-            return text.finish(), Outcome(FinishReason.STOP, stop_token_id=token)
-        released = text.push(token, may_stop)
+        outcome: Outcome | None = None
+        if self.num_generated_tokens >= stopping.min_tokens:
+            if token in stopping.eos_token_ids:
+                outcome = Outcome(FinishReason.EOS, stop_token_id=token)
+            elif token in stopping.stop_token_ids:
+                outcome = Outcome(FinishReason.STOP, stop_token_id=token)
+        released = "" if outcome else text.push(token)
+        if outcome is None and text.stopped is None and self.num_generated_tokens >= stopping.max_tokens:
+            outcome = Outcome(FinishReason.LENGTH)
+        if outcome is not None:
+            released += text.finish()
+        # A stop string comes before whatever else ended the request at its last token.
         if text.stopped is not None:
-            return released, Outcome(FinishReason.STOP, stop_text=text.stopped)
-        if self.num_generated_tokens >= stopping.max_tokens:
-            return released + text.finish(), Outcome(FinishReason.LENGTH)
-        return released, None
+            outcome = Outcome(FinishReason.STOP, stop_text=text.stopped)
+        return released, outcome

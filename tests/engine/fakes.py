@@ -34,10 +34,10 @@ class PlainText:
         self.stopped: str | None = None
         self.text = ""
 
-    def push(self, token: int, may_stop: bool = True) -> str:
+    def push(self, token: int) -> str:
         added = chr(ord("a") + token)
         for stop in self.stop:
-            if may_stop and (self.text + added).endswith(stop):
+            if (self.text + added).endswith(stop):
                 self.stopped = stop
                 added = ""
         self.text += added
@@ -81,7 +81,7 @@ def alone(request: Request) -> list[int]:
         may_stop = generated >= request.stopping.min_tokens
         if may_stop and token in request.stopping.eos_token_ids | request.stopping.stop_token_ids:
             break
-        text.push(token, may_stop)
+        text.push(token)
         if text.stopped is not None or generated == request.stopping.max_tokens:
             break
     return tokens[len(request.prompt) :]

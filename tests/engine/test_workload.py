@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.engine.pagesource import Demand, Opening
 from services.engine.sequence import FinishReason
 from services.errors import ExceedsPool, KvCacheDown, ServiceError, SessionExpired
 from tests.engine.fakes import Harness, alone, make_request
@@ -39,6 +41,13 @@ class Rounds:
 
 
 @dataclass(frozen=True)
+class Neighbour:
+    """Another engine on the same pool: it takes pages, or gives all it has back."""
+
+    pages: int
+
+
+@dataclass(frozen=True)
 class Fault:
     error: ServiceError
     served: bool
@@ -53,6 +62,7 @@ operations = st.one_of(
     st.builds(Submit, prompts, st.integers(1, 14), st.integers(0, 1), st.sampled_from(["", "", "s"]), st.booleans()),
     st.builds(Cancel, st.integers(0, 20)),
     st.builds(Rounds, st.integers(1, 6), st.sampled_from([0.0, 0.2])),
+    st.builds(Neighbour, st.integers(0, 12)),
 )
 faults = st.one_of(
     st.builds(Fault, st.builds(KvCacheDown, st.just("down")), st.booleans()),
@@ -61,9 +71,21 @@ faults = st.one_of(
 )
 
 
+def neighbour(harness: Harness, taken: list[str], pages: int) -> list[str]:
+    if not pages:
+        harness.local.exchange([], taken)
+        return []
+    name = f"neighbour {len(harness.source.exchanges)} {len(taken)}"
+    demand = Demand(name, start=0, tokens=[], total_pages=pages, known_pages=0, opening=Opening([9]))
+    grants = harness.local.exchange([demand], []).result()
+    harness.memory.poison(grants[0].pages)
+    return [*taken, name] if grants[0].error is None else taken
+
+
 def run_workload(harness: Harness, workload: list[object]) -> None:
     requests = {}
     cancelled = set()
+    taken: list[str] = []
     for operation in workload:
         match operation:
             case Submit(prompt, max_tokens, seed, salt, eos):
@@ -76,10 +98,13 @@ def run_workload(harness: Harness, workload: list[object]) -> None:
             case Rounds(count, seconds):
                 harness.iterate(count)
                 harness.clock.now += seconds
+            case Neighbour(pages):
+                taken = neighbour(harness, taken, pages)
             case Fault(error, served):
                 harness.source.faults.append((error, served))
             case LeaseLost():
                 harness.source.lease = False
+    neighbour(harness, taken, 0)
     harness.until_idle()
     harness.check_empty()
     assert set(harness.ended) == set(requests)
@@ -95,37 +120,39 @@ def run_workload(harness: Harness, workload: list[object]) -> None:
             assert got == expected
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    st.lists(operations, min_size=1, max_size=25),
-    st.integers(1, 12),
-    st.integers(1, 4),
-    st.integers(1, 5),
-    st.integers(1, 9),
-    st.booleans(),
-)
-def test_every_output_is_the_output_alone(
-    workload: list[object], pages: int, page_size: int, max_batch: int, max_step_tokens: int, late: bool
-) -> None:
-    run_workload(
-        Harness(pages=pages, page_size=page_size, max_batch=max_batch, max_step_tokens=max_step_tokens, late=late),
-        workload,
+def shaped(steps: st.SearchStrategy[object]) -> Callable[[Callable[..., None]], Callable[[], None]]:
+    """Draws a workload and an engine for it: pools of a few prompts, budgets down to a token a step."""
+    return given(
+        st.lists(steps, min_size=15, max_size=50),
+        st.integers(20, 90),
+        st.integers(1, 4),
+        st.integers(1, 6),
+        st.integers(1, 24),
+        st.booleans(),
     )
+
+
+def harness_of(slots: int, page_size: int, max_batch: int, max_step_tokens: int, late: bool) -> Harness:
+    return Harness(
+        pages=slots // page_size,
+        page_size=page_size,
+        max_batch=max_batch,
+        max_step_tokens=max_step_tokens,
+        late=late,
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@shaped(operations)
+def test_every_output_is_the_output_alone(
+    workload: list[object], slots: int, page_size: int, max_batch: int, max_step_tokens: int, late: bool
+) -> None:
+    run_workload(harness_of(slots, page_size, max_batch, max_step_tokens, late), workload)
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.one_of(operations, operations, faults), min_size=1, max_size=25),
-    st.integers(2, 12),
-    st.integers(1, 4),
-    st.integers(1, 5),
-    st.integers(1, 9),
-    st.booleans(),
-)
+@shaped(st.one_of(operations, operations, faults))
 def test_lost_replies_and_lost_sessions_change_no_output(
-    workload: list[object], pages: int, page_size: int, max_batch: int, max_step_tokens: int, late: bool
+    workload: list[object], slots: int, page_size: int, max_batch: int, max_step_tokens: int, late: bool
 ) -> None:
-    run_workload(
-        Harness(pages=pages, page_size=page_size, max_batch=max_batch, max_step_tokens=max_step_tokens, late=late),
-        workload,
-    )
+    run_workload(harness_of(slots, page_size, max_batch, max_step_tokens, late), workload)

@@ -1,0 +1,334 @@
+"""Pages of the KV-cache daemon: one session over gRPC, its memory mapped, its lease kept.
+
+The engine's thread makes every call but one: a small thread renews the lease when no other call has done so for a
+third of its ttl.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from services import rpc
+from services.engine.arena import Pages, map_pages, process_identity
+from services.engine.pagesource import Demand, Exchange, Geometry, Grant
+from services.errors import AttachMismatch, InvalidConfiguration, KvCacheDown, ServiceError, SessionExpired
+from services.serving import MAX_MESSAGE_BYTES
+
+log = structlog.get_logger()
+
+#: The engine stops launching this much of the ttl after it *sent* its last successful call, so before the daemon,
+#: which counts the whole ttl from when that call arrived, could give the pages to anybody else.
+LEASE_SHARE = 0.8
+ATTEMPTS = 2
+MAX_CALL_S = 2.0
+CLOSE_S = 0.5
+LEASE_IDLE_S = 0.5
+
+_SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+_CHANNEL_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+
+
+@dataclass(slots=True)
+class _Session:
+    """``deadline``, in seconds of the source's clock, is when its pages may no longer be touched."""
+
+    id: str
+    epoch: int
+    ttl_s: float
+    renewed_at: float
+    total_pages: int
+    memory: Pages
+    expired: bool = False
+
+    @property
+    def deadline(self) -> float:
+        return self.renewed_at + LEASE_SHARE * self.ttl_s
+
+    def renewed(self, sent_at: float, epoch: int) -> None:
+        """Take a reply to a call sent at that time. Raises SessionExpired when another run of the daemon gave it."""
+        if epoch != self.epoch:
+            self.expired = True
+            raise SessionExpired("the daemon was restarted: its epoch changed")
+        self.renewed_at = max(self.renewed_at, sent_at)
+
+
+class GrpcPageSource:
+    """A page source on a daemon's pool. ``reopen`` opens it for the first time too.
+
+    ``pool_id`` says whose K and V may be shared: engines with the same one must have the same weights. The lease is
+    ``ttl_s`` seconds, or what the daemon gives.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        pool_id: str,
+        geometry: Geometry,
+        *,
+        client_name: str = "",
+        ttl_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if geometry.dtype != "f32":
+            raise InvalidConfiguration(f"pages of {geometry.dtype} are not served by this backend")
+        self.target = target
+        self._pool_id = pool_id
+        self._geometry = geometry
+        self._client_name = client_name
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._stub = kvcache_pb2_grpc.KvCacheServiceStub(self._channel)
+        self._session: _Session | None = None
+        self._total_pages = 0
+        self._closed = threading.Event()
+        self._renewer: threading.Thread | None = None
+
+    @property
+    def total_pages(self) -> int:
+        """Pages in the pool, as of the last session."""
+        return self._total_pages
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self._geometry.page_size
+
+    @property
+    def epoch(self) -> int:
+        """The run of the daemon that the session belongs to; 0 without one."""
+        session = self._session
+        return session.epoch if session else 0
+
+    @property
+    def memory(self) -> Pages:
+        """The pages, ``[page, layer, (k, v), kv_head, slot, head_dim]``. Raises SessionExpired without a session."""
+        return self._live().memory
+
+    def may_launch(self) -> bool:
+        """Whether the lease holds, by a margin, and was not heard to be over."""
+        session = self._session
+        return session is not None and not session.expired and self._clock() < session.deadline
+
+    def _live(self) -> _Session:
+        if self._session is None:
+            raise SessionExpired("no session is open")
+        return self._session
+
+    # --- the step call --------------------------------------------------------------------------------------------
+
+    def exchange(self, demands: Items[Demand], removed: Items[str]) -> Exchange:
+        """Send one AllocatePages. Raises SessionExpired without a session."""
+        session = self._live()
+        request = pb.AllocatePagesRequest(
+            session_id=session.id, demands=[_demand(demand) for demand in demands], remove_sequence_ids=removed
+        )
+        return _Call(self, session, request)
+
+    def send(self, request: pb.AllocatePagesRequest, session: _Session) -> Any:
+        """Start one attempt at a call of the session; the future of its reply."""
+        return self._stub.AllocatePages.future(request, timeout=self._call_s(session))
+
+    def now(self) -> float:
+        """The clock that leases are measured with."""
+        return self._clock()
+
+    @staticmethod
+    def _call_s(session: _Session) -> float:
+        return min(MAX_CALL_S, session.ttl_s / 3)
+
+    # --- the session ----------------------------------------------------------------------------------------------
+
+    def reopen(self) -> None:
+        """Open a session, map its memory and prove it. No step may be under way.
+
+        Raises KvCacheDown when nobody answers, AttachMismatch when the memory is not what it should be, and whatever
+        OpenSession is refused with.
+        """
+        self._end()
+        sent_at = self._clock()
+        opened = self._call(self._stub.OpenSession, self._opening(), MAX_CALL_S)
+        try:
+            memory, seen = _map(opened.arena, self._geometry)
+            session = _Session(
+                opened.session_id, opened.epoch, opened.ttl.ToNanoseconds() / 1e9, sent_at, len(memory), memory
+            )
+            sent_at = self._clock()
+            attach = pb.AttachSessionRequest(session_id=session.id, seen=seen)
+            session.renewed(sent_at, self._call(self._stub.AttachSession, attach, self._call_s(session)).epoch)
+        except ServiceError:
+            self._close_session(opened.session_id)
+            raise
+        self._session, self._total_pages = session, session.total_pages
+        log.info(
+            "session_opened",
+            target=self.target,
+            pool_id=self._pool_id,
+            epoch=f"{session.epoch:016x}",
+            pages=session.total_pages,
+            ttl_s=session.ttl_s,
+        )
+        if self._renewer is None:
+            self._renewer = threading.Thread(target=self._keep_lease, name="kvcache-lease", daemon=True)
+            self._renewer.start()
+
+    def close(self) -> None:
+        """Give the session back, as far as anybody listens. Closing twice changes nothing."""
+        self._closed.set()
+        if self._renewer is not None:
+            self._renewer.join()
+        self._end()
+        self._channel.close()
+
+    def _end(self) -> None:
+        """Let go of the session, if any: it may be over already, or nobody may be there to be told."""
+        session, self._session = self._session, None
+        if session is not None:
+            self._close_session(session.id)
+
+    def _close_session(self, session_id: str) -> None:
+        try:
+            self._call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=session_id), CLOSE_S)
+        except ServiceError as error:
+            log.info("session_not_closed", reason=error.reason, detail=error.message)
+
+    def _opening(self) -> pb.OpenSessionRequest:
+        geometry = self._geometry
+        request = pb.OpenSessionRequest(
+            client_name=self._client_name,
+            pool_id=self._pool_id,
+            layout=pb.PageLayout(
+                page_size=geometry.page_size,
+                layers=geometry.layers,
+                kv_heads=geometry.kv_heads,
+                head_dim=geometry.head_dim,
+                data_type=pb.DATA_TYPE_F32,
+            ),
+            process=_process(),
+        )
+        if self._ttl_s is not None:
+            request.ttl.FromNanoseconds(int(self._ttl_s * 1e9))
+        return request
+
+    def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as failure:
+            raise _error_of(failure, self.target) from failure
+
+    # --- the lease ------------------------------------------------------------------------------------------------
+
+    def _keep_lease(self) -> None:
+        wait, silent = 0.0, False
+        while not self._closed.wait(wait):
+            session = self._session
+            if session is None or session.expired:
+                wait = LEASE_IDLE_S
+                continue
+            wait = session.renewed_at + session.ttl_s / 3 - self._clock()
+            if wait > 0:
+                continue
+            wait = session.ttl_s / 10  # until an attempt succeeds
+            try:
+                self._renew(session)
+                silent = False
+            except SessionExpired:
+                session.expired = True
+            except ServiceError as error:
+                if not silent:
+                    log.warning("lease_not_renewed", reason=error.reason, detail=error.message)
+                silent = True
+
+    def _renew(self, session: _Session) -> None:
+        sent_at = self._clock()
+        request = pb.RenewSessionRequest(session_id=session.id)
+        session.renewed(sent_at, self._call(self._stub.RenewSession, request, self._call_s(session)).epoch)
+
+
+class _Call:
+    """An AllocatePages call under way. Sent again as it is when nobody answers: a replay changes nothing more."""
+
+    def __init__(self, source: GrpcPageSource, session: _Session, request: pb.AllocatePagesRequest) -> None:
+        self._source, self._session, self._request = source, session, request
+        self._send()
+
+    def _send(self) -> None:
+        self._sent_at = self._source.now()
+        self._future = self._source.send(self._request, self._session)
+
+    def result(self) -> list[Grant]:
+        """Wait for the grants. Raises SessionExpired, KvCacheDown and whatever the call is refused with."""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                self._send()
+            try:
+                reply = self._future.result()
+                break
+            except grpc.RpcError as failure:
+                error = _error_of(failure, self._source.target)
+                if not isinstance(error, KvCacheDown) or attempt + 1 == ATTEMPTS:
+                    raise error from failure
+        self._session.renewed(self._sent_at, reply.epoch)
+        return [_grant(grant) for grant in reply.grants]
+
+
+def _demand(demand: Demand) -> pb.SequenceDemand:
+    opening = demand.opening
+    return pb.SequenceDemand(
+        sequence_id=demand.sequence_id,
+        opening=pb.SequenceOpening(prompt=opening.prompt, salt=opening.salt) if opening else None,
+        start=demand.start,
+        tokens=demand.tokens,
+        total_pages=demand.total_pages,
+        known_pages=demand.known_pages,
+    )
+
+
+def _grant(grant: pb.SequenceGrant) -> Grant:
+    if grant.HasField("error"):
+        return Grant(grant.sequence_id, error=rpc.error_from_status(grant.error))
+    pages = tuple(page.page_id for page in grant.pages)
+    return Grant(grant.sequence_id, grant.first_index, pages, grant.cached_tokens)
+
+
+def _error_of(failure: grpc.RpcError, target: str) -> ServiceError:
+    error = rpc.error_from(failure)
+    if failure.code() in _SILENT:
+        return KvCacheDown(f"no answer from the KV-cache daemon at {target}: {error.message}")
+    return error
+
+
+def _map(arena: pb.Arena, geometry: Geometry) -> tuple[Pages, bytes]:
+    if not arena.file_path:
+        raise AttachMismatch("the daemon offers memory of a kind this backend cannot map")
+    return map_pages(
+        Path(arena.file_path),
+        geometry,
+        total_pages=arena.total_pages,
+        page_bytes=arena.page_bytes,
+        size_bytes=arena.size_bytes,
+        canary_offset=arena.canary_offset,
+    )
+
+
+def _process() -> pb.ProcessIdentity | None:
+    found = process_identity()
+    return found and pb.ProcessIdentity(pid=found[0], start_time=found[1], pid_namespace=found[2])
