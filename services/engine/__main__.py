@@ -1,0 +1,68 @@
+"""``python -m services.engine [serve]``: run the engine until SIGTERM; ``... generate``: a client for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import structlog
+
+from services.engine import client
+from services.engine.config import Config
+from services.engine.server import Engine
+from services.errors import ServiceError
+from services.serving import configure_logging, run_until_signal
+
+log = structlog.get_logger()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0 after a drain, 2 when it could not start as told; the client's own otherwise."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["generate"]:
+        return client.main(words[1:])
+    configure_logging()
+    try:
+        config = Config.read(words[1:] if words[:1] == ["serve"] else words, os.environ)
+        run_until_signal(lambda stop: _serve(config, stop))
+    except ServiceError as error:
+        print(f"rocmforge engine: {error.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def _serve(config: Config, stop: asyncio.Event) -> None:
+    engine = Engine(config)
+    try:
+        starting = asyncio.ensure_future(engine.start())
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            return
+        starting.result()
+        log.info(
+            "engine_serving",
+            listen=engine.bound,
+            model=str(config.model),
+            kvcache=config.kvcache,
+            pool_id=engine.pool_id,
+            page_size=config.page_size,
+            local_pages=config.local_pages,
+            max_batch=config.limits.max_batch,
+            max_step_tokens=config.limits.max_step_tokens,
+            max_queue=config.limits.max_queue,
+            kvcache_patience_s=config.patience_s,
+            grace_s=config.grace_s,
+            tls=config.tls is not None,
+            insecure=config.insecure,
+        )
+        await stopping
+    finally:
+        await engine.stop(config.grace_s)
+        log.info("engine_stopped")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The engine's settings: flags, environment, limits; and what names a model's pages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.engine.scheduler import Limits
+from services.errors import InvalidConfiguration, ModelInvalid
+from services.flags import FlagParser, add_serving_flags, runtime_dir, seconds, tls_of, whole
+from services.serving import Listener, Tls, check_exposure
+
+PORT = 50051
+LOCAL = "local"
+BUNDLED_MODEL = Path(__file__).parents[2] / "models" / "shakespeare"
+
+#: What K and V in a page mean: the layout and the arithmetic that made them. A change of either is a new number, so
+#: that engines of two versions never read each other's pages.
+KV_FORMAT = 1
+
+_WHOLE_FILE_BYTES = 64 << 20
+_SAMPLE_BYTES = 64 << 10
+_SAMPLES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything that can be set. Times in seconds; ``kvcache`` is ``local`` or the daemon's address."""
+
+    listeners: list[Listener]
+    tls: Tls | None
+    insecure: bool
+    grace_s: float
+    model: Path
+    kvcache: str
+    patience_s: float
+    pool_id: str | None
+    page_size: int
+    local_pages: int
+    limits: Limits
+
+    @classmethod
+    def read(cls, arguments: list[str] | None, environ: Mapping[str, str]) -> Config:
+        """Flags over environment over defaults. Raises InvalidConfiguration."""
+        flags = FlagParser(
+            "python -m services.engine [serve]",
+            "The inference engine: text in, text out, its K and V in pages of the KV-cache daemon.\n"
+            "`python -m services.engine generate --help` tells about the client.",
+            "ROCMFORGE_ENGINE",
+        )
+        add_serving_flags(flags, "engine.sock", PORT)
+        flags.add("--model", Path, BUNDLED_MODEL, "folder of a Hugging Face checkpoint", metavar="DIR")
+        flags.add(
+            "--kvcache",
+            kvcache_target,
+            f"unix:{runtime_dir() / 'kvcache.sock'}",
+            "the KV-cache daemon, on this host: unix:/path, host:port, or `local` for pages of the engine's own",
+            metavar="ADDR",
+        )
+        flags.add(
+            "--kvcache-patience",
+            seconds(0, 86400),
+            60.0,
+            "seconds that requests wait for a daemon that is gone before they fail",
+            metavar="S",
+        )
+        flags.add(
+            "--pool-id",
+            _pool_id,
+            None,
+            "engines that name the same pool share cached pages, and must have the same weights; "
+            "default: the model's name and a hash of its files",
+            metavar="ID",
+        )
+        flags.add("--page-size", whole(1, 4096), 16, "tokens in a page", metavar="N")
+        flags.add("--max-batch", whole(1, 1024), 32, "requests that run at a time", metavar="N")
+        flags.add("--max-step-tokens", whole(1, 1 << 20), 512, "tokens computed in one step", metavar="N")
+        flags.add("--max-queue", whole(0, 1 << 20), 1024, "requests that may wait beyond those running", metavar="N")
+        flags.add("--local-pages", whole(1, 1 << 24), 512, "pages of an engine with --kvcache local", metavar="N")
+        values = flags.parse(arguments, environ)
+        config = cls(
+            listeners=values["listen"],
+            tls=tls_of(values),
+            insecure=values["insecure"],
+            grace_s=values["grace"],
+            model=values["model"],
+            kvcache=values["kvcache"],
+            patience_s=values["kvcache_patience"],
+            pool_id=values["pool_id"],
+            page_size=values["page_size"],
+            local_pages=values["local_pages"],
+            limits=Limits(values["max_batch"], values["max_step_tokens"], values["max_queue"]),
+        )
+        check_exposure(config.listeners, config.tls, config.insecure)
+        return config
+
+
+def kvcache_target(text: str) -> str:
+    """A daemon's address, or ``local``. Raises ValueError."""
+    if text == LOCAL:
+        return text
+    try:
+        listener = Listener.parse(text)
+    except InvalidConfiguration as error:
+        raise ValueError("want local, unix:/absolute/path or host:port") from error
+    if not listener.local_only:
+        raise ValueError("the daemon's memory is shared by mapping it, so it must be on this host")
+    return str(listener)
+
+
+def _pool_id(text: str) -> str:
+    if not 1 <= len(text) <= 128:
+        raise ValueError("want 1 to 128 characters")
+    return text
+
+
+def model_id(folder: Path) -> str:
+    """What the model is called: its folder's name."""
+    return folder.resolve().name
+
+
+def default_pool_id(folder: Path) -> str:
+    """The model's name and a hash that two different checkpoints do not share. Raises ModelInvalid.
+
+    Hashed are config.json and each weights file: its name and size and all of its bytes, or, above 64 MiB, 64 blocks
+    of 64 KiB spread over the file, the first of which holds its header. Fine-tuning changes every tensor, so it
+    changes the blocks.
+    """
+    digest = hashlib.blake2b(f"kv format {KV_FORMAT}".encode(), digest_size=8)
+    try:
+        for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+            size = path.stat().st_size
+            digest.update(f"\0{path.name}\0{size}\0".encode())
+            with path.open("rb") as file:
+                for at in _hashed_blocks(size):
+                    file.seek(at)
+                    digest.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise ModelInvalid(f"{error.filename} cannot be read: {error.strerror}") from error
+    return f"{model_id(folder)[:100]}@{digest.hexdigest()}"
+
+
+def _hashed_blocks(size: int) -> range | list[int]:
+    if size <= _WHOLE_FILE_BYTES:
+        return range(0, size, _SAMPLE_BYTES)
+    return [(size - _SAMPLE_BYTES) * nth // (_SAMPLES - 1) for nth in range(_SAMPLES)]

@@ -1,0 +1,145 @@
+"""From a GenerateRequest to a checked Request: every limit of the protocol, said with its field and its number."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence as Items
+from typing import Any
+
+from services.engine.modelconfig import ModelConfig
+from services.engine.sampling import validate
+from services.engine.sequence import Request, Stopping
+from services.engine.tokenizer import TextStream, Tokenizer
+from services.errors import FieldInvalid, PromptTooLong
+
+MAX_NAME = 128
+DEFAULT_MAX_TOKENS = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 64
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+
+#: Text longer than this many bytes for each token of the context is refused before any work is put into it.
+TEXT_BYTES_PER_TOKEN = 64
+#: Longer text is tokenised away from the event loop, so that it holds up nobody else's call.
+INLINE_TEXT_BYTES = 16 * 1024
+
+
+class LateStops(TextStream):
+    """A text whose stop strings count only from its ``min_tokens``-th token on."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Items[str], include_stop: bool, min_tokens: int) -> None:
+        super().__init__(tokenizer, (), include_stop)
+        self._late_stop = tuple(stop)
+        self._before = min_tokens
+
+    def push(self, token_id: int) -> str:
+        """Take one token; the text of those before the last of ``min_tokens`` is never matched."""
+        self._before -= 1
+        if self._before <= 0:
+            self._stop = self._late_stop
+        return super().push(token_id)
+
+
+async def read_request(message: Any, config: ModelConfig, tokenizer: Tokenizer, now: float) -> Request:
+    """Check a GenerateRequest and make what it leaves open definite.
+
+    Raises FieldInvalid naming the field, and PromptTooLong.
+    """
+    check_name(message.request_id, "request_id", least=0)
+    check_name(message.cache_salt, "cache_salt", least=0)
+    sampling = {name: getattr(message.sampling, name) for name in _SAMPLING if message.sampling.HasField(name)}
+    drawn = validate(**dict.fromkeys(_SAMPLING) | sampling, defaults=config)
+    limits = _stopping(message.stopping, config)
+    prompt = await _prompt(message.prompt, config, tokenizer)
+    room = config.max_context - len(prompt)
+    if room < 1:
+        raise PromptTooLong(
+            f"the prompt has {len(prompt)} tokens and the context {config.max_context}, one of them for the completion",
+            field="prompt",
+            prompt_tokens=len(prompt),
+            limit=config.max_context - 1,
+        )
+    stop, include = tuple(message.stopping.stop), message.stopping.include_stop
+    late = stop and limits.min_tokens > 1
+    return Request(
+        request_id=message.request_id or uuid.uuid4().hex,
+        prompt=prompt,
+        stopping=Stopping(min(limits.max_tokens, room), limits.min_tokens, limits.eos_token_ids, limits.stop_token_ids),
+        sampling=drawn,
+        text=LateStops(tokenizer, stop, include, limits.min_tokens) if late else TextStream(tokenizer, stop, include),
+        salt=message.cache_salt,
+        submitted_at=now,
+    )
+
+
+def _stopping(message: Any, config: ModelConfig) -> Stopping:
+    max_tokens = message.max_tokens if message.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+    if max_tokens < 1:
+        raise FieldInvalid("max_tokens is 0; it must be at least 1", field="stopping.max_tokens")
+    if message.min_tokens > max_tokens:
+        raise FieldInvalid(
+            f"min_tokens is {message.min_tokens}, more than max_tokens, {max_tokens}", field="stopping.min_tokens"
+        )
+    if len(message.stop) > MAX_STOPS:
+        raise FieldInvalid(f"stop has {len(message.stop)} strings; it may have {MAX_STOPS}", field="stopping.stop")
+    for at, stop in enumerate(message.stop):
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise FieldInvalid(
+                f"stop[{at}] has {len(stop)} characters; it must have 1 to {MAX_STOP_CHARS}",
+                field=f"stopping.stop[{at}]",
+            )
+    if len(message.stop_token_ids) > MAX_STOP_TOKENS:
+        raise FieldInvalid(
+            f"stop_token_ids has {len(message.stop_token_ids)} ids; it may have {MAX_STOP_TOKENS}",
+            field="stopping.stop_token_ids",
+        )
+    check_tokens(message.stop_token_ids, "stopping.stop_token_ids", config.vocab_size)
+    eos = () if message.ignore_eos else config.eos_token_ids
+    return Stopping(max_tokens, message.min_tokens, frozenset(eos), frozenset(message.stop_token_ids))
+
+
+async def _prompt(message: Any, config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    match message.WhichOneof("input"):
+        case "text":
+            ids = await tokenize(message.text, tokenizer, config.max_context * TEXT_BYTES_PER_TOKEN, "prompt.text")
+            return tuple(ids)
+        case "tokens":
+            if not message.tokens.ids:
+                raise FieldInvalid("the prompt has no tokens; it needs one at least", field="prompt.tokens.ids")
+            check_tokens(message.tokens.ids, "prompt.tokens.ids", config.vocab_size)
+            return tuple(message.tokens.ids)
+        case _:
+            raise FieldInvalid("the prompt is missing: give text or tokens", field="prompt")
+
+
+async def tokenize(text: str, tokenizer: Tokenizer, limit: int, field: str) -> list[int]:
+    """Token ids of a text of at most ``limit`` bytes, at least one. Raises FieldInvalid, PromptTooLong."""
+    if not text:
+        raise FieldInvalid(f"{field} is empty", field=field)
+    size = len(text.encode())
+    if size > limit:
+        raise PromptTooLong(f"{field} has {size} bytes; it may have {limit}", field=field, limit=limit)
+    ids = await asyncio.to_thread(tokenizer.encode, text) if size > INLINE_TEXT_BYTES else tokenizer.encode(text)
+    if not ids:
+        raise FieldInvalid(f"{field} gives no token", field=field)
+    return ids
+
+
+def check_tokens(ids: Items[int], field: str, vocab_size: int) -> None:
+    """Raises FieldInvalid naming the first id that the model does not have."""
+    if ids and max(ids) >= vocab_size:
+        at = next(at for at, token in enumerate(ids) if token >= vocab_size)
+        raise FieldInvalid(
+            f"{field}[{at}] is {ids[at]}; the vocabulary has {vocab_size} tokens", field=f"{field}[{at}]"
+        )
+
+
+def check_name(name: str, field: str, *, least: int = 1) -> None:
+    """Raises FieldInvalid when a name is too short or too long."""
+    if not least <= len(name) <= MAX_NAME:
+        raise FieldInvalid(
+            f"{field} has {len(name)} characters; it must have {least} to {MAX_NAME}", field=field, limit=MAX_NAME
+        )

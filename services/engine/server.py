@@ -1,0 +1,154 @@
+"""The engine as an object: its model, its page source, its thread, its listeners."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from rocmforge.engine.v1 import engine_pb2_grpc
+from services.engine.arena import private_pages
+from services.engine.batch import Row
+from services.engine.config import LOCAL, Config, default_pool_id, model_id
+from services.engine.kvclient import GrpcPageSource
+from services.engine.localpages import LocalPageSource
+from services.engine.loop import EngineLoop, Event, StepRunner
+from services.engine.model import Model
+from services.engine.pagesource import PageSource
+from services.engine.runner import Runner
+from services.engine.servicer import SERVICE, EngineServicer, Served
+from services.engine.streams import Streams
+from services.engine.tokenizer import Tokenizer
+from services.errors import Draining, ServiceError
+from services.serving import Serving
+
+log = structlog.get_logger()
+
+OPEN_RETRY_S = 0.2
+#: Seconds the engine's thread has to give its pages back and end, once every request is over.
+STOP_S = 10.0
+
+
+class Engine:
+    """Start it, use ``bound`` to reach it, stop it. Tests start the same object on a free port.
+
+    ``make_runner`` wraps what computes the steps; a test puts its faults there.
+    """
+
+    def __init__(self, config: Config, *, make_runner: Callable[..., StepRunner] = Runner) -> None:
+        self.config = config
+        self.streams = Streams()
+        self.servicer = EngineServicer(self.streams)
+        self.loop: EngineLoop | None = None
+        self.pool_id = ""
+        self._make_runner = make_runner
+        self._serving = Serving(SERVICE, config.listeners, tls=config.tls, insecure=config.insecure)
+        self._thread: threading.Thread | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def bound(self) -> list[str]:
+        """The addresses it listens on, ports filled in."""
+        return self._serving.bound
+
+    async def start(self) -> None:
+        """Bind, load, open a session, warm up; SERVING only then.
+
+        Raises InvalidConfiguration for an address that cannot be had, ModelInvalid, and KvCacheDown when no daemon
+        answers within the configured patience.
+        """
+        config = self.config
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(self.servicer, self._serving.server)
+        await self._serving.start()
+        model = await asyncio.to_thread(Model.load, config.model)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, config.model, model.config.vocab_size)
+        if config.pool_id is not None:
+            self.pool_id = config.pool_id
+        else:
+            self.pool_id = await asyncio.to_thread(default_pool_id, config.model)
+        source, memory, epoch = await self._open_source(model)
+        await asyncio.to_thread(_warm_up, model, config.page_size)
+        running = asyncio.get_running_loop()
+
+        def outbox(events: list[Event]) -> None:
+            running.call_soon_threadsafe(self.streams.deliver, events)
+
+        def on_serving(serving: bool) -> None:
+            running.call_soon_threadsafe(self._say, serving)
+
+        self.loop = EngineLoop(
+            self._make_runner(model, memory),
+            source,
+            config.limits,
+            outbox,
+            patience_s=config.patience_s,
+            on_serving=on_serving,
+        )
+        self._thread = threading.Thread(target=self.loop.run, name="engine", daemon=True)
+        self._thread.start()
+        self.servicer.serve(
+            Served(
+                model_id=model_id(config.model),
+                config=model.config,
+                parameters=model.parameters,
+                geometry=model.geometry(config.page_size),
+                tokenizer=tokenizer,
+                loop=self.loop,
+                max_queue=config.limits.max_queue,
+                epoch=epoch,
+            )
+        )
+        await self._serving.ready()
+
+    async def _open_source(self, model: Model) -> tuple[PageSource, Callable[[], Any], Callable[[], int]]:
+        """The pages, their memory, and whose they are."""
+        config, geometry = self.config, model.geometry(self.config.page_size)
+        if config.kvcache == LOCAL:
+            pages = private_pages(geometry, config.local_pages)
+            return LocalPageSource(config.local_pages, config.page_size), lambda: pages, lambda: 0
+        source = GrpcPageSource(config.kvcache, self.pool_id, geometry, client_name=f"engine {model_id(config.model)}")
+        running = asyncio.get_running_loop()
+        deadline = running.time() + config.patience_s
+        try:
+            while True:
+                try:
+                    await asyncio.to_thread(source.reopen)
+                    return source, lambda: source.memory, lambda: source.epoch
+                except ServiceError as error:
+                    # Only what may pass by itself is waited for.
+                    if error.retry_after_s is None or running.time() >= deadline:
+                        raise
+                    log.warning("kvcache_not_ready", reason=error.reason, detail=error.message)
+                await asyncio.sleep(OPEN_RETRY_S)
+        except BaseException:
+            await asyncio.to_thread(source.close)
+            raise
+
+    def _say(self, serving: bool) -> None:
+        task = asyncio.ensure_future(self._serving.ready() if serving else self._serving.not_ready())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new requests, let running ones end for ``grace_s`` seconds, abort the rest, give everything back."""
+        self.servicer.drain()
+        await self._serving.not_ready()
+        try:
+            await asyncio.wait_for(self.streams.until_none(), grace_s)
+        except TimeoutError:
+            log.warning("grace_over", live=len(self.streams))
+        if self.loop is not None and self._thread is not None:
+            self.loop.stop(Draining("the engine is shutting down"))
+            await asyncio.to_thread(self._thread.join, STOP_S)
+            if self._thread.is_alive():
+                log.error("engine_thread_stuck", live=len(self.streams))
+        # What the thread said last is in the event loop's queue by now; the calls need a moment to pass it on.
+        await self._serving.drain(1.0)
+
+
+def _warm_up(model: Model, page_size: int) -> None:
+    """Run one token once, in memory of its own: nothing of the pool is this engine's yet."""
+    model.forward([Row([0], 0, [0], True)], private_pages(model.geometry(page_size), 1))
