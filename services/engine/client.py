@@ -20,8 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
     prompt = " ".join(flags.prompt) if flags.prompt != ["-"] else sys.stdin.read()
     try:
         request = _request(flags, prompt)
-    except ValueError as error:  # a number that the field cannot hold
-        print(f"rocmforge generate: {error}", file=sys.stderr)
+    except ValueError as unfit:  # a number that the field cannot hold
+        print(f"rocmforge generate: {unfit}", file=sys.stderr)
         return 2
     with grpc.insecure_channel(flags.target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         call = engine_pb2_grpc.EngineServiceStub(channel).Generate(request, timeout=flags.timeout)

@@ -222,7 +222,8 @@ class EngineLoop:
             self._down_since = now
         self._failures += 1
         self._retry_at = now + BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)]
-        log.warning("kvcache_unreachable", failures=self._failures, reason=error.reason, detail=error.message)
+        if self._failures.bit_count() == 1:  # ever more rarely
+            log.warning("kvcache_unreachable", failures=self._failures, reason=error.reason, detail=error.message)
 
     def _lose(self, error: ServiceError) -> None:
         """The pages belong to a session that is over: every request starts over, keeping its tokens."""

@@ -111,9 +111,10 @@ class Engine:
             return LocalPageSource(config.local_pages, config.page_size), lambda: pages, lambda: 0
         source = GrpcPageSource(config.kvcache, self.pool_id, geometry, client_name=f"engine {model_id(config.model)}")
         running = asyncio.get_running_loop()
-        deadline = running.time() + config.patience_s
+        deadline, attempt = running.time() + config.patience_s, 0
         try:
             while True:
+                attempt += 1
                 try:
                     await asyncio.to_thread(source.reopen)
                     return source, lambda: source.memory, lambda: source.epoch
@@ -121,7 +122,8 @@ class Engine:
                     # Only what may pass by itself is waited for.
                     if error.retry_after_s is None or running.time() >= deadline:
                         raise
-                    log.warning("kvcache_not_ready", reason=error.reason, detail=error.message)
+                    if attempt.bit_count() == 1:  # ever more rarely
+                        log.warning("kvcache_not_ready", attempt=attempt, reason=error.reason, detail=error.message)
                 await asyncio.sleep(OPEN_RETRY_S)
         except BaseException:
             await asyncio.to_thread(source.close)
