@@ -46,6 +46,7 @@ class Engine:
         self.pool_id = ""
         self._make_runner = make_runner
         self._serving = Serving(SERVICE, config.listeners, tls=config.tls, insecure=config.insecure)
+        self._source: PageSource | None = None  # from its opening until the thread, which then closes it, has it
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -89,6 +90,7 @@ class Engine:
         )
         self._thread = threading.Thread(target=self.loop.run, name="engine", daemon=True)
         self._thread.start()
+        self._source = None
         self.servicer.serve(
             Served(
                 model_id=model_id(config.model),
@@ -111,23 +113,20 @@ class Engine:
             return LocalPageSource(config.local_pages, config.page_size), lambda: pages, lambda: 0
         source = GrpcPageSource(config.kvcache, self.pool_id, geometry, client_name=f"engine {model_id(config.model)}")
         running = asyncio.get_running_loop()
+        self._source = source
         deadline, attempt = running.time() + config.patience_s, 0
-        try:
-            while True:
-                attempt += 1
-                try:
-                    await asyncio.to_thread(source.reopen)
-                    return source, lambda: source.memory, lambda: source.epoch
-                except ServiceError as error:
-                    # Only what may pass by itself is waited for.
-                    if error.retry_after_s is None or running.time() >= deadline:
-                        raise
-                    if attempt.bit_count() == 1:  # ever more rarely
-                        log.warning("kvcache_not_ready", attempt=attempt, reason=error.reason, detail=error.message)
-                await asyncio.sleep(OPEN_RETRY_S)
-        except BaseException:
-            await asyncio.to_thread(source.close)
-            raise
+        while True:
+            attempt += 1
+            try:
+                await asyncio.to_thread(source.reopen)
+                return source, lambda: source.memory, lambda: source.epoch
+            except ServiceError as error:
+                # Only what may pass by itself is waited for.
+                if error.retry_after_s is None or running.time() >= deadline:
+                    raise
+                if attempt.bit_count() == 1:  # ever more rarely
+                    log.warning("kvcache_not_ready", attempt=attempt, reason=error.reason, detail=error.message)
+            await asyncio.sleep(OPEN_RETRY_S)
 
     def _say(self, serving: bool) -> None:
         task = asyncio.ensure_future(self._serving.ready() if serving else self._serving.not_ready())
@@ -147,6 +146,8 @@ class Engine:
             await asyncio.to_thread(self._thread.join, STOP_S)
             if self._thread.is_alive():
                 log.error("engine_thread_stuck", live=len(self.streams))
+        elif self._source is not None:
+            await asyncio.to_thread(self._source.close)
         # What the thread said last is in the event loop's queue by now; the calls need a moment to pass it on.
         await self._serving.drain(1.0)
 
