@@ -49,6 +49,7 @@ async def _serve(config: Config, stop: asyncio.Event) -> None:
             kvcache=config.kvcache,
             pool_id=engine.pool_id,
             page_size=config.page_size,
+            pool_pages=config.pool_pages,
             local_pages=config.local_pages,
             max_batch=config.limits.max_batch,
             max_step_tokens=config.limits.max_step_tokens,

@@ -38,6 +38,7 @@ class Config:
     patience_s: float
     pool_id: str | None
     page_size: int
+    pool_pages: int | None
     local_pages: int
     limits: Limits
 
@@ -78,6 +79,13 @@ class Config:
         flags.add("--max-batch", whole(1, 1024), 32, "requests that run at a time", metavar="N")
         flags.add("--max-step-tokens", whole(1, 1 << 20), 512, "tokens computed in one step", metavar="N")
         flags.add("--max-queue", whole(0, 1 << 20), 1024, "requests that may wait beyond those running", metavar="N")
+        flags.add(
+            "--pool-pages",
+            whole(1, 1 << 24),
+            None,
+            "pages of the daemon's pool, if this engine is the first to name it; default: what the daemon says",
+            metavar="N",
+        )
         flags.add("--local-pages", whole(1, 1 << 24), 512, "pages of an engine with --kvcache local", metavar="N")
         values = flags.parse(arguments, environ)
         config = cls(
@@ -90,6 +98,7 @@ class Config:
             patience_s=values["kvcache_patience"],
             pool_id=values["pool_id"],
             page_size=values["page_size"],
+            pool_pages=values["pool_pages"],
             local_pages=values["local_pages"],
             limits=Limits(values["max_batch"], values["max_step_tokens"], values["max_queue"]),
         )

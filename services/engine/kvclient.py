@@ -74,7 +74,7 @@ class GrpcPageSource:
     """A page source on a daemon's pool. ``reopen`` opens it for the first time too.
 
     ``pool_id`` says whose K and V may be shared: engines with the same one must have the same weights. The lease is
-    ``ttl_s`` seconds, or what the daemon gives.
+    ``ttl_s`` seconds, or what the daemon gives; a pool that this session makes has ``pool_pages`` pages, likewise.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class GrpcPageSource:
         geometry: Geometry,
         *,
         client_name: str = "",
+        pool_pages: int | None = None,
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -93,6 +94,7 @@ class GrpcPageSource:
         self._pool_id = pool_id
         self._geometry = geometry
         self._client_name = client_name
+        self._pool_pages = pool_pages
         self._ttl_s = ttl_s
         self._clock = clock
         self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
@@ -222,6 +224,7 @@ class GrpcPageSource:
                 head_dim=geometry.head_dim,
                 data_type=pb.DATA_TYPE_F32,
             ),
+            pool_pages=self._pool_pages,
             process=_process(),
         )
         if self._ttl_s is not None:

@@ -111,7 +111,13 @@ class Engine:
         if config.kvcache == LOCAL:
             pages = private_pages(geometry, config.local_pages)
             return LocalPageSource(config.local_pages, config.page_size), lambda: pages, lambda: 0
-        source = GrpcPageSource(config.kvcache, self.pool_id, geometry, client_name=f"engine {model_id(config.model)}")
+        source = GrpcPageSource(
+            config.kvcache,
+            self.pool_id,
+            geometry,
+            client_name=f"engine {model_id(config.model)}"[:128],
+            pool_pages=config.pool_pages,
+        )
         running = asyncio.get_running_loop()
         self._source = source
         deadline, attempt = running.time() + config.patience_s, 0
