@@ -129,10 +129,34 @@ class ExceedsPool(ServiceError):
     code, reason = "FAILED_PRECONDITION", "EXCEEDS_POOL"
 
 
+class QuotaExceeded(ServiceError):
+    """The session's page quota is used up; its own sequences have to end first."""
+
+    code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED", 0.1
+
+
 class TooManySequences(ServiceError):
     """The session's limit on live sequences is reached."""
 
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "TOO_MANY_SEQUENCES", 1.0
+
+
+class SequenceExists(ServiceError):
+    """A live sequence has this id, and it is not the one asked for."""
+
+    code, reason = "ALREADY_EXISTS", "SEQUENCE_EXISTS"
+
+
+class PoolUnknown(ServiceError):
+    """No pool of this id."""
+
+    code, reason = "NOT_FOUND", "POOL_UNKNOWN"
+
+
+class PoolInUse(ServiceError):
+    """The pool has sessions, or pages in quarantine."""
+
+    code, reason = "FAILED_PRECONDITION", "POOL_IN_USE"
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------

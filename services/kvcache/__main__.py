@@ -45,6 +45,8 @@ async def _serve(config: Config, stop: asyncio.Event) -> None:
             cache_ttl_s=limits.cache_ttl_s,
             max_sessions=limits.max_sessions,
             max_sequences=limits.max_sequences,
+            sequence_ttl_s=limits.sequence_ttl_s,
+            event_ring=limits.event_ring,
             tls=config.tls is not None,
             insecure=config.insecure,
         )

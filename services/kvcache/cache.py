@@ -6,25 +6,28 @@ waiting for anything, so there is nothing to lock. Clients are trusted with no i
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from services.errors import (
     AttachMismatch,
     CapacityExceeded,
     FieldInvalid,
-    SequenceMismatch,
+    PoolInUse,
+    QuotaExceeded,
     ServiceError,
-    TooManySequences,
     TooManySessions,
 )
+from services.kvcache import demand
+from services.kvcache.demand import Demand, Grant
+from services.kvcache.events import EventRing
 from services.kvcache.layout import PageLayout
 from services.kvcache.pool import Pool
 from services.kvcache.pools import CANARY_BYTES, ArenaMaker, Pools
 from services.kvcache.prefix import ChainHash, blake2b_chain
 from services.kvcache.quarantine import Aliveness, Quarantine
-from services.kvcache.sequence import Sequence, digest_opening, token_array
+from services.kvcache.sequence import Sequence
 from services.kvcache.sessions import Process, Session, Sessions
 
 MIN_TTL_S, MAX_TTL_S = 1.0, 600.0
@@ -41,28 +44,8 @@ class Limits:
     cache_ttl_s: float | None = None
     max_sessions: int = 256
     max_sequences: int = 65536
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """One sequence's part of a step: see SequenceDemand in the proto. ``prompt`` is None when nothing is opened."""
-
-    sequence_id: str
-    prompt: list[int] | None
-    salt: str
-    start: int
-    tokens: list[int]
-    total_pages: int
-    known_pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """The pages behind those the engine knew, as (id, generation)."""
-
-    first_index: int
-    pages: list[tuple[int, int]]
-    cached_tokens: int
+    sequence_ttl_s: float | None = None
+    event_ring: int = 65536
 
 
 class KvCache:
@@ -87,7 +70,11 @@ class KvCache:
         self.epoch = epoch
         self.started_at = clock()
         self.expired_sessions = 0
-        self.pools = Pools(limits.budget_bytes, limits.pool_pages, limits.max_sessions, make_arena, chain_hash)
+        self.expired_sequences = 0
+        self.events = EventRing(limits.event_ring)
+        self.pools = Pools(
+            limits.budget_bytes, limits.pool_pages, limits.max_sessions, make_arena, chain_hash, self.events
+        )
         self._sessions = Sessions()
         self._quarantine = Quarantine(alive)
         self._clock = clock
@@ -102,6 +89,7 @@ class KvCache:
         layout: PageLayout,
         *,
         pool_pages: int | None = None,
+        max_pages: int | None = None,
         ttl_s: float | None = None,
         process: Process | None = None,
     ) -> Session:
@@ -114,6 +102,8 @@ class KvCache:
             raise FieldInvalid(f"ttl is {ttl:g} s; it must be {MIN_TTL_S:g} to {MAX_TTL_S:g} s", field="ttl")
         if len(self._sessions) >= self.limits.max_sessions:
             raise TooManySessions(f"{len(self._sessions)} sessions are open, the limit", limit=self.limits.max_sessions)
+        if max_pages == 0:
+            raise FieldInvalid("max_pages is 0; a session needs at least one page", field="max_pages")
         pool = self.pools.get_or_make(pool_id, layout, pool_pages, lambda pool: self.session_count(pool) > 0)
         now = self._clock()
         taken = {session.canary_slot for session in self._sessions.all() if session.pool_id == pool_id}
@@ -126,6 +116,8 @@ class KvCache:
             process=process,
             canary=self._random_bytes(CANARY_BYTES),
             canary_slot=next(slot for slot in range(self.limits.max_sessions) if slot not in taken),
+            max_sequences=self.limits.max_sequences,
+            max_pages=max_pages,
         )
         pool.arena.write_canary(session.canary_slot, session.canary)
         pool.last_used = now
@@ -182,56 +174,13 @@ class KvCache:
         session, pool = self._use_attached(session_id)
         self._remove(session, removed)
         results: list[Grant | ServiceError] = []
-        for demand in demands:
+        for item in demands:
             try:
-                sequence = session.find(demand.sequence_id)
-                results.append(
-                    self._open(session, pool, demand) if sequence is None else self._continue(pool, sequence, demand)
-                )
+                results.append(demand.serve(session, pool, item, self._clock()))
             except ServiceError as error:
-                pool.totals.refused_demands += isinstance(error, CapacityExceeded)
+                pool.totals.refused_demands += isinstance(error, CapacityExceeded | QuotaExceeded)
                 results.append(error)
         return results, pool
-
-    def _open(self, session: Session, pool: Pool, demand: Demand) -> Grant:
-        if demand.prompt is None:
-            raise session.unknown(demand.sequence_id)
-        if demand.start or demand.tokens:
-            raise FieldInvalid("tokens: nothing can be resident before a sequence is opened", field="tokens")
-        if len(session.sequences) >= self.limits.max_sequences:
-            raise TooManySequences(
-                f"the session has {len(session.sequences)} sequences, the limit", limit=self.limits.max_sequences
-            )
-        prompt = _prompt_array(demand.prompt)
-        matched = pool.match(prompt, demand.salt)
-        total = max(len(matched), demand.total_pages)
-        _check_known_pages(demand.known_pages, total)
-        pool.check_growth(demand.sequence_id, total, total - len(matched), spoken_for=pool.cached_among(matched))
-
-        digest = digest_opening(prompt, demand.salt)
-        sequence = Sequence(session.id, demand.sequence_id, demand.salt, digest, self._clock())
-        session.sequences[sequence.id] = sequence
-        pool.open(sequence, prompt, matched)
-        return self._grow(pool, sequence, total, demand.known_pages)
-
-    def _continue(self, pool: Pool, sequence: Sequence, demand: Demand) -> Grant:
-        if demand.prompt is not None:
-            digest = digest_opening(_prompt_array(demand.prompt), demand.salt)
-            if digest != sequence.opening_digest:
-                raise SequenceMismatch(f"sequence {sequence.id!r} is open with another prompt or salt", field="opening")
-        pool.check_tokens(sequence, demand.start, demand.tokens)
-        total = max(len(sequence.pages), demand.total_pages)
-        _check_known_pages(demand.known_pages, total)
-        pool.check_growth(sequence.id, total, total - len(sequence.pages))
-
-        pool.append(sequence, demand.start, demand.tokens)
-        return self._grow(pool, sequence, total, demand.known_pages)
-
-    def _grow(self, pool: Pool, sequence: Sequence, total: int, known: int) -> Grant:
-        pool.grow(sequence, total)
-        sequence.record_access(self._clock())
-        pages = [(page, pool.table.generation(page)) for page in sequence.pages[known:]]
-        return Grant(known, pages, sequence.cached_tokens)
 
     def append(self, session_id: str, appends: list[tuple[str, int, list[int]]]) -> list[Sequence | ServiceError]:
         """Record resident tokens, (sequence id, start, tokens) each; an item that fails changes nothing.
@@ -242,15 +191,19 @@ class KvCache:
         results: list[Sequence | ServiceError] = []
         for sequence_id, start, tokens in appends:
             try:
-                sequence = session.sequence(sequence_id)
-                pool.check_tokens(sequence, start, tokens)
+                results.append(demand.append(session, pool, sequence_id, start, tokens, self._clock()))
             except ServiceError as error:
                 results.append(error)
-                continue
-            pool.append(sequence, start, tokens)
-            sequence.record_access(self._clock())
-            results.append(sequence)
         return results
+
+    def fork(self, session_id: str, parent_id: str, child_id: str) -> tuple[Grant, Sequence]:
+        """Share a sequence's pages with a new one, copy on write; the new one's grant.
+
+        Raises SessionExpired, SessionNotAttached, SequenceUnknown, SequenceRemoved, SequenceExists, TooManySequences,
+        QuotaExceeded.
+        """
+        session, pool = self._use_attached(session_id)
+        return demand.fork(session, pool, parent_id, child_id, self._clock())
 
     def remove(self, session_id: str, sequence_ids: list[str]) -> tuple[list[bool], Pool]:
         """Remove sequences; whether each was there. Raises SessionExpired."""
@@ -270,7 +223,7 @@ class KvCache:
         """One sequence; counts as an access to it. Raises SessionExpired, SequenceUnknown, SequenceRemoved."""
         session = self._use(session_id)
         sequence = session.sequence(sequence_id)
-        sequence.record_access(self._clock())
+        self.pool_of(session).touch(sequence, self._clock())
         return sequence, self.pool_of(session)
 
     def list_sequences(self, session_id: str | None) -> list[tuple[Sequence, Pool]]:
@@ -296,11 +249,45 @@ class KvCache:
             self._sessions.pop(session.id)
             self._end(session, lost=True)
         self.expired_sessions += len(lost)
+        if self.limits.sequence_ttl_s is not None:
+            self.expire_sequences(self.limits.sequence_ttl_s)
         self._quarantine.sweep(now)
         if self.limits.cache_ttl_s is not None:
             for pool in self.pools:
                 pool.expire_cached(now - self.limits.cache_ttl_s)
         return lost
+
+    def expire_sequences(self, older_than_s: float) -> int:
+        """End sequences untouched for so long, as leaked; how many.
+
+        Their engine may still be writing their unfinished pages, which go into quarantine. It is told
+        SEQUENCE_REMOVED when it asks for them again.
+        """
+        now, count = self._clock(), 0
+        sessions = {session.id: session for session in self._sessions.all()}
+        for pool in self.pools:
+            old = list(takewhile(lambda sequence: sequence.last_access <= now - older_than_s, pool.sequences))
+            for sequence in old:
+                session = sessions[sequence.session_id]
+                session.forget(sequence.id)
+                unsafe = pool.release(sequence, now, lost=True)
+                self._quarantine.add(pool, unsafe, session.process, now + self.limits.drain_s)
+            count += len(old)
+        self.expired_sequences += count
+        return count
+
+    def evict_pages(self, pool_id: str, most: int | None) -> int:
+        """Free cached pages, the least recently used first; how many. Raises PoolUnknown."""
+        pool = self.pools.get(pool_id)
+        return pool.evict(pool.table.total if most is None else most)
+
+    def drop_pool(self, pool_id: str) -> None:
+        """Give the memory of a pool that nobody uses back. Raises PoolUnknown, PoolInUse."""
+        pool = self.pools.get(pool_id)
+        sessions = self.session_count(pool)
+        if sessions:
+            raise PoolInUse(f"pool {pool_id!r} has {sessions} sessions", field="pool_id", sessions=sessions)
+        self.pools.drop(pool)
 
     def close(self) -> None:
         """Give all memory back. Engines that still map it keep their mapping and find no daemon."""
@@ -328,6 +315,9 @@ class KvCache:
         for session in self._sessions.all():
             slots.add((session.pool_id, session.canary_slot))
             listed[session.pool_id].update(session.sequences.values())
+            counted = sum(sequence.page_count for sequence in session.sequences.values())
+            if counted != session.held_pages:
+                yield f"session {session.id[:24]} counts {session.held_pages} pages, its sequences have {counted}"
             for sequence_id, sequence in session.sequences.items():
                 if sequence_id != sequence.id or sequence_id in session.removed:
                     yield f"{sequence!r} is listed as {sequence_id!r}, or was removed"
@@ -339,17 +329,3 @@ class KvCache:
             waiting = self._quarantine.pages(pool)
             if len(waiting) != pool.table.quarantined_count or len(set(waiting)) != len(waiting):
                 yield f"pool {pool.id}: {pool.table.quarantined_count} pages quarantined, {len(waiting)} waited for"
-
-
-def _prompt_array(prompt: list[int]) -> array[int]:
-    if not prompt:
-        raise FieldInvalid("opening.prompt is empty; it needs at least one token", field="opening.prompt")
-    try:
-        return token_array(prompt)
-    except OverflowError as error:
-        raise FieldInvalid("opening.prompt: a token is not a uint32", field="opening.prompt") from error
-
-
-def _check_known_pages(known: int, total: int) -> None:
-    if known > total:
-        raise FieldInvalid(f"known_pages is {known} and the sequence has {total} pages", field="known_pages")

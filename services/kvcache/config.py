@@ -63,6 +63,16 @@ class Config:
         )
         flags.add("--max-sessions", whole(1, 65536), 256, "sessions at a time", metavar="N")
         flags.add("--max-sequences", whole(1, 10**7), 65536, "live sequences of one session", metavar="N")
+        flags.add(
+            "--sequence-ttl",
+            seconds(0.001, 10**9),
+            3600.0,
+            "seconds after which an untouched sequence is taken for leaked and ended",
+            metavar="S",
+        )
+        flags.add(
+            "--event-ring", whole(1, 10**8), 65536, "events kept for readers of WatchEvents that resume", metavar="N"
+        )
         values = flags.parse(arguments, environ)
         memory = values["memory"]
         config = cls(
@@ -79,6 +89,8 @@ class Config:
                 cache_ttl_s=values["cache_ttl"],
                 max_sessions=values["max_sessions"],
                 max_sequences=values["max_sequences"],
+                sequence_ttl_s=values["sequence_ttl"],
+                event_ring=values["event_ring"],
             ),
         )
         check_exposure(config.listeners, config.tls, config.insecure)

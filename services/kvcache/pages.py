@@ -83,6 +83,10 @@ class PageTable:
         """Who holds the page."""
         return frozenset(self._holders[page] or ())
 
+    def holder_count(self, page: int) -> int:
+        """How many hold the page."""
+        return len(self._holders[page] or ())
+
     def take(self, holder: Hashable) -> int:
         """A free page, now held. Raises LookupError when none is free."""
         if self._recycled:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.errors import CapacityExceeded, ExceedsPool, FieldInvalid, PositionMismatch
+from services.kvcache.events import EventKind, EventRing
 from services.kvcache.layout import PageLayout
 from services.kvcache.pages import PageState, PageTable
-from services.kvcache.prefix import ChainHash, PrefixIndex, blake2b_chain
+from services.kvcache.prefix import ChainHash, PrefixIndex
 from services.kvcache.sequence import Sequence, token_array
 
 
@@ -59,13 +60,13 @@ class Pool:
     """
 
     def __init__(
-        self, pool_id: str, layout: PageLayout, total_pages: int, arena: Arena, chain_hash: ChainHash = blake2b_chain
+        self, pool_id: str, layout: PageLayout, total_pages: int, arena: Arena, chain_hash: ChainHash, events: EventRing
     ) -> None:
         self.id = pool_id
         self.layout = layout
         self.arena = arena
         self.table = PageTable(total_pages)
-        self.index = PrefixIndex(total_pages, chain_hash)
+        self.index = PrefixIndex(total_pages, chain_hash, lambda kind, link: events.add(pool_id, kind, link))
         self.sequences: dict[Sequence, None] = {}
         self.totals = Totals()
         self.last_used = 0.0
@@ -99,6 +100,11 @@ class Pool:
             token_array(tokens)
         except OverflowError as error:
             raise FieldInvalid("tokens: a token is not a uint32", field="tokens") from error
+        if end > resident and self.tail_is_shared(sequence):
+            raise PositionMismatch(
+                f"sequence {sequence.id!r}: its last page is shared; ask for total_pages to have a copy to write in",
+                resident_tokens=resident,
+            )
         if known != sequence.tokens[start : start + len(known)]:
             raise PositionMismatch(
                 f"sequence {sequence.id!r}: tokens from {start} on differ from those recorded", resident_tokens=resident
@@ -146,9 +152,40 @@ class Pool:
         self.totals.lookup_tokens += len(prompt)
         self.totals.hit_tokens += sequence.cached_tokens
 
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a new sequence share the pages of all the parent's resident tokens."""
+        self.sequences[child] = None
+        child.pages.extend(parent.pages[: self.pages_for(len(parent.tokens))])
+        if parent.copy is not None:
+            # The parent's engine may not have made its copy yet: what is resident is surely in the source.
+            index, source = parent.copy
+            child.pages[index] = source
+        for page in child.pages:
+            self.table.hold(page, child)
+        child.published, child.chain_broken = parent.published, parent.chain_broken
+        child.tokens.extend(parent.tokens)
+
+    def tail_is_shared(self, sequence: Sequence) -> bool:
+        """Whether the page that the next token goes into holds tokens already and has other holders."""
+        index, slot = divmod(len(sequence.tokens), self.layout.page_size)
+        return slot > 0 and self.table.holder_count(sequence.pages[index]) > 1
+
+    def unshare_tail(self, sequence: Sequence) -> None:
+        """Give the sequence a page of its own for its shared tail; checked to be possible.
+
+        It goes on holding the shared page, as the source of a copy that the engine has yet to make: nobody may write
+        there before. The engine has made it when it reports a token that lies in the fresh page.
+        """
+        index = len(sequence.tokens) // self.layout.page_size
+        sequence.copy = (index, sequence.pages[index])
+        sequence.pages[index] = self._take(sequence)
+
     def append(self, sequence: Sequence, start: int, tokens: list[int]) -> None:
         """Record checked tokens, and publish the pages they complete."""
-        sequence.tokens.extend(tokens[len(sequence.tokens) - start :])
+        new = tokens[len(sequence.tokens) - start :]
+        if new and sequence.copy is not None:
+            self._let_go_of_copy(sequence)
+        sequence.tokens.extend(new)
         size = self.layout.page_size
         while not sequence.chain_broken and (sequence.published + 1) * size <= len(sequence.tokens):
             at = sequence.published
@@ -163,11 +200,34 @@ class Pool:
     def grow(self, sequence: Sequence, total_pages: int) -> None:
         """Grow a sequence to a checked number of pages: free ones first, then the least recently used cached one."""
         while len(sequence.pages) < total_pages:
-            if not self.table.free_count:
-                self.totals.evicted_pages += 1
-                self._uncache(self._oldest())
-            sequence.pages.append(self.table.take(sequence))
-            self.totals.granted_pages += 1
+            sequence.pages.append(self._take(sequence))
+
+    def _take(self, sequence: Sequence) -> int:
+        if not self.table.free_count:
+            self.evict(1)
+        self.totals.granted_pages += 1
+        return self.table.take(sequence)
+
+    def _let_go_of_copy(self, sequence: Sequence) -> None:
+        if sequence.copy is not None:
+            _, source = sequence.copy
+            sequence.copy = None
+            if self.table.drop(source, sequence):
+                self.table.free(source)
+
+    def touch(self, sequence: Sequence, now: float) -> None:
+        """Count an access; ``sequences`` stays ordered by the last one."""
+        sequence.record_access(now)
+        del self.sequences[sequence]
+        self.sequences[sequence] = None
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that so many tokens fill."""
+        return -(-tokens // self.layout.page_size)
+
+    def reference(self, page: int) -> tuple[int, int]:
+        """A page's id and generation."""
+        return page, self.table.generation(page)
 
     def release(self, sequence: Sequence, now: float, *, lost: bool = False) -> list[int]:
         """End a sequence; returns the pages that went into quarantine.
@@ -178,6 +238,7 @@ class Pool:
         """
         quarantined: list[int] = []
         del self.sequences[sequence]
+        self._let_go_of_copy(sequence)
         for at in range(len(sequence.pages) - 1, -1, -1):
             page = sequence.pages[at]
             last = self.table.drop(page, sequence)
@@ -214,19 +275,22 @@ class Pool:
         """Free the pages cached last before a time; returns how many."""
         count = 0
         while (page := self.table.cached.oldest) is not None and self.table.cached.since(page) <= before:
-            self._uncache(page)
+            self._uncache(page, EventKind.EXPIRED)
             count += 1
         self.totals.expired_pages += count
         return count
 
-    def _oldest(self) -> int:
-        page = self.table.cached.oldest
-        if page is None:
-            raise LookupError("no cached page")
-        return page
+    def evict(self, most: int) -> int:
+        """Free the least recently used cached pages, at most so many; returns how many."""
+        count = 0
+        while count < most and (page := self.table.cached.oldest) is not None:
+            self._uncache(page, EventKind.EVICTED)
+            count += 1
+        self.totals.evicted_pages += count
+        return count
 
-    def _uncache(self, page: int) -> None:
-        self.index.withdraw(page)
+    def _uncache(self, page: int, kind: EventKind) -> None:
+        self.index.withdraw(page, kind)
         self.table.free(page)
 
     def check(self) -> Iterator[str]:
@@ -242,6 +306,11 @@ class Pool:
                 yield f"{sequence!r} has more tokens than its pages hold"
             if not sequence.chain_broken and sequence.published != len(sequence.tokens) // size:
                 yield f"{sequence!r} has a complete page that is not published"
+            if sequence.copy is not None:
+                index, source = sequence.copy
+                holders.setdefault(source, set()).add(sequence)
+                if source in sequence.pages or index != len(sequence.tokens) // size:
+                    yield f"{sequence!r} copies page {source} to index {index}"
             for at, page in enumerate(sequence.pages):
                 holders.setdefault(page, set()).add(sequence)
                 chunk = sequence.tokens[at * size : (at + 1) * size].tobytes()

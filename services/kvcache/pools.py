@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from services.errors import ExceedsBudget, InvalidConfiguration, LayoutMismatch
+from services.errors import ExceedsBudget, InvalidConfiguration, LayoutMismatch, PoolInUse, PoolUnknown
+from services.kvcache.events import EventKind, EventRing
 from services.kvcache.layout import PageLayout
 from services.kvcache.pool import Arena, Pool
 from services.kvcache.prefix import ChainHash
@@ -24,13 +25,20 @@ class Pools:
     """Pools by id. The sum of their arenas never exceeds ``budget_bytes``, checked before anything is allocated."""
 
     def __init__(
-        self, budget_bytes: int, default_pages: int | None, canary_slots: int, make_arena: ArenaMaker, chain: ChainHash
+        self,
+        budget_bytes: int,
+        default_pages: int | None,
+        canary_slots: int,
+        make_arena: ArenaMaker,
+        chain: ChainHash,
+        events: EventRing,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._default_pages = default_pages
         self._canary_slots = canary_slots
         self._make_arena = make_arena
         self._chain = chain
+        self._events = events
         self._by_id: dict[str, Pool] = {}
 
     def __iter__(self) -> Iterator[Pool]:
@@ -88,11 +96,33 @@ class Pools:
         for old in idle:
             if wanted > room:
                 room += old.arena.size_bytes
-                del self._by_id[old.id]
-                old.arena.close()
+                self._drop(old)
         arena = self._make_arena(layout, pages, self._canary_slots)
-        pool = self._by_id[pool_id] = Pool(pool_id, layout, pages, arena, self._chain)
+        pool = self._by_id[pool_id] = Pool(pool_id, layout, pages, arena, self._chain, self._events)
         return pool
+
+    def get(self, pool_id: str) -> Pool:
+        """Raises PoolUnknown."""
+        pool = self._by_id.get(pool_id)
+        if pool is None:
+            raise PoolUnknown(f"no pool {pool_id!r}", field="pool_id")
+        return pool
+
+    def drop(self, pool: Pool) -> None:
+        """Give a pool's memory back. Raises PoolInUse when pages are held or in quarantine."""
+        if pool.table.held_count or pool.table.quarantined_count:
+            raise PoolInUse(
+                f"pool {pool.id!r} has {pool.table.held_count} pages held and {pool.table.quarantined_count} in "
+                "quarantine",
+                field="pool_id",
+            )
+        self._drop(pool)
+
+    def _drop(self, pool: Pool) -> None:
+        for link in pool.index.links():
+            self._events.add(pool.id, EventKind.DROPPED, link)
+        del self._by_id[pool.id]
+        pool.arena.close()
 
     def close(self) -> None:
         """Give all memory back."""

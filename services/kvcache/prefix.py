@@ -21,6 +21,8 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 
+from services.kvcache.events import EventKind, Link
+
 #: Maps (parent's hash, the page's tokens as little-endian uint32 bytes) to the link's hash. A parameter so that tests
 #: can make everything collide.
 ChainHash = Callable[[int, bytes], int]
@@ -37,10 +39,19 @@ def root_hash(salt: str) -> int:
 
 
 class PrefixIndex:
-    """Links of ``total`` pages; tokens come and go as bytes of one page, 4 bytes a token."""
+    """Links of ``total`` pages; tokens come and go as bytes of one page, 4 bytes a token.
 
-    def __init__(self, total: int, chain_hash: ChainHash = blake2b_chain) -> None:
+    ``on_change`` hears of every link that lookups begin or cease to find.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        chain_hash: ChainHash = blake2b_chain,
+        on_change: Callable[[EventKind, Link], None] = lambda kind, link: None,
+    ) -> None:
         self._chain_hash = chain_hash
+        self._on_change = on_change
         self._primary: dict[int, int] = {}
         self._standby: dict[int, list[int]] = {}
         self._keys = array("Q", bytes(8 * total))
@@ -93,6 +104,7 @@ class PrefixIndex:
         present = self._primary.get(key)
         if present is None:
             self._primary[key] = page
+            self._on_change(EventKind.STORED, Link(key, above))
         elif self._same(present, above, tokens, salt if parent is None else None):
             self._standby.setdefault(key, []).append(page)
         else:
@@ -102,8 +114,8 @@ class PrefixIndex:
             self._salts[page] = salt
         return True
 
-    def withdraw(self, page: int) -> None:
-        """Forget a published page; the oldest stand-by takes a primary's place."""
+    def withdraw(self, page: int, kind: EventKind = EventKind.EVICTED) -> None:
+        """Forget a published page; the oldest stand-by takes a primary's place, else the link is gone as ``kind``."""
         key = self._keys[page]
         standby = self._standby.get(key, [])
         if self._primary[key] != page:
@@ -112,6 +124,7 @@ class PrefixIndex:
             self._primary[key] = standby.pop(0)
         else:
             del self._primary[key]
+            self._on_change(kind, Link(key, self._parents[page]))
         if not standby:
             self._standby.pop(key, None)
         self._tokens[page] = None
@@ -119,6 +132,10 @@ class PrefixIndex:
 
     def _same(self, page: int, parent: int, tokens: bytes, salt: str | None) -> bool:
         return self._parents[page] == parent and self._tokens[page] == tokens and self._salts.get(page) == salt
+
+    def links(self) -> Iterator[Link]:
+        """Every link that lookups find."""
+        return (Link(key, self._parents[page]) for key, page in self._primary.items())
 
     def published(self) -> Iterator[int]:
         """Every published page, primary or stand-by."""

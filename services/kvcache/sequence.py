@@ -18,13 +18,16 @@ class Sequence:
     """A block table, the tokens resident in it, and when it was used.
 
     ``published`` leading pages carry links of the prefix cache; ``chain_broken`` says that no further page can (a link
-    of another chain has the hash, see ``prefix``). Instances are the holders in the page table: compared by identity.
+    of another chain has the hash, see ``prefix``). ``copy`` is (index, page): the fresh page at that index gets its
+    content from this one, which the sequence holds until it reports a token behind the copied ones. Instances are the
+    holders in the page table: compared by identity.
     """
 
     __slots__ = (
         "access_count",
         "cached_tokens",
         "chain_broken",
+        "copy",
         "created_at",
         "id",
         "last_access",
@@ -46,6 +49,7 @@ class Sequence:
         self.published = 0
         self.cached_tokens = 0
         self.chain_broken = False
+        self.copy: tuple[int, int] | None = None
         self.created_at = now
         self.last_access = now
         self.access_count = 0
@@ -56,6 +60,11 @@ class Sequence:
             f"{self.published} published>"
         )
 
+    @property
+    def page_count(self) -> int:
+        """Pages it keeps from others: its block table, and a page it still has to copy."""
+        return len(self.pages) + (self.copy is not None)
+
     def record_access(self, now: float) -> None:
         """Count a read or an append."""
         self.last_access = now
@@ -65,3 +74,8 @@ class Sequence:
 def digest_opening(prompt: array[int], salt: str) -> bytes:
     """What tells a replayed opening from another one with the same id."""
     return hashlib.blake2b(salt.encode() + b"\0" + prompt.tobytes(), digest_size=16).digest()
+
+
+def digest_fork(parent_id: str) -> bytes:
+    """What tells a replayed fork from another sequence with the same id."""
+    return hashlib.blake2b(parent_id.encode(), digest_size=16, person=b"rocmforge.fork").digest()

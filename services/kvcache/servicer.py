@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from itertools import islice
 from typing import Any
 
 from google.protobuf import duration_pb2
@@ -9,8 +12,10 @@ from google.protobuf import duration_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services import rpc
-from services.errors import FieldInvalid, NotImplementedYet, ServiceError
-from services.kvcache.cache import Demand, KvCache
+from services.errors import FieldInvalid, ServiceError
+from services.kvcache.cache import KvCache
+from services.kvcache.demand import Demand, Grant
+from services.kvcache.events import MAX_LINKS, Event, EventKind, Link
 from services.kvcache.layout import PageLayout
 from services.kvcache.pool import Pool
 from services.kvcache.sequence import Sequence
@@ -24,6 +29,12 @@ MAX_NAME = 128
 MAX_LIST = 1000
 
 _DTYPES = {pb.DATA_TYPE_F32: "f32", pb.DATA_TYPE_F16: "f16", pb.DATA_TYPE_BF16: "bf16", pb.DATA_TYPE_INT8: "int8"}
+_EVENT_FIELDS = {
+    EventKind.STORED: "stored",
+    EventKind.EVICTED: "evicted",
+    EventKind.EXPIRED: "expired",
+    EventKind.DROPPED: "dropped",
+}
 _DATA_TYPES = {name: value for value, name in _DTYPES.items()}
 
 maps_errors = rpc.maps_errors(DOMAIN)
@@ -47,6 +58,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             request.pool_id,
             _layout(request.layout),
             pool_pages=request.pool_pages if request.HasField("pool_pages") else None,
+            max_pages=request.max_pages if request.HasField("max_pages") else None,
             ttl_s=request.ttl.ToNanoseconds() / 1e9 if request.HasField("ttl") else None,
             process=_process(request.process),
         )
@@ -96,14 +108,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             if isinstance(result, ServiceError):
                 grants.append(pb.SequenceGrant(sequence_id=demand.sequence_id, error=rpc.status_of(result, DOMAIN)))
                 continue
-            grants.append(
-                pb.SequenceGrant(
-                    sequence_id=demand.sequence_id,
-                    first_index=result.first_index,
-                    pages=[pb.PageRef(page_id=page, generation=generation) for page, generation in result.pages],
-                    cached_tokens=result.cached_tokens,
-                )
-            )
+            grants.append(_grant(demand.sequence_id, result))
         return pb.AllocatePagesResponse(epoch=self._cache.epoch, grants=grants, available_pages=pool.available_pages)
 
     @maps_errors
@@ -144,7 +149,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         _check_name(request.sequence_id, "sequence_id")
         sequence, pool = self._cache.get_sequence(request.session_id, request.sequence_id)
         answer = self._sequence(sequence, pool)
-        answer.pages.extend(pb.PageRef(page_id=page, generation=pool.table.generation(page)) for page in sequence.pages)
+        answer.pages.extend(_page(pool.reference(page)) for page in sequence.pages)
         if request.include_tokens:
             answer.tokens.extend(sequence.tokens)
         return pb.GetSequenceResponse(epoch=self._cache.epoch, sequence=answer)
@@ -174,6 +179,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             arena_bytes=cache.pools.arena_bytes,
             uptime=_duration(cache.now() - cache.started_at),
             expired_sessions=cache.expired_sessions,
+            expired_sequences=cache.expired_sequences,
         )
 
     @maps_errors
@@ -190,23 +196,67 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
 
     @maps_errors
     async def ForkSequence(self, request: pb.ForkSequenceRequest, context: Any) -> pb.ForkSequenceResponse:
-        """Not served yet."""
-        raise NotImplementedYet("ForkSequence is not served by this version")
+        """See the proto."""
+        _check_name(request.parent_sequence_id, "parent_sequence_id")
+        _check_name(request.child_sequence_id, "child_sequence_id")
+        grant, child = self._cache.fork(request.session_id, request.parent_sequence_id, request.child_sequence_id)
+        return pb.ForkSequenceResponse(
+            epoch=self._cache.epoch, grant=_grant(child.id, grant), total_tokens=len(child.tokens)
+        )
 
     @maps_errors
     async def EvictPages(self, request: pb.EvictPagesRequest, context: Any) -> pb.EvictPagesResponse:
-        """Not served yet."""
-        raise NotImplementedYet("EvictPages is not served by this version")
+        """See the proto."""
+        most = request.max_pages if request.HasField("max_pages") else None
+        count = self._cache.evict_pages(request.pool_id, most)
+        return pb.EvictPagesResponse(epoch=self._cache.epoch, evicted_pages=count)
 
     @maps_errors
     async def ExpireSequences(self, request: pb.ExpireSequencesRequest, context: Any) -> pb.ExpireSequencesResponse:
-        """Not served yet."""
-        raise NotImplementedYet("ExpireSequences is not served by this version")
+        """See the proto."""
+        if not request.HasField("older_than") or request.older_than.ToNanoseconds() < 0:
+            raise FieldInvalid("older_than must be a duration of 0 s or more", field="older_than")
+        count = self._cache.expire_sequences(request.older_than.ToNanoseconds() / 1e9)
+        return pb.ExpireSequencesResponse(epoch=self._cache.epoch, expired_sequences=count)
 
     @maps_errors
-    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> Any:
-        """Not served yet."""
-        raise NotImplementedYet("WatchEvents is not served by this version")
+    async def DropPool(self, request: pb.DropPoolRequest, context: Any) -> pb.DropPoolResponse:
+        """See the proto."""
+        self._cache.drop_pool(request.pool_id)
+        return pb.DropPoolResponse(epoch=self._cache.epoch)
+
+    @maps_errors
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
+        """See the proto."""
+        ring, epoch = self._cache.events, self._cache.epoch
+        number, why = request.after_sequence_number, pb.RESET_REASON_UNSPECIFIED
+        if not request.HasField("after_sequence_number"):
+            why = pb.RESET_REASON_START
+        elif request.HasField("epoch") and request.epoch != epoch:
+            why = pb.RESET_REASON_NEW_EPOCH
+        changed = asyncio.Event()
+        unsubscribe = ring.subscribe(changed.set)
+        try:
+            while True:
+                changed.clear()
+                gap, events = ring.after(number)
+                if why or gap:
+                    # The snapshot is taken whole, before the first await, at the number it is true for.
+                    number, snapshot = ring.last_number, list(_snapshot(self._cache, request.pool_id))
+                    reset = pb.CacheReset(reason=why or pb.RESET_REASON_GAP)
+                    yield pb.WatchEventsResponse(epoch=epoch, sequence_number=number, reset=reset)
+                    for links in snapshot:
+                        yield pb.WatchEventsResponse(epoch=epoch, sequence_number=number, stored=links)
+                    why = pb.RESET_REASON_UNSPECIFIED
+                    continue
+                for event in events:
+                    number = event.number
+                    if not request.pool_id or event.pool_id == request.pool_id:
+                        yield _event(event, epoch)
+                if not events:
+                    await changed.wait()
+        finally:
+            unsubscribe()
 
     def _sequence(self, sequence: Sequence, pool: Pool) -> pb.Sequence:
         now = self._cache.now()
@@ -248,6 +298,42 @@ def _pool_stats(pool: Pool, sessions: int) -> pb.PoolStats:
         expired_pages=totals.expired_pages,
         refused_demands=totals.refused_demands,
     )
+
+
+def _grant(sequence_id: str, grant: Grant) -> pb.SequenceGrant:
+    return pb.SequenceGrant(
+        sequence_id=sequence_id,
+        first_index=grant.first_index,
+        pages=[_page(reference) for reference in grant.pages],
+        cached_tokens=grant.cached_tokens,
+        copies=[
+            pb.PageCopy(index=copy.index, source=_page(copy.source), target=_page(copy.target)) for copy in grant.copies
+        ],
+    )
+
+
+def _page(reference: tuple[int, int]) -> pb.PageRef:
+    return pb.PageRef(page_id=reference[0], generation=reference[1])
+
+
+def _event(event: Event, epoch: int) -> pb.WatchEventsResponse:
+    answer = pb.WatchEventsResponse(epoch=epoch, sequence_number=event.number)
+    getattr(answer, _EVENT_FIELDS[event.kind]).CopyFrom(_links(event.pool_id, event.links))
+    return answer
+
+
+def _links(pool_id: str, links: list[Link]) -> pb.CacheLinks:
+    return pb.CacheLinks(
+        pool_id=pool_id, hashes=[link.hash for link in links], parent_hashes=[link.parent for link in links]
+    )
+
+
+def _snapshot(cache: KvCache, pool_id: str) -> Iterator[pb.CacheLinks]:
+    for pool in cache.pools:
+        if not pool_id or pool.id == pool_id:
+            links = pool.index.links()
+            while chunk := list(islice(links, MAX_LINKS)):
+                yield _links(pool.id, chunk)
 
 
 def _demand(item: pb.SequenceDemand, field: str) -> Demand:

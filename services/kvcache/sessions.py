@@ -34,9 +34,12 @@ class Session:
     process: Process | None
     canary: bytes
     canary_slot: int
+    max_sequences: int
+    max_pages: int | None = None
     attached: bool = False
     sequences: dict[str, Sequence] = field(default_factory=dict)
     removed: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    held_pages: int = 0  # what the quota counts: the sum of its sequences' page_count
 
     def renew(self, now: float) -> None:
         """Move the deadline to a ttl from now."""
@@ -65,13 +68,20 @@ class Session:
         """The error for an id that was never opened."""
         return SequenceUnknown(f"no sequence {sequence_id!r} in this session", sequence_id=sequence_id)
 
+    def add(self, sequence: Sequence) -> None:
+        """Take in a new sequence, which holds nothing yet."""
+        self.sequences[sequence.id] = sequence
+
     def forget(self, sequence_id: str) -> Sequence | None:
         """Take a sequence out for good: its id never opens again in this session, whether it was live or not."""
         self.removed[sequence_id] = None
         self.removed.move_to_end(sequence_id)
         if len(self.removed) > REMEMBERED_REMOVALS:
             self.removed.popitem(last=False)
-        return self.sequences.pop(sequence_id, None)
+        sequence = self.sequences.pop(sequence_id, None)
+        if sequence is not None:
+            self.held_pages -= sequence.page_count
+        return sequence
 
 
 class Sessions:

@@ -46,7 +46,7 @@ def test_list_and_describe(pair: Pair) -> None:
 
 
 def test_generate_and_stats(pair: Pair) -> None:
-    body = '{"prompt": {"text": "ROMEO:"}, "sampling": {"temperature": 0}, "stopping": {"maxTokens": 8}}'
+    body = '{"prompt": {"text": "ROMEO:"}, "sampling": {"temperature": 0}, "stopping": {"maxTokens": 8, "ignoreEos": true}}'
     done = grpcurl(pair.engine, f"{ENGINE}/Generate", body=body)
     assert done.returncode == 0, done.stderr
     answers = messages(done.stdout)
@@ -64,5 +64,5 @@ def test_errors_are_readable(pair: Pair) -> None:
     assert "InvalidArgument" in done.stderr and "FIELD_INVALID" in done.stderr and "prompt" in done.stderr
     done = grpcurl(pair.daemon, f"{CACHE}/RenewSession", body='{"sessionId": "x"}')
     assert "SESSION_EXPIRED" in done.stderr
-    done = grpcurl(pair.daemon, f"{CACHE}/WatchEvents", body="{}")
+    done = grpcurl(pair.engine, f"{ENGINE}/WatchGeneration", body="{}")
     assert "Unimplemented" in done.stderr and "NOT_IMPLEMENTED" in done.stderr

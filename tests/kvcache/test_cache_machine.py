@@ -16,6 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from services.errors import (
     CapacityExceeded,
     ExceedsPool,
+    PositionMismatch,
     SequenceRemoved,
     SequenceUnknown,
     ServiceError,
@@ -53,6 +54,7 @@ class ModelSequence:
     text: list[int]
     tokens: list[int]
     pages: list[int]
+    copy: int | None = None  # the page its tail was copied from, held until a token behind is reported
 
     def ahead(self, count: int) -> list[int]:
         """The next tokens it will run."""
@@ -100,8 +102,19 @@ class Model:
             self.unlink(page)
         self.pages[page] = ModelPage(holders={key})
 
+    def shares_tail(self, sequence: ModelSequence) -> bool:
+        at = len(sequence.tokens)
+        return at % SIZE > 0 and len(self.pages[sequence.pages[at // SIZE]].holders) > 1
+
+    def let_go_of_copy(self, sequence: ModelSequence) -> None:
+        if sequence.copy is not None:
+            self.pages[sequence.copy].holders.remove(sequence.key)
+            sequence.copy = None
+
     def write(self, sequence: ModelSequence, tokens: list[int]) -> None:
         """The engine ran these tokens, then told the daemon."""
+        if tokens:
+            self.let_go_of_copy(sequence)
         for token in tokens:
             at = len(sequence.tokens)
             sequence.tokens.append(token)
@@ -115,6 +128,7 @@ class Model:
 
     def release(self, sequence: ModelSequence, now: float, lost: tuple[int, float] | None) -> None:
         del self.sequences[sequence.key]
+        self.let_go_of_copy(sequence)
         for at in reversed(range(len(sequence.pages))):
             page = sequence.pages[at]
             model = self.pages[page]
@@ -224,7 +238,9 @@ class CacheMachine(RuleBasedStateMachine):
             result = self.ask(session, Demand(name, None, "", 0, [], 1, 0), [])
             assert isinstance(result, SequenceRemoved)
             return
-        tokens = sequence.ahead(min(count, len(sequence.pages) * SIZE - len(sequence.tokens)))
+        unshares = self.model.shares_tail(sequence)
+        room = 0 if unshares else len(sequence.pages) * SIZE - len(sequence.tokens)
+        tokens = sequence.ahead(min(count, room))
         start = max(0, len(sequence.tokens) - overlap)
         known, total = len(sequence.pages), len(sequence.pages) + more
         available = len(self.model.free()) + len(self.model.cached)
@@ -232,15 +248,52 @@ class CacheMachine(RuleBasedStateMachine):
         result = self.ask(session, demand, [])
         if total > PAGES:
             assert isinstance(result, ExceedsPool)
-        elif more > available:
+        elif more + unshares > available:
             assert isinstance(result, CapacityExceeded)
         else:
             assert isinstance(result, Grant), result
+            self.copy_tail(sequence, result, unshares)
             self.model.write(sequence, tokens)
             for page, _ in result.pages:
                 self.model.take(page, key)
                 sequence.pages.append(page)
             self.model.check_content(sequence)
+
+    def copy_tail(self, sequence: ModelSequence, grant: Grant, unshares: bool) -> None:
+        """Do what the grant says: copy the shared tail's content into the fresh page."""
+        if unshares:
+            [copy] = grant.copies
+            source, target = copy.source[0], copy.target[0]
+            assert sequence.pages[copy.index] == source and copy.index == len(sequence.tokens) // SIZE
+            self.model.take(target, sequence.key)
+            self.model.pages[target].content = dict(self.model.pages[source].content)
+            sequence.pages[copy.index], sequence.copy = target, source
+        for copy in grant.copies:  # told again until the first token behind it is reported
+            assert (copy.source[0], copy.target[0]) == (sequence.copy, sequence.pages[copy.index])
+        assert bool(grant.copies) == (sequence.copy is not None) or not unshares
+
+    @rule(target=opened, key=opened, turn=st.booleans())
+    def fork(self, key: tuple[str, str], turn: bool) -> object:
+        session, name = key
+        parent = self.model.sequences.get(key)
+        assume(parent is not None and self.live(session))
+        assert parent is not None
+        self.next_id += 1
+        child = (session, f"q{self.next_id}")
+        for _ in range(2):
+            grant, _ = self.world.cache.fork(session, name, child[1])
+        self.deadlines[session] = self.world.now + 20.0
+        pages = parent.pages[: -(-len(parent.tokens) // SIZE)]
+        if parent.copy is not None:
+            pages[len(parent.tokens) // SIZE] = parent.copy
+        assert [page for page, _ in grant.pages] == pages
+        rest = parent.text[len(parent.tokens) :]
+        text = parent.tokens + [token ^ turn for token in rest]
+        for page in pages:
+            self.model.pages[page].holders.add(child)
+        self.model.sequences[child] = ModelSequence(child, parent.salt, text, list(parent.tokens), pages)
+        self.model.check_content(self.model.sequences[child])
+        return child
 
     @rule(key=opened, count=st.integers(1, 5))
     def append(self, key: tuple[str, str], count: int) -> None:
@@ -249,6 +302,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert sequence is not None
         tokens = sequence.ahead(min(count, len(sequence.pages) * SIZE - len(sequence.tokens)))
         start = len(sequence.tokens)
+        if tokens and self.model.shares_tail(sequence):
+            [refused] = self.world.cache.append(key[0], [(key[1], start, tokens)])
+            assert isinstance(refused, PositionMismatch)
+            tokens = []
         for _ in range(2):
             [result] = self.world.cache.append(key[0], [(key[1], start, tokens)])
             assert isinstance(result, Sequence)

@@ -93,6 +93,128 @@ def test_listing_goes_page_by_page(running: Running) -> None:
     assert names == [f"s{at}" for at in range(5)]
 
 
+def test_a_fork_shares_until_somebody_writes(running: Running) -> None:
+    session = running.session()
+    allocate(running, session, opening("a", [1, 2, 3, 4, 5], 2))
+    allocate(running, session, pb.SequenceDemand(sequence_id="a", tokens=[1, 2, 3, 4, 5]))
+    request = pb.ForkSequenceRequest(session_id=session, parent_sequence_id="a", child_sequence_id="b")
+    forked = running.stub.ForkSequence(request)
+    assert forked.total_tokens == 5 and [page.page_id for page in forked.grant.pages] == [0, 1]
+    assert running.stub.ForkSequence(request) == forked
+    demand = pb.SequenceDemand(sequence_id="b", start=5, total_pages=2, known_pages=2)
+    for _ in range(2):
+        [copy] = allocate(running, session, demand).grants[0].copies
+        assert (copy.index, copy.source.page_id, copy.target.page_id) == (1, 1, 2)
+    told = pb.SequenceDemand(sequence_id="b", start=5, tokens=[9], total_pages=2, known_pages=2)
+    assert not allocate(running, session, told).grants[0].copies
+    assert not running.stub.Fsck(pb.FsckRequest()).violations
+
+
+def test_operators_evict_expire_and_drop(running: Running) -> None:
+    session = running.session()
+    allocate(running, session, opening("a", list(range(9)), 3), opening("idle", [1], 1))
+    allocate(running, session, pb.SequenceDemand(sequence_id="a", tokens=range(9)))
+    allocate(running, session, removed=("a",))
+    assert running.stub.EvictPages(pb.EvictPagesRequest(pool_id="pool", max_pages=1)).evicted_pages == 1
+    assert running.stub.EvictPages(pb.EvictPagesRequest(pool_id="pool")).evicted_pages == 1
+    running.now += 5
+    older = duration_pb2.Duration(seconds=6)
+    assert running.stub.ExpireSequences(pb.ExpireSequencesRequest(older_than=older)).expired_sequences == 0
+    older = duration_pb2.Duration(seconds=5)
+    assert running.stub.ExpireSequences(pb.ExpireSequencesRequest(older_than=older)).expired_sequences == 1
+    stats = running.stub.GetStats(pb.GetStatsRequest())
+    assert stats.expired_sequences == 1 and stats.pools[0].quarantined_pages == 1
+    running.stub.CloseSession(pb.CloseSessionRequest(session_id=session))
+    running.now += 31
+    running.sweep()
+    running.stub.DropPool(pb.DropPoolRequest(pool_id="pool"))
+    stats = running.stub.GetStats(pb.GetStatsRequest())
+    assert not stats.pools and stats.arena_bytes == 0
+
+
+class Router:
+    """A reader of WatchEvents that keeps a map of what is cached."""
+
+    def __init__(self, running: Running, **fields: Any) -> None:
+        self.known: set[tuple[str, int]] = set()
+        self.resets: list[int] = []
+        self.number = 0
+        self._stream = running.stub.WatchEvents(pb.WatchEventsRequest(**fields), timeout=30)
+
+    def read_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            answer = next(self._stream)
+            self.number = answer.sequence_number
+            kind = answer.WhichOneof("event")
+            if kind == "reset":
+                self.known.clear()
+                self.resets.append(answer.reset.reason)
+                continue
+            links = getattr(answer, kind)
+            hashes = {(links.pool_id, hash_) for hash_ in links.hashes}
+            assert len(links.hashes) == len(links.parent_hashes)
+            if kind == "stored":
+                assert not hashes & self.known, "stored twice"
+                self.known |= hashes
+            else:
+                assert hashes <= self.known, "gone, and was never stored"
+                self.known -= hashes
+
+    def close(self) -> None:
+        self._stream.cancel()
+
+
+def cached(running: Running) -> set[tuple[str, int]]:
+    return {(pool.id, link.hash) for pool in running.daemon.cache.pools for link in pool.index.links()}
+
+
+def publish(running: Running, session: str, name: str, tokens: list[int]) -> None:
+    count = len(tokens) // 4 + 1
+    allocate(running, session, opening(name, tokens, count))
+    grant = pb.SequenceDemand(sequence_id=name, tokens=tokens)
+    allocate(running, session, grant)
+    allocate(running, session, removed=(name,))
+
+
+def test_a_router_keeps_a_true_map(running: Running) -> None:
+    session = running.session()
+    publish(running, session, "before", list(range(8)))
+    router = Router(running)
+    router.read_until(lambda: len(router.known) == 2)
+    assert router.resets == [pb.RESET_REASON_START]
+    for at in range(30):
+        publish(running, session, f"s{at}", [at, at, at, at, 9, 9, 9, 9, at])
+    router.read_until(lambda: router.known == cached(running))
+    running.stub.EvictPages(pb.EvictPagesRequest(pool_id="pool", max_pages=3))
+    router.read_until(lambda: router.known == cached(running))
+    resumed = Router(running, after_sequence_number=router.number, epoch=running.daemon.epoch)
+    resumed.known = set(router.known)
+    publish(running, session, "after", [7] * 4)
+    resumed.read_until(lambda: resumed.known == cached(running))
+    assert resumed.resets == []
+    running.stub.CloseSession(pb.CloseSessionRequest(session_id=session))
+    running.stub.DropPool(pb.DropPoolRequest(pool_id="pool"))
+    router.read_until(lambda: not router.known)
+    router.close()
+    resumed.close()
+
+
+def test_a_router_that_fell_behind_or_met_a_restart_is_told(running: Running) -> None:
+    session = running.session()
+    for at in range(8):
+        publish(running, session, f"s{at}", [at] * 4)
+    ring = running.daemon.cache.events
+    assert ring.last_number
+    for fields, why in (
+        ({"after_sequence_number": 1, "epoch": 5}, pb.RESET_REASON_NEW_EPOCH),
+        ({"after_sequence_number": 10**9, "epoch": running.daemon.epoch}, pb.RESET_REASON_GAP),
+    ):
+        router = Router(running, **fields)
+        router.read_until(lambda router=router: router.known == cached(running))  # type: ignore[misc]
+        assert router.resets == [why]
+        router.close()
+
+
 def test_an_expired_lease(running: Running) -> None:
     session = running.session()
     allocate(running, session, opening("a", [1, 2], 1))
@@ -115,6 +237,21 @@ def item_error(running: Running, demand: pb.SequenceDemand) -> ServiceError:
     allocate(running, session, opening("live", [1, 2], 1), opening("gone", [1], 1))
     [grant] = allocate(running, session, demand, removed=("gone",)).grants
     return rpc.error_from_status(grant.error)
+
+
+def over_quota(running: Running) -> ServiceError:
+    session = running.session(max_pages=2)
+    return rpc.error_from_status(allocate(running, session, opening("a", [1], 3)).grants[0].error)
+
+
+def fork(running: Running, parent: str, child: str, session: str = "", **fields: Any) -> ServiceError:
+    if not session:
+        session = running.session(**fields)
+        allocate(running, session, opening("live", [1, 2, 3, 4, 5], 2))
+        allocate(running, session, pb.SequenceDemand(sequence_id="live", tokens=[1, 2, 3, 4, 5]))
+        allocate(running, session, opening("other", [1], 0), removed=("gone",))
+    request = pb.ForkSequenceRequest(session_id=session, parent_sequence_id=parent, child_sequence_id=child)
+    return refused(lambda: running.stub.ForkSequence(request))
 
 
 def layout(**fields: int) -> pb.PageLayout:
@@ -178,10 +315,19 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
     ("ListSequences", lambda r: refused(lambda: r.stub.ListSequences(pb.ListSequencesRequest(limit=1001))), "INVALID_ARGUMENT", "FIELD_INVALID", "limit", "1000"),
     ("ListSequences", lambda r: refused(lambda: r.stub.ListSequences(pb.ListSequencesRequest(cursor="x"))), "INVALID_ARGUMENT", "FIELD_INVALID", "cursor", "'x'"),
     ("ListSequences", lambda r: refused(lambda: r.stub.ListSequences(pb.ListSequencesRequest(session_id="x"))), "FAILED_PRECONDITION", "SESSION_EXPIRED", "", "open a new one"),
-    ("ForkSequence", lambda r: refused(lambda: r.stub.ForkSequence(pb.ForkSequenceRequest())), "UNIMPLEMENTED", "NOT_IMPLEMENTED", "", "ForkSequence"),
-    ("EvictPages", lambda r: refused(lambda: r.stub.EvictPages(pb.EvictPagesRequest())), "UNIMPLEMENTED", "NOT_IMPLEMENTED", "", "EvictPages"),
-    ("ExpireSequences", lambda r: refused(lambda: r.stub.ExpireSequences(pb.ExpireSequencesRequest())), "UNIMPLEMENTED", "NOT_IMPLEMENTED", "", "ExpireSequences"),
-    ("WatchEvents", lambda r: refused(lambda: list(r.stub.WatchEvents(pb.WatchEventsRequest()))), "UNIMPLEMENTED", "NOT_IMPLEMENTED", "", "WatchEvents"),
+    ("AllocatePages", lambda r: over_quota(r), "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED", "", "quota is 2"),
+    ("OpenSession", lambda r: open_with(r, max_pages=0), "INVALID_ARGUMENT", "FIELD_INVALID", "max_pages", "at least one"),
+    ("ForkSequence", lambda r: fork(r, "live", ""), "INVALID_ARGUMENT", "FIELD_INVALID", "child_sequence_id", "1 to 128"),
+    ("ForkSequence", lambda r: fork(r, "live", "other"), "ALREADY_EXISTS", "SEQUENCE_EXISTS", "child_sequence_id", "'other'"),
+    ("ForkSequence", lambda r: fork(r, "none", "new"), "NOT_FOUND", "SEQUENCE_UNKNOWN", "", "'none'"),
+    ("ForkSequence", lambda r: fork(r, "gone", "new"), "FAILED_PRECONDITION", "SEQUENCE_REMOVED", "", "'gone'"),
+    ("ForkSequence", lambda r: fork(r, "live", "new", max_pages=2), "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED", "", "quota is 2"),
+    ("ForkSequence", lambda r: fork(r, "live", "new", session="x"), "FAILED_PRECONDITION", "SESSION_EXPIRED", "", "open a new one"),
+    ("ForkSequence", lambda r: fork(r, "live", "new", session=unattached(r)), "FAILED_PRECONDITION", "SESSION_NOT_ATTACHED", "", "AttachSession"),
+    ("EvictPages", lambda r: refused(lambda: r.stub.EvictPages(pb.EvictPagesRequest(pool_id="none"))), "NOT_FOUND", "POOL_UNKNOWN", "pool_id", "'none'"),
+    ("ExpireSequences", lambda r: refused(lambda: r.stub.ExpireSequences(pb.ExpireSequencesRequest())), "INVALID_ARGUMENT", "FIELD_INVALID", "older_than", "0 s or more"),
+    ("DropPool", lambda r: refused(lambda: r.stub.DropPool(pb.DropPoolRequest(pool_id="none"))), "NOT_FOUND", "POOL_UNKNOWN", "pool_id", "'none'"),
+    ("DropPool", lambda r: refused(lambda: r.session() and r.stub.DropPool(pb.DropPoolRequest(pool_id="pool"))), "FAILED_PRECONDITION", "POOL_IN_USE", "pool_id", "1 sessions"),
 ]  # fmt: skip
 
 
@@ -211,6 +357,7 @@ def test_every_documented_reason_is_reached() -> None:
         reached[name].add(reason)
     # Its limit needs tens of thousands of sequences; test_cache reaches it with a small one.
     reached["AllocatePages"].add("TOO_MANY_SEQUENCES")
+    reached["ForkSequence"].add("TOO_MANY_SEQUENCES")
     # An item's reasons are one function's for both calls; GetSequence and AppendTokens differ in what they ask of it.
     reached["AppendTokens"] |= {"SEQUENCE_UNKNOWN", "SEQUENCE_REMOVED", "POSITION_MISMATCH"}
     assert reached == documented

@@ -1,0 +1,171 @@
+"""One sequence's part of a step: checked as a whole, then committed as a whole.
+
+Each function either raises a ServiceError and has changed nothing, or does all it says. ``cache`` alone calls them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from services.errors import FieldInvalid, QuotaExceeded, SequenceExists, SequenceMismatch, TooManySequences
+from services.kvcache.pool import Pool
+from services.kvcache.sequence import Sequence, digest_fork, digest_opening, token_array
+from services.kvcache.sessions import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """See SequenceDemand in the proto. ``prompt`` is None when nothing is opened."""
+
+    sequence_id: str
+    prompt: list[int] | None
+    salt: str
+    start: int
+    tokens: list[int]
+    total_pages: int
+    known_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The engine copies page ``source`` to ``target``, then has ``target`` at ``index`` of its block table."""
+
+    index: int
+    source: tuple[int, int]
+    target: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The pages behind those the engine knew, as (id, generation)."""
+
+    first_index: int
+    pages: list[tuple[int, int]]
+    cached_tokens: int
+    copies: list[Copy] = field(default_factory=list)
+
+
+def serve(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
+    """Open, report and grow. Raises the item reasons of AllocatePages."""
+    sequence = session.find(demand.sequence_id)
+    if sequence is None:
+        return _open(session, pool, demand, now)
+    if demand.prompt is not None:
+        digest = digest_opening(_prompt_array(demand.prompt), demand.salt)
+        if digest != sequence.opening_digest:
+            raise SequenceMismatch(f"sequence {sequence.id!r} is open with another prompt or salt", field="opening")
+    pool.check_tokens(sequence, demand.start, demand.tokens)
+    held, counted = len(sequence.pages), sequence.page_count
+    total = max(held, demand.total_pages)
+    _check_known_pages(demand.known_pages, total)
+    # Room for more than is resident means that the tail is going to be written: not while others hold it too.
+    resident = max(len(sequence.tokens), demand.start + len(demand.tokens))
+    unshares = demand.total_pages * pool.layout.page_size > resident and pool.tail_is_shared(sequence)
+    more = total - held + unshares
+    _check_quota(session, more)
+    pool.check_growth(sequence.id, total, more)
+
+    pool.append(sequence, demand.start, demand.tokens)
+    if unshares:
+        pool.unshare_tail(sequence)
+    return _grow(session, pool, sequence, total, demand.known_pages, now, counted)
+
+
+def _open(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
+    if demand.prompt is None:
+        raise session.unknown(demand.sequence_id)
+    if demand.start or demand.tokens:
+        raise FieldInvalid("tokens: nothing can be resident before a sequence is opened", field="tokens")
+    _check_room_for_sequence(session)
+    prompt = _prompt_array(demand.prompt)
+    matched = pool.match(prompt, demand.salt)
+    total = max(len(matched), demand.total_pages)
+    _check_known_pages(demand.known_pages, total)
+    _check_quota(session, total)
+    pool.check_growth(demand.sequence_id, total, total - len(matched), spoken_for=pool.cached_among(matched))
+
+    digest = digest_opening(prompt, demand.salt)
+    sequence = Sequence(session.id, demand.sequence_id, demand.salt, digest, now)
+    session.add(sequence)
+    pool.open(sequence, prompt, matched)
+    return _grow(session, pool, sequence, total, demand.known_pages, now)
+
+
+def append(session: Session, pool: Pool, sequence_id: str, start: int, tokens: list[int], now: float) -> Sequence:
+    """Report without growing. Raises the item reasons of AppendTokens."""
+    sequence = session.sequence(sequence_id)
+    pool.check_tokens(sequence, start, tokens)
+
+    counted = sequence.page_count
+    pool.append(sequence, start, tokens)
+    session.held_pages += sequence.page_count - counted
+    pool.touch(sequence, now)
+    return sequence
+
+
+def fork(session: Session, pool: Pool, parent_id: str, child_id: str, now: float) -> tuple[Grant, Sequence]:
+    """Share every page of the parent's resident tokens with a new sequence. Raises the reasons of ForkSequence."""
+    child = session.find(child_id)
+    digest = digest_fork(parent_id)
+    if child is not None:
+        if child.opening_digest != digest:
+            raise SequenceExists(
+                f"sequence {child_id!r} exists and is no fork of {parent_id!r}", field="child_sequence_id"
+            )
+        return _grow(session, pool, child, len(child.pages), 0, now, child.page_count), child
+    parent = session.sequence(parent_id)
+    _check_room_for_sequence(session)
+    _check_quota(session, pool.pages_for(len(parent.tokens)))
+
+    child = Sequence(session.id, child_id, parent.salt, digest, now)
+    session.add(child)
+    pool.fork(parent, child)
+    pool.touch(parent, now)
+    return _grow(session, pool, child, len(child.pages), 0, now), child
+
+
+def _grow(
+    session: Session, pool: Pool, sequence: Sequence, total: int, known: int, now: float, counted: int = 0
+) -> Grant:
+    """Grow and answer; ``counted`` is what the session's quota counts of the sequence so far."""
+    pool.grow(sequence, total)
+    pool.touch(sequence, now)
+    session.held_pages += sequence.page_count - counted
+    pages = [pool.reference(page) for page in sequence.pages[known:]]
+    copies = []
+    if sequence.copy is not None:
+        at, source = sequence.copy
+        copies.append(Copy(at, pool.reference(source), pool.reference(sequence.pages[at])))
+    return Grant(known, pages, sequence.cached_tokens, copies)
+
+
+def _check_room_for_sequence(session: Session) -> None:
+    if len(session.sequences) >= session.max_sequences:
+        raise TooManySequences(
+            f"the session has {len(session.sequences)} sequences, the limit", limit=session.max_sequences
+        )
+
+
+def _check_quota(session: Session, more: int) -> None:
+    if session.max_pages is not None and session.held_pages + more > session.max_pages:
+        raise QuotaExceeded(
+            f"the session's sequences hold {session.held_pages} pages, {more} more are wanted and its quota is "
+            f"{session.max_pages}",
+            held_pages=session.held_pages,
+            max_pages=session.max_pages,
+        )
+
+
+def _prompt_array(prompt: list[int]) -> array[int]:
+    if not prompt:
+        raise FieldInvalid("opening.prompt is empty; it needs at least one token", field="opening.prompt")
+    try:
+        return token_array(prompt)
+    except OverflowError as error:
+        raise FieldInvalid("opening.prompt: a token is not a uint32", field="opening.prompt") from error
+
+
+def _check_known_pages(known: int, total: int) -> None:
+    if known > total:
+        raise FieldInvalid(f"known_pages is {known} and the sequence has {total} pages", field="known_pages")
