@@ -16,6 +16,7 @@ too); within one process they do not.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -29,8 +30,12 @@ I64: TypeAlias = NDArray[np.int64]
 TILE_ROWS = 8
 #: Rows that `linear` gives to BLAS at once, at most.
 MOST_ROWS = 512
-#: Keys that `paged_attention` takes at once; never depends on the page size.
+#: Keys that `paged_attention` takes at once, whatever the page size; a power of two.
 TILE_KEYS = 128
+#: Queries of one kv head in a product, more only if more heads share it.
+TILE_QUERIES = 4
+#: Rows whose keys are copied out of the pages at once: bounds the memory of the copies.
+GATHERED_ROWS = 16
 
 
 def rms_norm(x: F32, weight: F32, eps: float, residual: F32 | None = None) -> tuple[F32, F32]:
@@ -100,39 +105,30 @@ def zero_page(pages: F32, page: int) -> None:
 
 
 def linear(x: F32, weight: F32) -> F32:
-    """``x @ weight`` ``[n, outputs]`` for ``x`` ``[n, inputs]`` and ``weight`` ``[inputs, outputs]``.
-
-    ``weight`` is C-contiguous or the transpose of such an array.
-    """
-    n, outputs = len(x), weight.shape[1]
-    x = np.ascontiguousarray(x)
+    """``x @ weight.T`` ``[n, outputs]`` for ``x`` ``[n, inputs]``, ``weight`` ``[outputs, inputs]``, C-contiguous."""
+    n, outputs = len(x), len(weight)
     y = np.empty((n, outputs), np.float32)
-    tile = _tile_rows(*_layout(weight))
-    whole = n - n % tile
-    for start in range(0, whole, MOST_ROWS):
-        _multiply(x[start : min(start + MOST_ROWS, whole)], weight, y[start : min(start + MOST_ROWS, whole)], tile)
-    if whole < n:
-        padded = np.zeros((tile, x.shape[1]), np.float32)
-        padded[: n - whole] = x[whole:]
-        y[whole:] = (padded @ weight)[: n - whole]
+    tile = _tile_rows(*weight.shape)
+    done = 0
+    while (whole := min(n - done, MOST_ROWS) // tile * tile) > tile > 1 and _equals_tiles(whole, *weight.shape):
+        np.matmul(x[done : done + whole], weight.T, out=y[done : done + whole])
+        done += whole
+    product = np.empty((outputs, tile), np.float32)
+    for at in range(done, n, tile):
+        rows = x[at : at + tile]
+        if len(rows) < tile:
+            rows = np.concatenate([rows, np.zeros((tile - len(rows), rows.shape[1]), np.float32)])
+        y[at : at + tile] = _tile(rows, weight, product).T[: n - at]
     return y
 
 
-def _multiply(x: F32, weight: F32, y: F32, tile: int) -> None:
-    """Write ``x @ weight`` into ``y``; the number of rows is a multiple of ``tile``."""
-    n = len(x)
-    if n == tile or (tile > 1 and _equals_tiles(n, *_layout(weight))):
-        np.matmul(x, weight, out=y)
-    else:
-        np.matmul(x.reshape(n // tile, tile, -1), weight, out=y.reshape(n // tile, tile, -1))
+def _tile(x: F32, weight: F32, out: F32 | None = None) -> F32:
+    """The one product all of `linear` is made of: ``[outputs, rows]``. This way round BLAS is faster for few rows."""
+    return np.matmul(weight, x.T, out=out)
 
 
-def _layout(weight: F32) -> tuple[int, int, bool]:
-    return (*weight.shape, not weight.flags.c_contiguous)
-
-
-def _probe(inputs: int, outputs: int, transposed: bool) -> tuple[F32, F32]:
-    """Random ``x`` ``[MOST_ROWS, inputs]`` and a weight of the given layout.
+def _probe(outputs: int, inputs: int) -> tuple[F32, F32]:
+    """Random rows ``[MOST_ROWS, inputs]`` and a random weight.
 
     The order of a sum depends on shapes and layout, never on values, and two orders give the same bits in all of a
     product of random matrices only by a miracle. So one comparison settles a shape.
@@ -140,24 +136,24 @@ def _probe(inputs: int, outputs: int, transposed: bool) -> tuple[F32, F32]:
     generator = np.random.Generator(np.random.PCG64(0))
     x = generator.standard_normal((MOST_ROWS, inputs), np.float32)
     # A prime length keeps rows and columns of the weight from repeating.
-    weight = np.resize(generator.standard_normal(1_000_003, np.float32), inputs * outputs)
-    return x, weight.reshape(outputs, inputs).T if transposed else weight.reshape(inputs, outputs)
+    weight = np.resize(generator.standard_normal(1_000_003, np.float32), (outputs, inputs))
+    return x, weight
 
 
 @functools.cache
-def _tile_rows(inputs: int, outputs: int, transposed: bool) -> int:
+def _tile_rows(outputs: int, inputs: int) -> int:
     """`TILE_ROWS` if BLAS treats the rows of such a tile alike, else 1: each row by itself, exact by construction."""
-    x, weight = _probe(inputs, outputs, transposed)
-    same = np.repeat(x[:1], TILE_ROWS, axis=0) @ weight
-    return TILE_ROWS if np.array_equal(same, np.repeat(same[:1], TILE_ROWS, axis=0)) else 1
+    x, weight = _probe(outputs, inputs)
+    same = _tile(np.repeat(x[:1], TILE_ROWS, axis=0), weight)
+    return TILE_ROWS if np.array_equal(same, np.repeat(same[:, :1], TILE_ROWS, axis=1)) else 1
 
 
 @functools.cache
-def _equals_tiles(rows: int, inputs: int, outputs: int, transposed: bool) -> bool:
+def _equals_tiles(rows: int, outputs: int, inputs: int) -> bool:
     """Whether one product of ``rows`` rows has the bits of the tiles it stands for."""
-    x, weight = _probe(inputs, outputs, transposed)
-    tiles = x[:rows].reshape(rows // TILE_ROWS, TILE_ROWS, inputs) @ weight
-    return np.array_equal(x[:rows] @ weight, tiles.reshape(rows, outputs))
+    x, weight = _probe(outputs, inputs)
+    tiles = [_tile(x[at : at + TILE_ROWS], weight).T for at in range(0, rows, TILE_ROWS)]
+    return np.array_equal(x[:rows] @ weight.T, np.concatenate(tiles))
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -167,96 +163,90 @@ def _equals_tiles(rows: int, inputs: int, outputs: int, transposed: bool) -> boo
 class _Blocks:
     """Blocks of queries that are worked on together: all of one row, or one block each of several rows.
 
-    Block b holds the queries of the positions ``first[b]`` to ``first[b] + queries - 1``, ``first[b]`` a multiple of
-    ``queries``; places whose position the row does not ask for are filled up. Blocks are sorted so that those that see
-    tile t of the keys are the first ``counts[t]``.
+    Block b holds the queries at ``queries.shape[1]`` positions, the first a multiple of that number; places whose
+    position the row does not ask for are filled up. Blocks are sorted so that those that see tile t of the keys are the
+    first ``counts[t]``, and those after the first ``counts[t + 1]`` of them end in it.
     """
 
-    queries: I64  # [blocks, queries]: flat index of the query, n where there is none
-    present: NDArray[np.bool_]  # [blocks, queries]
-    page: I64  # [blocks or 1, pieces]: where the keys are; 1 when all blocks are of one row
-    part: I64  # [blocks or 1, pieces]: which part of the page
-    piece: int  # keys in a piece
+    queries: I64  # [blocks, places]: flat index of the query, n where there is none
+    present: NDArray[np.bool_]  # [blocks, places]
     counts: list[int]
-    hidden: list[NDArray[np.bool_]]  # per tile, for the blocks ending in it: [blocks, 1, queries, 1, TILE_KEYS]
-    stale: list[NDArray[np.bool_] | None]  # per tile, likewise: keys nobody wrote, [blocks or 1, 1, TILE_KEYS, 1]
+    hidden: list[NDArray[np.bool_]]  # per tile, for the blocks that end in it: [blocks, 1, places, 1, TILE_KEYS]
+    pieces: list[I64]  # per tile, where its keys are: [blocks or 1, kv_heads, pieces]; 1 when all are of one row
+    ends: list[int]  # [blocks or 1]: keys in all
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """Where the queries and keys of a batch are: what `paged_attention` needs to know, the same for every layer."""
 
-    tokens: int
+    piece: int  # keys that lie one after another in a page and in a tile
     groups: list[_Blocks]
 
 
-def attention_plan(block_tables: I64, starts: I64, lengths: I64, page_size: int, query_group: int) -> AttentionPlan:
-    """Plan attention of a batch of rows.
+def attention_plan(block_tables: I64, starts: I64, lengths: I64, pages: F32, query_heads: int) -> AttentionPlan:
+    """Plan attention of a batch of rows over ``pages``, of which only the shape is read.
 
     Row r has ``lengths[r]`` >= 1 queries at the positions from ``starts[r]`` on, after those of row r - 1; its key at
     position p is in slot ``p % page_size`` of page ``block_tables[r, p // page_size]`` (``[rows, pages]``, anything
-    where a row has no more). ``query_group`` is the number of query heads that share a kv head.
+    where a row has no more).
     """
-    # Positions are never split over blocks or tiles, whatever the chunk: block and tile sizes are powers of two.
-    per_block = 8
-    while per_block > 1 and per_block * query_group > 8:
-        per_block //= 2
-    first_block, last_block = starts // per_block, (starts + lengths - 1) // per_block
-    blocks = last_block - first_block + 1
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    group, page_size = query_heads // pages.shape[3], pages.shape[4]
+    # A power of two, so that a block lies in one tile.
+    places = max(1, 1 << (TILE_QUERIES // group).bit_length() - 1) if group <= TILE_QUERIES else 1
+    first_block, last_block = starts // places, (starts + lengths - 1) // places
+    short = np.flatnonzero(first_block == last_block)
+    long = np.flatnonzero(first_block != last_block)
+    offsets = np.cumsum(lengths) - lengths
+    n = int(lengths.sum())
+    piece = math.gcd(page_size, TILE_KEYS)
+
+    def plan(first: I64, owner: I64, rows: I64) -> _Blocks:
+        """Plan blocks from position ``first`` on; their queries are of the rows ``owner``, their keys of ``rows``."""
+        positions = first[:, None] + np.arange(places)
+        since = positions - starts[owner, None]
+        present = (since >= 0) & (since < lengths[owner, None])
+        tiles = first // TILE_KEYS + 1
+        counts = [int(np.count_nonzero(tiles > tile)) for tile in range(int(tiles[0]))]
+        ends = starts[rows] + lengths[rows]
+        hidden, pieces = [], []
+        for tile, (seen, above) in enumerate(zip(counts, [*counts[1:], 0], strict=True)):
+            keys = np.arange(tile * TILE_KEYS, (tile + 1) * TILE_KEYS)
+            # A place filled up may lie behind the row's last key, which hides what was never written.
+            last = np.minimum(positions, starts[owner, None] + lengths[owner, None] - 1)[above:seen]
+            hidden.append((keys > last[..., None])[:, None, :, None, :])
+            pieces.append(_pieces(block_tables[rows[:seen]], ends[:seen], keys[::piece], pages.shape, piece))
+        return _Blocks(
+            np.where(present, since + offsets[owner, None], n), present, counts, hidden, pieces, ends.tolist()
+        )
+
     groups = []
-    short = np.flatnonzero(blocks == 1)
-    for rows in ([short] if len(short) else []) + [np.array([row]) for row in np.flatnonzero(blocks > 1)]:
-        first = np.concatenate([np.arange(first_block[row], last_block[row] + 1) for row in rows]) * per_block
-        owner = np.repeat(rows, blocks[rows])
-        groups.append(_plan_blocks(first, owner, rows, block_tables, starts, lengths, offsets, page_size, per_block))
-    return AttentionPlan(int(offsets[-1]), groups)
+    if len(short):
+        short = short[np.argsort(-first_block[short], kind="stable")]
+        groups.append(plan(first_block[short] * places, short, short))
+    for row in long:
+        first = np.arange(last_block[row], first_block[row] - 1, -1) * places
+        groups.append(plan(first, np.full(len(first), row), np.array([row])))
+    return AttentionPlan(piece, groups)
 
 
-def _plan_blocks(
-    first: I64,
-    owner: I64,
-    rows: I64,
-    block_tables: I64,
-    starts: I64,
-    lengths: I64,
-    offsets: I64,
-    page_size: int,
-    per_block: int,
-) -> _Blocks:
-    order = np.argsort(-first, kind="stable")
-    first, owner = first[order], owner[order]
-    if len(rows) > 1:
-        rows = owner  # one block a row: keys in the order of the blocks
-    positions = first[:, None] + np.arange(per_block)
-    since = positions - starts[owner][:, None]
-    present = (since >= 0) & (since < lengths[owner][:, None])
-    queries = np.where(present, since + offsets[owner][:, None], offsets[-1])
+def _pieces(block_tables: I64, ends: I64, keys: I64, shape: tuple[int, ...], piece: int) -> I64:
+    """Number the pieces that begin with ``keys``, in the arena seen as ``[pieces, piece, head_dim]``; layer 0, K.
 
-    tiles = first // TILE_KEYS + 1
-    ends = starts[rows] + lengths[rows]
-    piece = int(np.gcd(page_size, TILE_KEYS))
-    keys = np.arange(0, int(tiles[0]) * TILE_KEYS, piece)
-    page = block_tables[rows][:, np.minimum(keys // page_size, block_tables.shape[1] - 1)]
-    # Pieces past the end hold nothing that is seen; page 0 is as good as any.
-    page = np.where(keys < ends[:, None], page, 0)
-    part = np.broadcast_to(keys % page_size // piece, page.shape)
-
-    counts = [int(np.count_nonzero(tiles > tile)) for tile in range(int(tiles[0]))]
-    hidden, stale = [], []
-    for tile, (count, above) in enumerate(zip(counts, [*counts[1:], 0], strict=True)):
-        keys = np.arange(tile * TILE_KEYS, (tile + 1) * TILE_KEYS)
-        hidden.append((keys > positions[above:count, :, None])[:, None, :, None, :])
-        unwritten = keys >= (ends[above:count, None] if len(rows) > 1 else ends[:, None])
-        stale.append(unwritten[:, None, :, None] if unwritten.any() else None)
-    return _Blocks(queries, present, page, part, piece, counts, hidden, stale)
+    Returns ``[rows, kv_heads, pieces]``. A piece past a row's end is that of another page, and nobody looks at it.
+    """
+    _, layers, _, kv_heads, page_size, _ = shape
+    page = np.where(keys < ends[:, None], block_tables[:, np.minimum(keys // page_size, block_tables.shape[1] - 1)], 0)
+    of_head = (page * (layers * 2))[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]
+    return of_head * (page_size // piece) + keys % page_size // piece
 
 
 def paged_attention(q: F32, pages: F32, layer: int, plan: AttentionPlan, scale: float) -> F32:
     """Causal attention of ``q`` ``[n, query_heads, head_dim]`` over the keys in ``pages``; same shape out.
 
     A query at position p sees the keys 0 to p of its row, itself included: they must have been written. Query head h
-    reads kv head ``h // query_group``. What lies in slots past a row's last key, be it NaN, is never seen.
+    reads kv head ``h // (query_heads // kv_heads)``. What lies in slots past a row's last key, be it NaN, is not seen.
+    ``pages`` is C-contiguous.
     """
     n, query_heads, head_dim = q.shape
     kv_heads = pages.shape[3]
@@ -264,46 +254,47 @@ def paged_attention(q: F32, pages: F32, layer: int, plan: AttentionPlan, scale: 
     np.multiply(q, np.float32(scale), out=scaled[:n])
     out = np.empty((n, query_heads, head_dim), np.float32)
     for blocks in plan.groups:
-        count, per_block = blocks.queries.shape
-        # [block, kv_head, (query, head of the group), head_dim]
-        queries = scaled[blocks.queries].reshape(count, per_block, kv_heads, -1, head_dim).swapaxes(1, 2)
-        result = _attend(np.ascontiguousarray(queries), pages, layer, blocks)
-        result = result.swapaxes(1, 2).reshape(count, per_block, query_heads, head_dim)
-        out[blocks.queries[blocks.present]] = result[blocks.present]
+        count, places = blocks.queries.shape
+        # [block, kv_head, place and head of the group, head_dim]
+        queries = scaled[blocks.queries].reshape(count, places, kv_heads, -1, head_dim).swapaxes(1, 2)
+        result = _attend(queries.reshape(count, kv_heads, -1, head_dim), pages, layer, plan.piece, blocks)
+        result = result.reshape(count, kv_heads, places, -1, head_dim).swapaxes(1, 2)
+        out[blocks.queries[blocks.present]] = result.reshape(count, places, query_heads, head_dim)[blocks.present]
     return out
 
 
-def _attend(queries: F32, pages: F32, layer: int, blocks: _Blocks) -> F32:
-    """Attention of ``queries`` ``[blocks, kv_heads, queries, group, head_dim]``, same shape out: an online softmax."""
-    count, kv_heads, per_block, group, head_dim = queries.shape
-    flat = queries.reshape(count, kv_heads, per_block * group, head_dim)
-    split = pages.reshape(*pages.shape[:4], -1, blocks.piece, head_dim)  # a view: [..., part, piece, head_dim]
-    heads = np.arange(kv_heads)[:, None]
-    pieces = TILE_KEYS // blocks.piece
+def _attend(queries: F32, pages: F32, layer: int, piece: int, blocks: _Blocks) -> F32:
+    """Attention of ``queries`` ``[blocks, kv_heads, m, head_dim]``, same shape out: an online softmax over tiles."""
+    _, kv_heads, m, head_dim = queries.shape
+    places = blocks.queries.shape[1]
+    arena = pages.reshape(-1, piece, head_dim)
+    to_values = kv_heads * (pages.shape[4] // piece)  # pieces from a K to its V
     above = [*blocks.counts[1:], 0]
-    best = total = acc = flat[:0]
+    best = total = acc = queries[:0]
     for tile, seen in enumerate(blocks.counts):
-        rows = min(seen, len(blocks.page))
-        here = slice(tile * pieces, (tile + 1) * pieces)
-        page, part = blocks.page[:rows, None, here], blocks.part[:rows, None, here]
-        # [rows, kv_heads, TILE_KEYS, head_dim] each, copied out of the pages
-        k = split[page, layer, 0, heads, part].reshape(rows, kv_heads, TILE_KEYS, head_dim)
-        v = split[page, layer, 1, heads, part].reshape(rows, kv_heads, TILE_KEYS, head_dim)
-        ending = slice(above[tile], seen)
-        if (stale := blocks.stale[tile]) is not None:
-            of_rows = ending if len(blocks.page) > 1 else slice(None)
-            np.copyto(k[of_rows], 0, where=stale)
-            np.copyto(v[of_rows], 0, where=stale)
-        scores = flat[:seen] @ k.swapaxes(-1, -2)
-        by_query = scores.reshape(seen, kv_heads, per_block, group, TILE_KEYS)
-        np.copyto(by_query[ending], -np.inf, where=blocks.hidden[tile])
+        pieces = blocks.pieces[tile] + layer * 2 * to_values
+        together = min(seen, GATHERED_ROWS) if len(pieces) > 1 else seen
+        scores = np.empty((seen, kv_heads, m, TILE_KEYS), np.float32)
+        values = np.empty((seen, kv_heads, m, head_dim), np.float32)
+        for at in range(0, seen, together):
+            k = arena[pieces[at : at + together]].reshape(-1, kv_heads, TILE_KEYS, head_dim)
+            np.matmul(queries[at : min(at + together, seen)], k.swapaxes(-1, -2), out=scores[at : at + together])
+        ending = scores[above[tile] :].reshape(-1, kv_heads, places, m // places, TILE_KEYS)
+        np.copyto(ending, -np.inf, where=blocks.hidden[tile])
         # Key 0 is in the first tile and seen by all, so the maximum is finite from there on.
         highest = scores.max(axis=-1, keepdims=True)
         if tile:
             highest = np.maximum(highest, best[:seen])
         np.subtract(scores, highest, out=scores)
         np.exp(scores, out=scores)
-        weights, values = scores.sum(axis=-1, keepdims=True), scores @ v
+        weights = scores.sum(axis=-1, keepdims=True)
+        for at in range(0, seen, together):
+            v = arena[pieces[at : at + together] + to_values].reshape(-1, kv_heads, TILE_KEYS, head_dim)
+            # The weights of keys past a row's end are 0, but 0 times NaN is not.
+            for row, end in enumerate(blocks.ends[at : at + len(v)]):
+                if end < (tile + 1) * TILE_KEYS:
+                    v[row, :, max(0, end - tile * TILE_KEYS) :] = 0
+            np.matmul(scores[at : at + together], v, out=values[at : at + together])
         if tile:
             shrink = np.exp(best[:seen] - highest)
             best[:seen] = highest
@@ -312,4 +303,4 @@ def _attend(queries: F32, pages: F32, layer: int, blocks: _Blocks) -> F32:
         else:
             best, total, acc = highest, weights, values
     acc /= total
-    return acc.reshape(queries.shape)
+    return acc

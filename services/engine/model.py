@@ -22,7 +22,7 @@ F32: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's weights; matrices are ``[inputs, outputs]``."""
+    """One layer's weights; matrices are ``[outputs, inputs]``."""
 
     attention_norm: F32
     qkv: F32  # outputs: query heads, then key heads, then value heads
@@ -42,9 +42,7 @@ class Model:
         self._embedding = np.array(tensors["model.embed_tokens.weight"])
         self._layers = [_layer(tensors, f"model.layers.{index}.") for index in range(config.layers)]
         self._norm = np.array(tensors["model.norm.weight"])
-        # A view in both cases: for a large vocabulary the head is the largest tensor.
-        head = self._embedding if config.tied_embeddings else np.array(tensors["lm_head.weight"])
-        self._head = head.T
+        self._head = self._embedding if config.tied_embeddings else np.array(tensors["lm_head.weight"])
 
     @classmethod
     def load(cls, folder: Path | str) -> Model:
@@ -65,8 +63,8 @@ class Model:
         Raises ``ForwardFailed`` for a row or an arena that does not fit the model.
         """
         config = self.config
-        if pages.dtype != np.float32 or pages.ndim != 6:
-            raise ForwardFailed(f"pages are {pages.ndim}-dimensional of {pages.dtype}, not 6-dimensional of float32")
+        if pages.dtype != np.float32 or pages.ndim != 6 or not pages.flags.c_contiguous:
+            raise ForwardFailed(f"pages are not a contiguous float32 array of 6 dimensions but {pages.dtype}")
         total_pages, page_size = pages.shape[0], pages.shape[4]
         if pages.shape[1:] != (config.layers, 2, config.kv_heads, page_size, config.head_dim):
             raise ForwardFailed(f"pages of shape {list(pages.shape)} do not fit the model")
@@ -74,8 +72,7 @@ class Model:
             return np.empty((0, config.vocab_size), np.float32)
         batch = Batch.build(rows, page_size, total_pages, config.vocab_size, config.max_context)
         cosine, sine = ops.rope_angles(batch.positions, config.head_dim, config.rope_theta)
-        group = config.query_heads // config.kv_heads
-        plan = ops.attention_plan(batch.block_tables, batch.starts, batch.lengths, page_size, group)
+        plan = ops.attention_plan(batch.block_tables, batch.starts, batch.lengths, pages, config.query_heads)
 
         total = self._embedding[batch.tokens]
         change: F32 | None = None  # what the block before adds to the residual stream
@@ -114,9 +111,8 @@ class Model:
 
 def _layer(tensors: dict[str, F32], prefix: str) -> _Layer:
     def matrix(*names: str) -> F32:
-        """Join matrices ``[outputs, inputs]`` along their outputs and transpose: the faster operand for BLAS."""
-        joined = np.concatenate([tensors[f"{prefix}{name}_proj.weight"] for name in names])
-        return np.ascontiguousarray(joined.T)
+        """Join matrices ``[outputs, inputs]`` along their outputs, for one product instead of several."""
+        return np.concatenate([tensors[f"{prefix}{name}_proj.weight"] for name in names])
 
     return _Layer(
         attention_norm=np.array(tensors[f"{prefix}input_layernorm.weight"]),
