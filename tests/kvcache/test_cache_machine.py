@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.errors import (
     CapacityExceeded,
@@ -29,6 +29,7 @@ from tests.kvcache.fakes import World
 PAGES = 7
 SIZE = 2
 DRAIN_S = 30.0
+TTL_S = 20.0
 
 #: Prompts are prefixes of these, so that sequences meet, part, and compute the same prefix at the same time.
 TEXTS = [[0] * 40, [0] * 4 + [1] * 36, [0, 0, 1, 1] * 10]
@@ -54,6 +55,7 @@ class ModelSequence:
     text: list[int]
     tokens: list[int]
     pages: list[int]
+    last_access: float = 0.0
     copy: int | None = None  # the page its tail was copied from, held until a token behind is reported
 
     def ahead(self, count: int) -> list[int]:
@@ -101,6 +103,16 @@ class Model:
             self.cached.pop(0)
             self.unlink(page)
         self.pages[page] = ModelPage(holders={key})
+
+    def touch(self, sequence: ModelSequence, now: float) -> None:
+        """``sequences`` is in order of the last access."""
+        sequence.last_access = now
+        self.sequences[sequence.key] = self.sequences.pop(sequence.key, sequence)
+
+    def of_session(self, session: str) -> list[ModelSequence]:
+        """In the order they were opened."""
+        mine = [sequence for key, sequence in self.sequences.items() if key[0] == session]
+        return sorted(mine, key=lambda sequence: int(sequence.key[1][1:]))
 
     def shares_tail(self, sequence: ModelSequence) -> bool:
         at = len(sequence.tokens)
@@ -155,13 +167,18 @@ class Model:
             assert self.pages[sequence.pages[at // SIZE]].content[at % SIZE] == want
 
 
-class CacheMachine(RuleBasedStateMachine):
-    sessions = Bundle("sessions")
-    opened = Bundle("opened")
+def has_session(machine: CacheMachine) -> bool:
+    return any(machine.live(session) for session in machine.deadlines)
 
+
+def has_sequence(machine: CacheMachine) -> bool:
+    return any(machine.live(session) for session, _ in machine.model.sequences)
+
+
+class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(PAGES, page_size=SIZE, drain_s=DRAIN_S, cache_ttl_s=CACHE_TTL_S, default_ttl_s=20.0)
+        self.world = World(PAGES, page_size=SIZE, drain_s=DRAIN_S, cache_ttl_s=CACHE_TTL_S, default_ttl_s=TTL_S)
         self.model = Model()
         self.pids: dict[str, int] = {}
         self.deadlines: dict[str, float] = {}
@@ -172,38 +189,47 @@ class CacheMachine(RuleBasedStateMachine):
     def live(self, session: str) -> bool:
         return self.deadlines.get(session, 0.0) > self.world.now
 
+    def a_session(self, data: st.DataObject) -> str:
+        return str(data.draw(st.sampled_from([session for session in self.deadlines if self.live(session)])))
+
+    def a_sequence(self, data: st.DataObject) -> ModelSequence:
+        live = [sequence for key, sequence in self.model.sequences.items() if self.live(key[0])]
+        return live[data.draw(st.integers(0, len(live) - 1))]
+
+    def renewed(self, session: str) -> None:
+        self.deadlines[session] = self.world.now + TTL_S
+
     def ask(self, session: str, demand: Demand, removed: list[str]) -> Grant | ServiceError:
         """Every request is sent twice, as after a lost reply: the answers must be the same."""
         results, _ = self.world.cache.allocate(session, [demand], removed)
         again, _ = self.world.cache.allocate(session, [demand], removed)
         assert type(again[0]) is type(results[0])
         assert again[0] == results[0] or isinstance(again[0], ServiceError)
-        self.deadlines[session] = self.world.now + 20.0
+        self.renewed(session)
         return results[0]
 
     # --- rules ---
 
-    @rule(target=sessions, seen=st.booleans())
-    def open_session(self, seen: bool) -> object:
-        assume(len(self.deadlines) < 4)
+    @precondition(lambda self: len(self.deadlines) < 3)
+    @rule(seen=st.booleans())
+    def open_session(self, seen: bool) -> None:
         pid = len(self.pids) + 1
         session = self.world.attached(pid=pid).id
         if not seen:
             del self.world.processes.seen[pid]
         self.pids[session] = pid
-        self.deadlines[session] = self.world.now + 20.0
-        return session
+        self.renewed(session)
 
+    @precondition(has_session)
     @rule(
-        target=opened,
-        session=sessions,
+        data=st.data(),
         salt=st.sampled_from(["", "s"]),
         text=st.sampled_from(TEXTS),
         length=st.integers(1, 13),
         extra=st.integers(0, 6),
     )
-    def open(self, session: str, salt: str, text: list[int], length: int, extra: int) -> object:
-        assume(self.live(session))
+    def open(self, data: st.DataObject, salt: str, text: list[int], length: int, extra: int) -> None:
+        session = self.a_session(data)
         prompt = text[:length]
         self.next_id += 1
         key = (session, f"q{self.next_id}")
@@ -213,7 +239,7 @@ class CacheMachine(RuleBasedStateMachine):
         result = self.ask(session, demand, [])
         if max(extra, len(matched)) - len(matched) > available:
             assert isinstance(result, CapacityExceeded)
-            return multiple()
+            return
         assert isinstance(result, Grant), result
         granted = [page for page, _ in result.pages]
         assert granted[: len(matched)] == matched
@@ -225,19 +251,14 @@ class CacheMachine(RuleBasedStateMachine):
             self.model.pages[page].holders.add(key)
         for page in granted[len(matched) :]:
             self.model.take(page, key)
-        self.model.sequences[key] = sequence
+        self.model.touch(sequence, self.world.now)
         self.model.check_content(sequence)
-        return key
 
-    @rule(key=opened, count=st.integers(0, 9), more=st.integers(0, 2), overlap=st.integers(0, 3))
-    def step(self, key: tuple[str, str], count: int, more: int, overlap: int) -> None:
-        session, name = key
-        assume(self.live(session))
-        sequence = self.model.sequences.get(key)
-        if sequence is None:
-            result = self.ask(session, Demand(name, None, "", 0, [], 1, 0), [])
-            assert isinstance(result, SequenceRemoved)
-            return
+    @precondition(has_sequence)
+    @rule(data=st.data(), count=st.integers(0, 9), more=st.integers(0, 2), overlap=st.integers(0, 3))
+    def step(self, data: st.DataObject, count: int, more: int, overlap: int) -> None:
+        sequence = self.a_sequence(data)
+        session, name = key = sequence.key
         unshares = self.model.shares_tail(sequence)
         room = 0 if unshares else len(sequence.pages) * SIZE - len(sequence.tokens)
         tokens = sequence.ahead(min(count, room))
@@ -252,6 +273,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert isinstance(result, CapacityExceeded)
         else:
             assert isinstance(result, Grant), result
+            self.model.touch(sequence, self.world.now)
             self.copy_tail(sequence, result, unshares)
             self.model.write(sequence, tokens)
             for page, _ in result.pages:
@@ -272,17 +294,16 @@ class CacheMachine(RuleBasedStateMachine):
             assert (copy.source[0], copy.target[0]) == (sequence.copy, sequence.pages[copy.index])
         assert bool(grant.copies) == (sequence.copy is not None) or not unshares
 
-    @rule(target=opened, key=opened, turn=st.booleans())
-    def fork(self, key: tuple[str, str], turn: bool) -> object:
-        session, name = key
-        parent = self.model.sequences.get(key)
-        assume(parent is not None and self.live(session))
-        assert parent is not None
+    @precondition(has_sequence)
+    @rule(data=st.data(), turn=st.booleans())
+    def fork(self, data: st.DataObject, turn: bool) -> None:
+        parent = self.a_sequence(data)
+        session, name = parent.key
         self.next_id += 1
         child = (session, f"q{self.next_id}")
         for _ in range(2):
             grant, _ = self.world.cache.fork(session, name, child[1])
-        self.deadlines[session] = self.world.now + 20.0
+        self.renewed(session)
         pages = parent.pages[: -(-len(parent.tokens) // SIZE)]
         if parent.copy is not None:
             pages[len(parent.tokens) // SIZE] = parent.copy
@@ -291,15 +312,15 @@ class CacheMachine(RuleBasedStateMachine):
         text = parent.tokens + [token ^ turn for token in rest]
         for page in pages:
             self.model.pages[page].holders.add(child)
-        self.model.sequences[child] = ModelSequence(child, parent.salt, text, list(parent.tokens), pages)
+        self.model.touch(parent, self.world.now)
+        self.model.touch(ModelSequence(child, parent.salt, text, list(parent.tokens), pages), self.world.now)
         self.model.check_content(self.model.sequences[child])
-        return child
 
-    @rule(key=opened, count=st.integers(1, 5))
-    def append(self, key: tuple[str, str], count: int) -> None:
-        sequence = self.model.sequences.get(key)
-        assume(sequence is not None and self.live(key[0]))
-        assert sequence is not None
+    @precondition(has_sequence)
+    @rule(data=st.data(), count=st.integers(1, 5))
+    def append(self, data: st.DataObject, count: int) -> None:
+        sequence = self.a_sequence(data)
+        key = sequence.key
         tokens = sequence.ahead(min(count, len(sequence.pages) * SIZE - len(sequence.tokens)))
         start = len(sequence.tokens)
         if tokens and self.model.shares_tail(sequence):
@@ -310,61 +331,78 @@ class CacheMachine(RuleBasedStateMachine):
             [result] = self.world.cache.append(key[0], [(key[1], start, tokens)])
             assert isinstance(result, Sequence)
             assert len(result.tokens) == start + len(tokens)
-        self.deadlines[key[0]] = self.world.now + 20.0
+        self.renewed(sequence.key[0])
+        self.model.touch(sequence, self.world.now)
         self.model.write(sequence, tokens)
 
-    @rule(key=opened, flip=st.integers(0, 8))
-    def append_other_tokens(self, key: tuple[str, str], flip: int) -> None:
+    @precondition(has_sequence)
+    @rule(data=st.data(), flip=st.integers(0, 8))
+    def append_other_tokens(self, data: st.DataObject, flip: int) -> None:
         """Tokens that contradict the record, leave a gap or overrun the pages change nothing."""
-        sequence = self.model.sequences.get(key)
-        assume(sequence is not None and self.live(key[0]))
-        assert sequence is not None
+        sequence = self.a_sequence(data)
+        key = sequence.key
         bad = [(len(sequence.tokens) + 1, [1]), (0, [9] * (len(sequence.pages) * SIZE + 1))]
         if flip < len(sequence.tokens):
             bad.append((flip, [1 - sequence.tokens[flip]]))
         for start, tokens in bad:
             [result] = self.world.cache.append(key[0], [(key[1], start, tokens)])
             assert isinstance(result, ServiceError)
-        self.deadlines[key[0]] = self.world.now + 20.0
+        self.renewed(sequence.key[0])
 
-    @rule(key=consumes(opened))
-    def remove(self, key: tuple[str, str]) -> None:
-        assume(self.live(key[0]))
-        sequence = self.model.sequences.get(key)
-        removed, _ = self.world.cache.remove(key[0], [key[1]])
-        assert removed == [sequence is not None]
-        assert self.world.cache.remove(key[0], [key[1]])[0] == [False]
-        self.deadlines[key[0]] = self.world.now + 20.0
-        if sequence is not None:
-            self.model.release(sequence, self.world.now, None)
-        late = Demand(key[1], [1, 2, 3], "", 0, [], 1, 0)
-        assert isinstance(self.ask(key[0], late, []), SequenceRemoved)
+    @precondition(has_sequence)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        sequence = self.a_sequence(data)
+        session, name = sequence.key
+        assert self.world.cache.remove(session, [name])[0] == [True]
+        assert self.world.cache.remove(session, [name])[0] == [False]
+        self.renewed(session)
+        self.model.release(sequence, self.world.now, None)
+        for late in (Demand(name, [1, 2, 3], "", 0, [], 1, 0), Demand(name, None, "", 0, [1], 1, 0)):
+            assert isinstance(self.ask(session, late, []), SequenceRemoved)
 
-    @rule(session=sessions)
-    def unknown_sequence(self, session: str) -> None:
-        assume(self.live(session))
-        assert isinstance(self.ask(session, Demand("never", None, "", 0, [], 1, 0), []), SequenceUnknown)
+    @precondition(has_session)
+    @rule(data=st.data())
+    def unknown_sequence(self, data: st.DataObject) -> None:
+        assert isinstance(self.ask(self.a_session(data), Demand("never", None, "", 0, [], 1, 0), []), SequenceUnknown)
 
-    @rule(session=consumes(sessions))
-    def close_session(self, session: str) -> None:
-        live = self.live(session)
-        count = self.world.cache.close_session(session)
-        mine = [s for k, s in self.model.sequences.items() if k[0] == session]
-        if session not in self.deadlines:
-            assert count is None
-            return
-        assert count == len(mine) or not live
+    @precondition(has_session)
+    @rule(data=st.data())
+    def close_session(self, data: st.DataObject) -> None:
+        session = self.a_session(data)
+        mine = self.model.of_session(session)
+        assert self.world.cache.close_session(session) == len(mine)
         for sequence in mine:
             self.model.release(sequence, self.world.now, None)
         del self.deadlines[session]
         assert self.world.cache.close_session(session) is None
 
-    @rule(session=sessions)
-    def kill_process(self, session: str) -> None:
-        assume(session in self.deadlines and self.pids[session] in self.world.processes.seen)
-        self.world.processes.kill(self.pids[session])
+    @precondition(has_session)
+    @rule(data=st.data())
+    def kill_process(self, data: st.DataObject) -> None:
+        pid = self.pids[self.a_session(data)]
+        if pid in self.world.processes.seen:
+            self.world.processes.kill(pid)
 
-    @rule(seconds=st.sampled_from([1.0, 15.0, 25.0, 90.0]))
+    @precondition(has_sequence)
+    @rule(age=st.sampled_from([0.0, 2.0, 100.0]))
+    def expire_sequences(self, age: float) -> None:
+        now = self.world.now
+        old = [sequence for sequence in self.model.sequences.values() if sequence.last_access <= now - age]
+        assert self.world.cache.expire_sequences(age) == len(old)
+        for sequence in old:
+            self.model.release(sequence, now, (self.pids[sequence.key[0]], now + DRAIN_S))
+
+    @rule(most=st.integers(0, 3))
+    def evict(self, most: int) -> None:
+        if self.pids:  # the pool is there
+            count = min(most, len(self.model.cached))
+            assert self.world.cache.evict_pages("pool", most) == count
+            for page in self.model.cached[:count]:
+                self.model.unlink(page)
+            del self.model.cached[:count]
+
+    @rule(seconds=st.sampled_from([1.0, 1.0, 8.0, 8.0, 25.0, 61.0]))
     def pass_time(self, seconds: float) -> None:
         self.world.now += seconds
         now = self.world.now
@@ -383,7 +421,7 @@ class CacheMachine(RuleBasedStateMachine):
         }
         assert lost == expected
         for session in [s for s in self.deadlines if s in lost]:
-            for sequence in [s for k, s in self.model.sequences.items() if k[0] == session]:
+            for sequence in self.model.of_session(session):
                 self.model.release(sequence, now, (self.pids[session], now + DRAIN_S))
             del self.deadlines[session]
         for model in self.model.pages.values():
