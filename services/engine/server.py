@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -143,9 +144,9 @@ class Engine:
         """Refuse new requests, let running ones end for ``grace_s`` seconds, abort the rest, give everything back."""
         self.servicer.drain()
         await self._serving.not_ready()
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.streams.until_none(), grace_s)
-        except TimeoutError:
+        if self.streams:
             log.warning("grace_over", live=len(self.streams))
         if self.loop is not None and self._thread is not None:
             self.loop.stop(Draining("the engine is shutting down"))

@@ -1,0 +1,139 @@
+"""An engine in this process, over its real socket, with the bundled model and faults in the test's hands."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from rocmforge.engine.v1 import engine_pb2 as pb
+from rocmforge.engine.v1 import engine_pb2_grpc
+from services import rpc
+from services.engine.config import Config
+from services.engine.runner import Runner
+from services.engine.scheduler import Chunk
+from services.engine.server import Engine
+from services.errors import ServiceError
+
+
+class Gate:
+    """Lets steps through: all of them, or, once ``hold`` was called, none until ``release``."""
+
+    def __init__(self, model: Any, memory: Callable[[], Any]) -> None:
+        self.inner = Runner(model, memory)
+        self.open = threading.Event()
+        self.open.set()
+        self.reached = threading.Event()
+        self.fault: Callable[[Sequence[Chunk]], None] = lambda step: None
+
+    def hold(self) -> None:
+        self.reached.clear()
+        self.open.clear()
+
+    def release(self) -> None:
+        self.open.set()
+
+    def run(self, step: Sequence[Chunk]) -> list[int | ServiceError | None]:
+        self.reached.set()
+        if not self.open.wait(60):
+            raise TimeoutError("nobody released the gate")
+        self.fault(step)
+        return self.inner.run(step)
+
+
+class RunningEngine:
+    """The engine's loop runs in a thread; ``gate`` is between the scheduler and the model."""
+
+    def __init__(self, directory: Path, *flags: str, kvcache: str = "local") -> None:
+        listen = f"unix:{directory}/e.sock"
+        self.address = listen
+        self.gate: Gate | None = None
+        config = Config.read(["--listen", listen, "--kvcache", kvcache, "--grace", "5", *flags], {})
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.engine = self.call(self._make(config))
+        self.channel = grpc.insecure_channel(listen)
+        self.stub = engine_pb2_grpc.EngineServiceStub(self.channel)
+        self.stopped = False
+
+    async def _make(self, config: Config) -> Engine:
+        def make_runner(model: Any, memory: Callable[[], Any]) -> Gate:
+            self.gate = Gate(model, memory)
+            return self.gate
+
+        return Engine(config, make_runner=make_runner)
+
+    def call(self, coroutine: Any) -> Any:
+        """Run on the engine's loop and wait."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+
+    def begin(self, coroutine: Any) -> Any:
+        """Run on the engine's loop and do not wait."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def start(self) -> RunningEngine:
+        self.call(self.engine.start())
+        return self
+
+    @property
+    def steps(self) -> Gate:
+        if self.gate is None:
+            raise AssertionError("not started")
+        return self.gate
+
+    def idle(self) -> None:
+        """Wait until no request is live, then check that nothing is held."""
+        self.call(asyncio.wait_for(self.engine.streams.until_none(), 60))
+        stats = self.stub.GetStats(pb.GetStatsRequest())
+        assert (stats.running_requests, stats.queued_requests, stats.held_pages) == (0, 0, 0)
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        if not self.stopped:
+            self.stopped = True
+            self.call(self.engine.stop(grace_s))
+
+    def close(self) -> None:
+        if self.gate is not None:
+            self.gate.release()
+        self.stop(0.0)
+        self.channel.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self._loop.close()
+
+
+def refused(call: Callable[[], Any]) -> ServiceError:
+    """The error that a call, or the stream it begins, ends with."""
+    try:
+        answer = call()
+        if not hasattr(answer, "DESCRIPTOR"):
+            list(answer)
+    except grpc.RpcError as failure:
+        return rpc.error_from(failure)
+    raise AssertionError("it was not refused")
+
+
+def request(prompt: str | Sequence[int] = "ROMEO:", max_tokens: int = 8, **fields: Any) -> pb.GenerateRequest:
+    """A greedy request that eos does not end, unless fields say otherwise."""
+    given = pb.Prompt(text=prompt) if isinstance(prompt, str) else pb.Prompt(tokens=pb.TokenIds(ids=prompt))
+    stopping = pb.Stopping(**{"max_tokens": max_tokens, "ignore_eos": True, **fields.pop("stopping", {})})
+    sampling = pb.Sampling(**{"temperature": 0.0, **fields.pop("sampling", {})})
+    return pb.GenerateRequest(prompt=given, stopping=stopping, sampling=sampling, **fields)
+
+
+def collect(stream: Any) -> tuple[str, list[int], pb.Finish]:
+    """Text, tokens and finish of a whole stream."""
+    text, tokens, finish = "", list[int](), None
+    for response in stream:
+        assert finish is None, "something came behind the finish"
+        text += response.text
+        tokens += response.token_ids
+        if response.HasField("finish"):
+            finish = response.finish
+    assert finish is not None, "the stream ended without a finish"
+    return text, tokens, finish

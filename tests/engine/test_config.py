@@ -1,0 +1,99 @@
+"""Flags, environment, limits, and the name under which a model's pages are shared."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from services.engine.config import BUNDLED_MODEL, Config, default_pool_id, kvcache_target
+from services.engine.scheduler import Limits
+from services.errors import InvalidConfiguration, ModelInvalid
+
+
+def test_defaults() -> None:
+    config = Config.read([], {})
+    assert config.limits == Limits(max_batch=32, max_step_tokens=512, max_queue=1024)
+    assert (config.page_size, config.patience_s, config.pool_id, config.grace_s) == (16, 60.0, None, 10.0)
+    assert config.kvcache.startswith("unix:/") and config.kvcache.endswith("kvcache.sock")
+    assert [str(listener) for listener in config.listeners][1] == "127.0.0.1:50051"
+    assert config.model == BUNDLED_MODEL
+
+
+def test_flags_beat_the_environment() -> None:
+    environ = {"ROCMFORGE_ENGINE_MAX_BATCH": "3", "ROCMFORGE_ENGINE_KVCACHE": "local"}
+    config = Config.read(["--max-batch", "5"], environ)
+    assert config.limits.max_batch == 5 and config.kvcache == "local"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--max-batch", "0", "1 to 1024"),
+        ("--max-step-tokens", "0", "1 to"),
+        ("--max-queue", "-1", "0 to"),
+        ("--page-size", "5000", "1 to 4096"),
+        ("--local-pages", "0", "1 to"),
+        ("--pool-pages", "0", "1 to"),
+        ("--kvcache-patience", "-1", "0 to"),
+        ("--pool-id", "x" * 129, "1 to 128"),
+        ("--kvcache", "nowhere", "local, unix:"),
+        ("--kvcache", "10.0.0.1:50052", "on this host"),
+        ("--listen", "0.0.0.0:1", "--insecure"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_flag_and_limit(flag: str, value: str, says: str) -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        Config.read([flag, value], {})
+    assert flag in caught.value.message and says in caught.value.message
+
+
+@pytest.mark.parametrize("address", ["local", "unix:/run/x.sock", "127.0.0.1:50052", "localhost:1", "[::1]:5"])
+def test_addresses_of_the_daemon(address: str) -> None:
+    assert kvcache_target(address) == address
+
+
+def copy_of(folder: Path, name: str) -> Path:
+    return Path(shutil.copytree(BUNDLED_MODEL, folder / name))
+
+
+def test_the_pool_id_names_the_model_and_follows_its_weights(tmp_path: Path) -> None:
+    one, other = copy_of(tmp_path / "one", "shakespeare"), copy_of(tmp_path / "other", "shakespeare")
+    assert default_pool_id(one) == default_pool_id(other) == default_pool_id(BUNDLED_MODEL)
+    assert default_pool_id(one).startswith("shakespeare@")
+    weights = other / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert default_pool_id(other) != default_pool_id(one)
+
+
+def test_the_pool_id_follows_the_configuration(tmp_path: Path) -> None:
+    one = copy_of(tmp_path, "shakespeare")
+    before = default_pool_id(one)
+    config = one / "config.json"
+    config.write_text(config.read_text().replace("}", " }", 1))
+    assert default_pool_id(one) != before
+
+
+def test_large_files_are_sampled_from_their_header_to_their_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.engine.config._WHOLE_FILE_BYTES", 1 << 20)
+    one = copy_of(tmp_path, "shakespeare")
+    weights = one / "model.safetensors"
+    seen = {default_pool_id(one)}
+    for at in (9, weights.stat().st_size - 1):
+        data = bytearray(weights.read_bytes())
+        data[at] ^= 1
+        weights.write_bytes(data)
+        seen.add(default_pool_id(one))
+    weights.write_bytes(data + b"x")
+    seen.add(default_pool_id(one))
+    assert len(seen) == 4
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelInvalid):
+        default_pool_id(tmp_path / "none")
