@@ -1,7 +1,6 @@
 """The engine through its wire: what a client sees, every limit, every reason it can be told."""
 
 # The table of bad requests is one row a line.
-# ruff: noqa: E501
 
 from __future__ import annotations
 
