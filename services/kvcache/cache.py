@@ -42,6 +42,7 @@ class Limits:
     default_ttl_s: float = 10.0
     drain_s: float = 30.0
     cache_ttl_s: float | None = None
+    eviction: str = "lru"
     max_sessions: int = 256
     max_sequences: int = 65536
     sequence_ttl_s: float | None = None
@@ -73,7 +74,13 @@ class KvCache:
         self.expired_sequences = 0
         self.events = EventRing(limits.event_ring)
         self.pools = Pools(
-            limits.budget_bytes, limits.pool_pages, limits.max_sessions, make_arena, chain_hash, self.events
+            limits.budget_bytes,
+            limits.pool_pages,
+            limits.max_sessions,
+            make_arena,
+            chain_hash,
+            self.events,
+            limits.eviction,
         )
         self._sessions = Sessions()
         self._quarantine = Quarantine(alive)

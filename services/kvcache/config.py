@@ -9,6 +9,7 @@ from pathlib import Path
 from services.flags import FlagParser, add_serving_flags, byte_size, seconds, tls_of, whole
 from services.kvcache.arena import default_directory
 from services.kvcache.cache import MAX_TTL_S, MIN_TTL_S, Limits
+from services.kvcache.eviction import POLICIES, policy_name
 from services.kvcache.pools import MAX_PAGES
 from services.serving import Listener, Tls, check_exposure
 
@@ -61,6 +62,9 @@ class Config:
             "seconds after which an unused cached page is forgotten; default: never",
             metavar="S",
         )
+        flags.add(
+            "--eviction", policy_name, POLICIES[0], f"which cached page goes first: {', '.join(POLICIES)}", metavar="P"
+        )
         flags.add("--max-sessions", whole(1, 65536), 256, "sessions at a time", metavar="N")
         flags.add("--max-sequences", whole(1, 10**7), 65536, "live sequences of one session", metavar="N")
         flags.add(
@@ -87,6 +91,7 @@ class Config:
                 default_ttl_s=values["session_ttl"],
                 drain_s=values["drain"],
                 cache_ttl_s=values["cache_ttl"],
+                eviction=values["eviction"],
                 max_sessions=values["max_sessions"],
                 max_sequences=values["max_sequences"],
                 sequence_ttl_s=values["sequence_ttl"],

@@ -38,8 +38,12 @@ class LruQueue:
 
     @property
     def oldest(self) -> int | None:
-        """The next page to evict."""
+        """The page cached longest ago."""
         return None if self._oldest == _NONE else self._oldest
+
+    def victim(self) -> int | None:
+        """The next page to evict; it stays queued until it is. None when nothing is."""
+        return self.oldest
 
     def since(self, page: int) -> float:
         """When the page was pushed, in the caller's seconds."""
@@ -60,7 +64,7 @@ class LruQueue:
         self._length += 1
 
     def discard(self, page: int) -> None:
-        """Take out of the queue. Raises ValueError when it is not in it."""
+        """Take out of the queue: its content was asked for. Raises ValueError when it is not in it."""
         if not self._member[page]:
             raise ValueError(f"page {page} is not queued")
         self._member[page] = 0
@@ -74,6 +78,10 @@ class LruQueue:
         else:
             self._older[newer] = older
         self._length -= 1
+
+    def evict(self, page: int) -> None:
+        """Take out of the queue: its content is given up. Raises ValueError when it is not in it."""
+        self.discard(page)
 
     def touch(self, page: int, now: float) -> None:
         """Make a queued page the newest."""

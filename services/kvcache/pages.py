@@ -35,9 +35,9 @@ class PageTable:
     ``ValueError`` tell of a bug in it, before anything changes.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, cached: LruQueue) -> None:
         self.total = total
-        self.cached = LruQueue(total)
+        self.cached = cached
         self.quarantined_count = 0
         self._states = bytearray(total)
         self._generations = array("I", bytes(4 * total))
@@ -143,7 +143,7 @@ class PageTable:
         if state == PageState.HELD:
             self._leave_held(page)
         elif state == PageState.CACHED:
-            self.cached.discard(page)
+            self.cached.evict(page)
         elif state == PageState.QUARANTINED:
             self.quarantined_count -= 1
         else:

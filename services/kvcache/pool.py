@@ -9,6 +9,7 @@ from typing import Protocol
 
 from services.errors import CapacityExceeded, ExceedsPool, FieldInvalid, PositionMismatch
 from services.kvcache.events import EventKind, EventRing
+from services.kvcache.eviction import make_queue
 from services.kvcache.layout import PageLayout
 from services.kvcache.pages import PageState, PageTable
 from services.kvcache.prefix import ChainHash, PrefixIndex
@@ -60,13 +61,20 @@ class Pool:
     """
 
     def __init__(
-        self, pool_id: str, layout: PageLayout, total_pages: int, arena: Arena, chain_hash: ChainHash, events: EventRing
+        self,
+        pool_id: str,
+        layout: PageLayout,
+        total_pages: int,
+        arena: Arena,
+        chain_hash: ChainHash,
+        events: EventRing,
+        eviction: str,
     ) -> None:
         self.id = pool_id
         self.layout = layout
         self.arena = arena
-        self.table = PageTable(total_pages)
         self.index = PrefixIndex(total_pages, chain_hash, lambda kind, link: events.add(pool_id, kind, link))
+        self.table = PageTable(total_pages, make_queue(eviction, total_pages, self.index))
         self.sequences: dict[Sequence, None] = {}
         self.totals = Totals()
         self.last_used = 0.0
@@ -198,7 +206,7 @@ class Pool:
                 sequence.chain_broken = True
 
     def grow(self, sequence: Sequence, total_pages: int) -> None:
-        """Grow a sequence to a checked number of pages: free ones first, then the least recently used cached one."""
+        """Grow a sequence to a checked number of pages: free ones first, then the policy's victims."""
         while len(sequence.pages) < total_pages:
             sequence.pages.append(self._take(sequence))
 
@@ -281,9 +289,9 @@ class Pool:
         return count
 
     def evict(self, most: int) -> int:
-        """Free the least recently used cached pages, at most so many; returns how many."""
+        """Free the cached pages that the policy gives up first, at most so many; returns how many."""
         count = 0
-        while count < most and (page := self.table.cached.oldest) is not None:
+        while count < most and (page := self.table.cached.victim()) is not None:
             self._uncache(page, EventKind.EVICTED)
             count += 1
         self.totals.evicted_pages += count

@@ -32,6 +32,7 @@ class Pools:
         make_arena: ArenaMaker,
         chain: ChainHash,
         events: EventRing,
+        eviction: str,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._default_pages = default_pages
@@ -39,6 +40,7 @@ class Pools:
         self._make_arena = make_arena
         self._chain = chain
         self._events = events
+        self._eviction = eviction
         self._by_id: dict[str, Pool] = {}
 
     def __iter__(self) -> Iterator[Pool]:
@@ -98,7 +100,8 @@ class Pools:
                 room += old.arena.size_bytes
                 self._drop(old)
         arena = self._make_arena(layout, pages, self._canary_slots)
-        pool = self._by_id[pool_id] = Pool(pool_id, layout, pages, arena, self._chain, self._events)
+        pool = Pool(pool_id, layout, pages, arena, self._chain, self._events, self._eviction)
+        self._by_id[pool_id] = pool
         return pool
 
     def get(self, pool_id: str) -> Pool:

@@ -12,7 +12,7 @@ Several pages may hold the same link, when sequences computed the same prefix at
 primary, is indexed; the others stand by while their holders live. The parent rule holds through eviction because
 
 - whoever holds a page holds a page of every ancestor link, the primary or a stand-by, and
-- among cached pages the child is evicted before the parent (see ``lru``).
+- among cached pages the child is evicted before the parent (see ``lru`` and ``density``).
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ class PrefixIndex:
     def key(self, page: int) -> int:
         """The hash of a published page's link."""
         return self._keys[page]
+
+    def parent(self, page: int) -> int | None:
+        """The page that lookups find for the link before a published page's own; None for a first link."""
+        return None if page in self._salts else self._primary[self._parents[page]]
 
     def tokens(self, page: int) -> bytes | None:
         """The tokens of a published page; None for others."""

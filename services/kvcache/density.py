@@ -1,0 +1,200 @@
+"""The order in which cached pages are evicted: least valuable first. Scans and loops do not flush it.
+
+Pages are queued by level, how often their content came back, each queue in the order they were cached. ``ReuseModel``
+says what a page of some level and age is worth; the victim is the worst of the queues' ends. Their old ends are where
+value has run out. Their new ends matter in a loop over more than fits, where the page that was just used is the one
+that comes back last, and keeping a part of the loop beats keeping none of it for long.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Protocol
+
+from services.kvcache.lru import LruQueue
+from services.kvcache.reuse import LEVELS, ReuseModel
+
+_NONE = -1
+
+#: The level of content that came back so many times, and more often.
+_LEVEL = (0, 1, 2, 2, 3)
+
+#: A page whose content was never cached, as far as is known.
+_NEW = 0xFF
+
+#: Evicted links whose returns are remembered, for each page of the pool: content that stays away four times as long
+#: as it takes to cache the whole pool anew counts as new.
+REMEMBERED = 4
+
+#: How much less a queue's newest page must be worth than every queue's oldest, to go first: a difference that is not
+#: an accident of the sample.
+MARGIN = 0.9
+
+#: Where a page is.
+_OUT, _QUEUED, _CONDEMNED = 0, 1, 2
+
+
+class Links(Protocol):
+    """What the queue asks about pages that are cached. The prefix index answers."""
+
+    def key(self, page: int) -> int:
+        """The hash of the page's link."""
+
+    def parent(self, page: int) -> int | None:
+        """The page that lookups find for the link before the page's own; None for a first link."""
+
+
+class DensityQueue(LruQueue):
+    """Pages by the time they were cached, as in ``LruQueue``, with another choice of victim.
+
+    Only a page without a cached continuation is a victim, by construction: each page counts its continuations in the
+    queue, and one that has some is *condemned* instead, taken out of its level's queue and put aside. It becomes a
+    victim when its last continuation leaves, and is as good as new when it is held before. A continuation that is
+    held does not count: whoever holds it holds a page of every link before it (see ``prefix``). A page is condemned at
+    most once in a stay, so everything is O(1), amortised. There is always a victim: the page cached longest ago has no
+    continuation, those being cached before it.
+    """
+
+    def __init__(self, total: int, links: Links) -> None:
+        super().__init__(total)
+        self._links = links
+        self._model = ReuseModel(total)
+        self._clock = 0
+        self._cached_at = array("Q", bytes(8 * total))
+        self._returns = bytearray([_NEW]) * total
+        self._place = bytearray(total)
+        self._parent = array("i", [_NONE]) * total
+        self._continuations = array("i", bytes(4 * total))
+        # One more set of links through the pages, for the queues by level and, behind them, the list of victims.
+        self._before = array("i", [_NONE]) * total
+        self._after = array("i", [_NONE]) * total
+        self._ends = [[_NONE, _NONE] for _ in range(LEVELS + 1)]
+        # Of an evicted link, 13 bits of its hash and 3 of its returns, where the hash says. Newer ones overwrite it.
+        self._memory = array("H", bytes(2 * REMEMBERED * total))
+
+    def victim(self) -> int | None:
+        """The next page to evict; it stays queued until it is. None when nothing is."""
+        if not len(self):
+            return None
+        while (page := self._ends[LEVELS][0]) == _NONE:
+            worst = self._worst()
+            self._unlink(worst)
+            self._place[worst] = _CONDEMNED
+            if not self._continuations[worst]:
+                self._link(worst, LEVELS)
+        return page
+
+    def _worst(self) -> int:
+        """The least valuable page at an end of a queue."""
+        worst, least, newest, lowest = _NONE, float("inf"), _NONE, float("inf")
+        for level in range(LEVELS):
+            old, new = self._ends[level]
+            if old == _NONE:
+                continue
+            value = self._model.value(level, self._clock - self._cached_at[old])
+            if value < least or (value == least and self._cached_at[old] < self._cached_at[worst]):
+                worst, least = old, value
+            value = self._model.value(level, self._clock - self._cached_at[new])
+            if value < lowest:
+                newest, lowest = new, value
+        return newest if lowest < least * MARGIN else worst
+
+    def push(self, page: int, now: float) -> None:
+        """Add as the newest. Raises ValueError when it is in the queue."""
+        super().push(page, now)
+        self._clock += 1
+        link, parent = self._links.key(page), self._links.parent(page)
+        returns = self._recall(link) if self._returns[page] == _NEW else self._returns[page] + 1
+        self._returns[page] = min(returns, len(_LEVEL) - 1)
+        self._cached_at[page] = self._clock
+        if parent is not None:
+            self._parent[page] = parent
+            self._continuations[parent] += 1
+        self._place[page] = _QUEUED
+        self._link(page, self._level(page))
+        self._model.began(link, self._level(page), self._clock)
+
+    def discard(self, page: int) -> None:
+        """Take out of the queue: its content was asked for. Raises ValueError when it is not in it."""
+        self._remove(page)
+        self._model.returned(self._links.key(page), self._clock)
+
+    def evict(self, page: int) -> None:
+        """Take out of the queue: its content is given up. Raises ValueError when it is not in it."""
+        self._remove(page)
+        link = self._links.key(page)
+        self._memory[link % len(self._memory)] = (link >> 48 & 0xFFF8) | self._returns[page]
+        self._returns[page] = _NEW
+
+    def _recall(self, link: int) -> int:
+        """How often the content of a page that was not cached had come back, this time included."""
+        told = self._memory[link % len(self._memory)]
+        return (told & 7) + 1 if told and told & 0xFFF8 == link >> 48 & 0xFFF8 else 0
+
+    def _remove(self, page: int) -> None:
+        super().discard(page)
+        if self._place[page] == _QUEUED or not self._continuations[page]:
+            self._unlink(page)
+        self._place[page] = _OUT
+        parent = self._parent[page]
+        if parent != _NONE:
+            self._parent[page] = _NONE
+            self._continuations[parent] -= 1
+            if not self._continuations[parent] and self._place[parent] == _CONDEMNED:
+                self._link(parent, LEVELS)
+
+    def _level(self, page: int) -> int:
+        return _LEVEL[self._returns[page]]
+
+    def _list_of(self, page: int) -> list[int]:
+        return self._ends[self._level(page) if self._place[page] == _QUEUED else LEVELS]
+
+    def _link(self, page: int, at: int) -> None:
+        """Append to a queue, or to the list of victims."""
+        ends = self._ends[at]
+        self._before[page], self._after[page] = ends[1], _NONE
+        if ends[1] == _NONE:
+            ends[0] = page
+        else:
+            self._after[ends[1]] = page
+        ends[1] = page
+
+    def _unlink(self, page: int) -> None:
+        ends, before, after = self._list_of(page), self._before[page], self._after[page]
+        if before == _NONE:
+            ends[0] = after
+        else:
+            self._after[before] = after
+        if after == _NONE:
+            ends[1] = before
+        else:
+            self._before[after] = before
+
+    def check(self) -> Iterator[str]:
+        """Violations: those of the order by time, a wrong queue, a wrong count of continuations."""
+        yield from super().check()
+        count = [0] * len(self._parent)
+        for page in self:
+            parent = self._links.parent(page)
+            if self._parent[page] != (_NONE if parent is None else parent):
+                yield f"page {page} is queued as the continuation of {self._parent[page]}, which is {parent}"
+            elif parent is not None:
+                count[parent] += 1
+                if parent in self and self._cached_at[parent] <= self._cached_at[page]:
+                    yield f"page {page} was cached before its continuation {parent}"
+        if count != self._continuations.tolist():
+            yield "the counts of continuations are wrong"
+        expected: list[set[int]] = [set() for _ in self._ends]
+        for page in self:
+            if self._place[page] == _QUEUED:
+                expected[self._level(page)].add(page)
+            elif not count[page]:
+                expected[LEVELS].add(page)
+        for at, (oldest, newest) in enumerate(self._ends):
+            seen, before, page = set[int](), _NONE, oldest
+            while page != _NONE and self._before[page] == before and page not in seen:
+                seen.add(page)
+                before, page = page, self._after[page]
+            if page != _NONE or before != newest or seen != expected[at]:
+                yield f"queue {at} has pages {sorted(seen)}, expected {sorted(expected[at])}"
