@@ -191,8 +191,9 @@ class Pool:
     def append(self, sequence: Sequence, start: int, tokens: list[int]) -> None:
         """Record checked tokens, and publish the pages they complete."""
         new = tokens[len(sequence.tokens) - start :]
-        if new and sequence.copy is not None:
-            self._let_go_of_copy(sequence)
+        source = self._let_go_of_copy(sequence) if new else None
+        if source is not None:
+            self.table.free(source)
         sequence.tokens.extend(new)
         size = self.layout.page_size
         while not sequence.chain_broken and (sequence.published + 1) * size <= len(sequence.tokens):
@@ -216,12 +217,13 @@ class Pool:
         self.totals.granted_pages += 1
         return self.table.take(sequence)
 
-    def _let_go_of_copy(self, sequence: Sequence) -> None:
-        if sequence.copy is not None:
-            _, source = sequence.copy
-            sequence.copy = None
-            if self.table.drop(source, sequence):
-                self.table.free(source)
+    def _let_go_of_copy(self, sequence: Sequence) -> int | None:
+        """The source of its copy, when nobody holds that page any more: the caller must place it."""
+        if sequence.copy is None:
+            return None
+        _, source = sequence.copy
+        sequence.copy = None
+        return source if self.table.drop(source, sequence) else None
 
     def touch(self, sequence: Sequence, now: float) -> None:
         """Count an access; ``sequences`` stays ordered by the last one."""
@@ -244,20 +246,24 @@ class Pool:
         free at once when the engine let go of them, and quarantined when it was ``lost``: a kernel of its may still
         be writing there.
         """
-        quarantined: list[int] = []
+        unfinished: list[int] = []
         del self.sequences[sequence]
-        self._let_go_of_copy(sequence)
+        source = self._let_go_of_copy(sequence)
+        if source is not None:
+            unfinished.append(source)
         for at in range(len(sequence.pages) - 1, -1, -1):
             page = sequence.pages[at]
             last = self.table.drop(page, sequence)
             if at < sequence.published:
                 self._settle(page, last, now)
-            elif last and lost:
-                self.table.quarantine(page)
-                quarantined.append(page)
             elif last:
+                unfinished.append(page)
+        for page in unfinished:
+            if lost:
+                self.table.quarantine(page)
+            else:
                 self.table.free(page)
-        return quarantined
+        return unfinished if lost else []
 
     def _settle(self, page: int, unheld: bool, now: float) -> None:
         """Place a published page that lost a holder."""

@@ -140,7 +140,10 @@ class Model:
 
     def release(self, sequence: ModelSequence, now: float, lost: tuple[int, float] | None) -> None:
         del self.sequences[sequence.key]
+        source = sequence.copy
         self.let_go_of_copy(sequence)
+        if source is not None and not self.pages[source].holders:
+            self.pages[source].quarantine = lost
         for at in reversed(range(len(sequence.pages))):
             page = sequence.pages[at]
             model = self.pages[page]

@@ -1,0 +1,129 @@
+"""Copy on write: what is shared is never written, and what is to be copied is kept until it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.errors import CapacityExceeded, PositionMismatch, QuotaExceeded, SequenceExists
+from services.kvcache.demand import Copy, Demand
+from services.kvcache.pages import PageState
+from services.kvcache.pool import Pool
+from services.kvcache.sessions import Session
+from tests.kvcache.fakes import World
+from tests.kvcache.test_cache import growth, opening, run, serve
+
+
+def forked(pages: int = 10, **limits: object) -> tuple[World, Session, Pool]:
+    """Parent "a" with 6 tokens in pages 0 and 1 (of 4 tokens each), and its fork "b"."""
+    world = World(pages)
+    session = world.attached(**limits)
+    run(world, session, "a", [1, 2, 3, 4, 5, 6], 2)
+    world.cache.fork(session.id, "a", "b")
+    return world, session, world.cache.pool_of(session)
+
+
+def copies(world: World, session: Session, name: str) -> list[Copy]:
+    return serve(world, session, growth(name, 6, [], 2, known=2)).copies
+
+
+def test_the_first_to_grow_copies_and_the_other_keeps_the_page() -> None:
+    world, session, pool = forked()
+    assert copies(world, session, "b") == [Copy(1, (1, 0), (2, 0))]
+    assert pool.table.holder_count(1) == 2, "kept as the source until the copy is made"
+    serve(world, session, growth("b", 6, [7], 2))
+    assert pool.table.holder_count(1) == 1
+    assert copies(world, session, "a") == [], "now the parent's alone"
+    serve(world, session, growth("a", 6, [8], 2))
+    assert list(world.cache.get_sequence(session.id, "a")[0].tokens)[-1] == 8
+    assert list(world.cache.get_sequence(session.id, "b")[0].tokens)[-1] == 7
+
+
+def test_nobody_writes_into_a_shared_page() -> None:
+    world, session, _ = forked()
+    for name in ("a", "b"):
+        with pytest.raises(PositionMismatch, match="shared"):
+            serve(world, session, growth(name, 6, [7], 0))
+    copies(world, session, "b")
+    with pytest.raises(PositionMismatch, match="shared"):
+        serve(world, session, growth("a", 6, [7], 0))
+
+
+def test_the_source_outlives_the_parent_until_the_copy_is_made() -> None:
+    world, session, pool = forked()
+    copies(world, session, "b")
+    world.cache.remove(session.id, ["a"])
+    world.sound()
+    assert pool.table.state(1) is PageState.HELD
+    serve(world, session, growth("b", 6, [7], 2))
+    assert pool.table.state(1) is PageState.FREE
+
+
+def test_a_fork_of_a_fork_that_has_not_copied_yet_shares_what_is_resident() -> None:
+    world, session, _ = forked()
+    [copy] = copies(world, session, "b")
+    grant, _ = world.cache.fork(session.id, "b", "c")
+    assert [page for page, _ in grant.pages] == [0, copy.source[0]], "the target may hold nothing yet"
+    world.cache.remove(session.id, ["a", "b"])
+    world.sound()
+    assert copies(world, session, "c") == [], "the last one has the page to itself"
+
+
+def test_unsharing_needs_a_page_of_its_own() -> None:
+    world, session, _ = forked(pages=2)
+    with pytest.raises(CapacityExceeded):
+        copies(world, session, "b")
+    world.cache.remove(session.id, ["a"])
+    assert copies(world, session, "b") == []
+
+
+def test_complete_pages_are_shared_without_copies() -> None:
+    world = World(10)
+    session = world.attached()
+    run(world, session, "a", list(range(8)), 2)
+    world.cache.fork(session.id, "a", "b")
+    assert serve(world, session, growth("b", 8, [], 3, known=2)).copies == []
+    serve(world, session, growth("b", 8, [1], 3))
+
+
+def test_a_fork_is_idempotent_and_takes_nobodys_id() -> None:
+    world, session, _ = forked()
+    again, child = world.cache.fork(session.id, "a", "b")
+    assert [page for page, _ in again.pages] == [0, 1] and len(child.tokens) == 6
+    serve(world, session, opening("c", [1], 0))
+    with pytest.raises(SequenceExists):
+        world.cache.fork(session.id, "a", "c")
+    with pytest.raises(SequenceExists):
+        world.cache.fork(session.id, "c", "b")
+
+
+def test_a_quota_counts_shared_pages_for_each_and_is_given_back() -> None:
+    world, session, _ = forked(max_pages=5)
+    assert session.held_pages == 4
+    with pytest.raises(QuotaExceeded):
+        world.cache.fork(session.id, "a", "c")
+    copies(world, session, "b")
+    assert session.held_pages == 5
+    with pytest.raises(QuotaExceeded, match="hold 5 pages, 1 more are wanted and its quota is 5"):
+        serve(world, session, opening("d", [1], 1))
+    serve(world, session, growth("b", 6, [7], 2))
+    serve(world, session, opening("d", [1], 1))
+    world.cache.remove(session.id, ["a", "b", "d"])
+    assert session.held_pages == 0
+
+
+def test_a_lost_fork_leaves_nothing_behind() -> None:
+    world, session, pool = forked()
+    copies(world, session, "b")
+    world.now += 11
+    world.cache.sweep()
+    world.sound()
+    assert pool.table.quarantined_count == 2 and pool.table.cached_count == 1
+    world.now += 30
+    world.cache.sweep()
+    assert pool.table.free_count == 9
+
+
+def test_replayed_openings_do_not_confuse_forks() -> None:
+    world, session, _ = forked()
+    [result], _ = world.cache.allocate(session.id, [Demand("b", [1, 2, 3, 4, 5, 6], "", 0, [], 2, 0)], [])
+    assert type(result).__name__ == "SequenceMismatch"
