@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from typing import Any
@@ -26,12 +27,21 @@ def grpcurl(service: Service, *arguments: str, body: str = "") -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+def camel(value: Any) -> Any:
+    """Old grpcurls print a field by its name in the proto, newer ones in camelCase: have both the same."""
+    if isinstance(value, list):
+        return [camel(item) for item in value]
+    if isinstance(value, dict):
+        return {re.sub("_(.)", lambda m: m[1].upper(), key): camel(item) for key, item in value.items()}
+    return value
+
+
 def messages(output: str) -> list[Any]:
     """grpcurl prints the messages of a stream one after another."""
     decoder, found, at = json.JSONDecoder(), list[Any](), 0
     while at < len(output.rstrip()):
         message, end = decoder.raw_decode(output, at)
-        found.append(message)
+        found.append(camel(message))
         at = end + len(output[end:]) - len(output[end:].lstrip())
     return found
 
@@ -46,7 +56,8 @@ def test_list_and_describe(pair: Pair) -> None:
 
 
 def test_generate_and_stats(pair: Pair) -> None:
-    body = '{"prompt": {"text": "ROMEO:"}, "sampling": {"temperature": 0}, "stopping": {"maxTokens": 8, "ignoreEos": true}}'
+    stopping = {"maxTokens": 8, "ignoreEos": True}
+    body = json.dumps({"prompt": {"text": "ROMEO:"}, "sampling": {"temperature": 0}, "stopping": stopping})
     done = grpcurl(pair.engine, f"{ENGINE}/Generate", body=body)
     assert done.returncode == 0, done.stderr
     answers = messages(done.stdout)
