@@ -24,6 +24,7 @@ class Service:
     """One ``python -m MODULE ARGUMENTS`` with its log in a file; ``address`` is the unix socket it listens on."""
 
     def __init__(self, module: str, socket: Path, arguments: list[str], log: Path) -> None:
+        self.module = module
         self.address = f"unix:{socket}"
         self.log_path = log
         self._log = log.open("ab")
@@ -56,6 +57,11 @@ class Service:
         """The logged events of that name so far."""
         lines = (line for line in self.log().splitlines() if line.startswith("{"))
         return [event for event in map(json.loads, lines) if event["event"] == name]
+
+    def tcp(self) -> str:
+        """The TCP address it told in its log that it listens on."""
+        [started] = self.events(f"{self.module.removeprefix('services.')}_serving")
+        return next(address for address in started["listen"] if not address.startswith("unix:"))
 
     def kill(self) -> None:
         self.process.kill()

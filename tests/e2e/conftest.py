@@ -81,5 +81,6 @@ def pair() -> Iterator[Pair]:
     """Shared by the tests of a module; each leaves it clean."""
     with tempfile.TemporaryDirectory(prefix="rf-") as name:
         directory = Path(name)
-        with kvcache(directory) as daemon, engine(directory, daemon.address, model=MODEL) as one:
+        tcp = ["--listen", "127.0.0.1:0"]
+        with kvcache(directory, *tcp) as daemon, engine(directory, daemon.address, *tcp, model=MODEL) as one:
             yield Pair(daemon, one, directory)

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.skipif(GRPCURL is None, reason="grpcurl is not on PATH 
 
 
 def grpcurl(service: Service, *arguments: str, body: str = "") -> subprocess.CompletedProcess[str]:
-    flags = ["-plaintext", "-unix", *(["-d", body] if body else [])]
-    # grpcurl wants the socket's path without a scheme.
-    command = [str(GRPCURL), *flags, service.address.removeprefix("unix:"), *arguments]
+    flags = ["-plaintext", *(["-d", body] if body else [])]
+    # Its versions disagree on how a unix socket is named.
+    command = [str(GRPCURL), *flags, service.tcp(), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
