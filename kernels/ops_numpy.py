@@ -28,7 +28,7 @@ I64: TypeAlias = NDArray[np.int64]
 
 #: Rows of the one product `linear` is made of.
 TILE_ROWS = 8
-#: Rows that `linear` gives to BLAS at once, at most.
+#: Rows that `linear` multiplies at once, at most.
 MOST_ROWS = 512
 #: Keys that `paged_attention` takes at once, whatever the page size; a power of two.
 TILE_KEYS = 128
@@ -108,17 +108,18 @@ def linear(x: F32, weight: F32) -> F32:
     """``x @ weight.T`` ``[n, outputs]`` for ``x`` ``[n, inputs]``, ``weight`` ``[outputs, inputs]``, C-contiguous."""
     n, outputs = len(x), len(weight)
     y = np.empty((n, outputs), np.float32)
-    tile = _tile_rows(*weight.shape)
+    *larger, tile = _product_rows(*weight.shape)
     done = 0
-    while (whole := min(n - done, MOST_ROWS) // tile * tile) > tile > 1 and _equals_tiles(whole, *weight.shape):
-        np.matmul(x[done : done + whole], weight.T, out=y[done : done + whole])
-        done += whole
+    for rows in larger:
+        while n - done >= rows:
+            np.matmul(x[done : done + rows], weight.T, out=y[done : done + rows])
+            done += rows
     product = np.empty((outputs, tile), np.float32)
     for at in range(done, n, tile):
-        rows = x[at : at + tile]
-        if len(rows) < tile:
-            rows = np.concatenate([rows, np.zeros((tile - len(rows), rows.shape[1]), np.float32)])
-        y[at : at + tile] = _tile(rows, weight, product).T[: n - at]
+        rest = x[at : at + tile]
+        if len(rest) < tile:
+            rest = np.concatenate([rest, np.zeros((tile - len(rest), x.shape[1]), np.float32)])
+        y[at : at + tile] = _tile(rest, weight, product).T[: n - at]
     return y
 
 
@@ -127,33 +128,31 @@ def _tile(x: F32, weight: F32, out: F32 | None = None) -> F32:
     return np.matmul(weight, x.T, out=out)
 
 
-def _probe(outputs: int, inputs: int) -> tuple[F32, F32]:
-    """Random rows ``[MOST_ROWS, inputs]`` and a random weight.
+@functools.cache
+def _product_rows(outputs: int, inputs: int) -> tuple[int, ...]:
+    """Numbers of rows, falling, that may be multiplied at once with the same bits for each row.
 
-    The order of a sum depends on shapes and layout, never on values, and two orders give the same bits in all of a
-    product of random matrices only by a miracle. So one comparison settles a shape.
+    The last is the tile: `TILE_ROWS` if BLAS treats the rows of a tile alike, else 1, each row by itself, which is
+    exact by construction. Those before it, powers of two, are plain products seen to have the bits of their tiles.
+
+    The order of a sum depends on shapes and layout, never on values, and two orders give the same bits all over a
+    product of random matrices only by a miracle. So one comparison settles a size.
     """
     generator = np.random.Generator(np.random.PCG64(0))
     x = generator.standard_normal((MOST_ROWS, inputs), np.float32)
     # A prime length keeps rows and columns of the weight from repeating.
     weight = np.resize(generator.standard_normal(1_000_003, np.float32), (outputs, inputs))
-    return x, weight
-
-
-@functools.cache
-def _tile_rows(outputs: int, inputs: int) -> int:
-    """`TILE_ROWS` if BLAS treats the rows of such a tile alike, else 1: each row by itself, exact by construction."""
-    x, weight = _probe(outputs, inputs)
     same = _tile(np.repeat(x[:1], TILE_ROWS, axis=0), weight)
-    return TILE_ROWS if np.array_equal(same, np.repeat(same[:, :1], TILE_ROWS, axis=1)) else 1
-
-
-@functools.cache
-def _equals_tiles(rows: int, outputs: int, inputs: int) -> bool:
-    """Whether one product of ``rows`` rows has the bits of the tiles it stands for."""
-    x, weight = _probe(outputs, inputs)
-    tiles = [_tile(x[at : at + TILE_ROWS], weight).T for at in range(0, rows, TILE_ROWS)]
-    return np.array_equal(x[:rows] @ weight.T, np.concatenate(tiles))
+    if not np.array_equal(same, np.repeat(same[:, :1], TILE_ROWS, axis=1)):
+        return (1,)
+    sizes = [TILE_ROWS]
+    tiles = [_tile(x[:TILE_ROWS], weight).T]
+    while (rows := 2 * sizes[-1]) <= MOST_ROWS:
+        tiles += [_tile(x[at : at + TILE_ROWS], weight).T for at in range(sizes[-1], rows, TILE_ROWS)]
+        if not np.array_equal(x[:rows] @ weight.T, np.concatenate(tiles)):
+            break
+        sizes.append(rows)
+    return tuple(reversed(sizes))
 
 
 # --- attention -------------------------------------------------------------------------------------------------------

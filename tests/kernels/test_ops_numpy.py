@@ -1,0 +1,252 @@
+"""Every op against its definition in float64, and the bits that must not depend on company."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kernels import ops_numpy as ops
+
+
+def normal(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    """No op divides by zero, overflows or meets NaN in what it was given to compute."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+# --- elementwise -----------------------------------------------------------------------------------------------------
+
+
+def test_rms_norm_scales_each_row() -> None:
+    x, weight = normal(5, 48), normal(48, seed=1)
+    normed, total = ops.rms_norm(x, weight, 1e-5)
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * weight
+    assert np.abs(normed - expected).max() < 1e-6
+    assert total is x
+
+
+def test_rms_norm_adds_the_residual_first() -> None:
+    x, residual, weight = normal(3, 16), normal(3, 16, seed=1), normal(16, seed=2)
+    normed, total = ops.rms_norm(x, weight, 1e-6, residual)
+    assert np.array_equal(total, x + residual)
+    assert np.array_equal(normed, ops.rms_norm(x + residual, weight, 1e-6)[0])
+
+
+def test_rms_norm_of_zeros_is_zero() -> None:
+    assert not ops.rms_norm(np.zeros((2, 8), np.float32), np.ones(8, np.float32), 1e-6)[0].any()
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 64, 80])
+def test_rope_turns_each_pair_by_its_angle(head_dim: int) -> None:
+    positions = np.array([0, 1, 7, 1000])
+    x = normal(4, 3, head_dim)
+    cosine, sine = ops.rope_angles(positions, head_dim, 10000.0)
+    assert cosine.shape == sine.shape == (4, head_dim // 2)
+    turned = ops.rope(x, cosine, sine)
+    half = head_dim // 2
+    angles = positions[:, None] * 10000.0 ** (-2 * np.arange(half) / head_dim)
+    expected = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None, :]
+    # At position 1000 an angle rounded to float32 is off by 3e-5.
+    assert np.abs(turned[..., :half] - expected.real).max() < 2e-4
+    assert np.abs(turned[..., half:] - expected.imag).max() < 2e-4
+    assert np.array_equal(turned[0], x[0])
+
+
+def test_silu_mul_at_the_ends_of_the_range() -> None:
+    gate = np.array([[-1e4, -100, -1, 0, 1, 100, 1e4]], np.float32)
+    up = np.full_like(gate, 2)
+    wide = gate.astype(np.float64)
+    expected = 2 * wide / (1 + np.exp(-np.clip(wide, -700, 700)))
+    found = ops.silu_mul(np.concatenate([gate, up], axis=1))
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-30)
+
+
+def test_write_kv_touches_its_slots_alone() -> None:
+    pages = np.full((4, 3, 2, 2, 5, 6), np.nan, np.float32)
+    k, v = normal(3, 2, 6), normal(3, 2, 6, seed=1)
+    page, slot = np.array([3, 0, 3]), np.array([4, 2, 0])
+    ops.write_kv(k, v, pages, 1, page, slot)
+    for i in range(3):
+        assert np.array_equal(pages[page[i], 1, 0, :, slot[i]], k[i])
+        assert np.array_equal(pages[page[i], 1, 1, :, slot[i]], v[i])
+    assert np.count_nonzero(~np.isnan(pages)) == k.size + v.size
+
+
+def test_copy_and_zero_page_touch_their_page_alone() -> None:
+    pages = normal(4, 2, 2, 1, 3, 4)
+    before = pages.copy()
+    ops.copy_page(pages, 1, 3)
+    ops.zero_page(pages, 0)
+    assert np.array_equal(pages[3], before[1])
+    assert not pages[0].any()
+    assert np.array_equal(pages[1:3], before[1:3])
+
+
+# --- linear ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forget_probes() -> Iterator[None]:
+    ops._product_rows.cache_clear()
+    yield
+    ops._product_rows.cache_clear()
+
+
+def alone(x: NDArray[np.float32], weight: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Every row by itself."""
+    return np.concatenate([ops.linear(row[None], weight) for row in x])
+
+
+@pytest.mark.parametrize("outputs,inputs", [(512, 256), (256, 768), (96, 33), (1, 7), (1024, 256)])
+def test_linear_gives_a_row_the_same_bits_in_any_company(outputs: int, inputs: int) -> None:
+    x, weight = normal(600, inputs), normal(outputs, inputs, seed=1)
+    expected = alone(x, weight)
+    assert np.abs(expected - x.astype(np.float64) @ weight.T).max() < 1e-3
+    for count in [1, 2, 3, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 64, 100, 511, 512, 513, 600]:
+        assert np.array_equal(ops.linear(x[:count], weight), expected[:count]), count
+        assert np.array_equal(ops.linear(x[-count:], weight), expected[-count:]), count
+
+
+def test_linear_of_no_rows() -> None:
+    assert ops.linear(normal(0, 8), normal(3, 8)).shape == (0, 3)
+
+
+@pytest.mark.usefixtures("forget_probes")
+def test_linear_goes_row_by_row_where_blas_tells_the_rows_of_a_tile_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = ops._tile
+
+    def crooked(x: Any, weight: Any, out: Any = None) -> Any:
+        product = honest(x, weight, out)
+        product *= 1 + np.arange(len(x), dtype=np.float32) * np.float32(1e-6)
+        return product
+
+    monkeypatch.setattr(ops, "_tile", crooked)
+    x, weight = normal(40, 16), normal(8, 16, seed=1)
+    assert ops._product_rows(8, 16) == (1,)
+    assert np.array_equal(ops.linear(x, weight), alone(x, weight))
+
+
+@pytest.mark.usefixtures("forget_probes")
+def test_linear_makes_larger_products_only_where_they_have_the_bits_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = ops._tile
+    monkeypatch.setattr(ops, "_tile", lambda x, weight, out=None: honest(x, weight * np.float32(1.0001), out))
+    assert ops._product_rows(32, 64) == (ops.TILE_ROWS,)
+
+
+@pytest.mark.parametrize("sizes", [(32, 16, 8), (8,), (1,)])
+def test_linear_covers_all_rows_with_the_products_it_may_make(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(ops, "_product_rows", lambda *_: sizes)
+    for count in [1, 7, 8, 9, 15, 16, 31, 33, 64, 79, 100]:
+        x, weight = normal(count, 24), normal(10, 24, seed=1)
+        assert np.abs(ops.linear(x, weight) - x.astype(np.float64) @ weight.T).max() < 1e-4
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """Random rows over an arena in which all that no row has written is NaN."""
+
+    def __init__(
+        self,
+        starts: list[int],
+        lengths: list[int],
+        page_size: int,
+        query_heads: int,
+        kv_heads: int,
+        dim: int,
+        seed: int,
+    ) -> None:
+        generator = np.random.default_rng(seed)
+        self.starts, self.lengths = np.array(starts), np.array(lengths)
+        ends = self.starts + self.lengths
+        counts = -(-ends // page_size)
+        self.pages = np.full((int(counts.sum()) + 1, 2, 2, kv_heads, page_size, dim), np.nan, np.float32)
+        free = generator.permutation(len(self.pages))
+        self.tables = np.full((len(ends), int(counts.max())), -1)
+        self.keys, self.values = [], []
+        for row, end in enumerate(ends):
+            self.tables[row, : counts[row]], free = free[: counts[row]], free[counts[row] :]
+            k, v = (generator.standard_normal((end, kv_heads, dim), np.float32) for _ in range(2))
+            page, slot = self.tables[row, np.arange(end) // page_size], np.arange(end) % page_size
+            ops.write_kv(k, v, self.pages, 1, page, slot)
+            self.keys.append(k)
+            self.values.append(v)
+        self.q = generator.standard_normal((int(self.lengths.sum()), query_heads, dim), np.float32)
+
+    def attend(self) -> NDArray[np.float32]:
+        plan = ops.attention_plan(self.tables, self.starts, self.lengths, self.pages, self.q.shape[1])
+        return ops.paged_attention(self.q, self.pages, 1, plan, self.q.shape[2] ** -0.5)
+
+    def definition(self) -> NDArray[np.float64]:
+        out, at = np.empty(self.q.shape), 0
+        for row, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            k, v = self.keys[row].astype(np.float64), self.values[row].astype(np.float64)
+            group = self.q.shape[1] // k.shape[1]
+            mine = slice(at, at + length)
+            at += length
+            hidden = np.arange(start + length) > np.arange(start, start + length)[:, None]
+            for head in range(self.q.shape[1]):
+                scores = self.q[mine, head] @ k[:, head // group].T * self.q.shape[2] ** -0.5
+                scores[hidden] = -np.inf
+                chances = np.exp(scores - scores.max(axis=1, keepdims=True))
+                out[mine, head] = chances / chances.sum(axis=1, keepdims=True) @ v[:, head // group]
+        return out
+
+
+HEADS = [(4, 2), (4, 4), (4, 1), (6, 2), (3, 1), (8, 1), (1, 1), (10, 2)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40) | st.just(1)), min_size=1, max_size=5),
+    page_size=st.sampled_from([1, 3, 8, 16, 24, 128, 200, 256]),
+    heads=st.sampled_from(HEADS),
+    dim=st.sampled_from([2, 16, 64]),
+    seed=st.integers(0, 99),
+)
+def test_paged_attention_is_what_its_definition_says(
+    rows: list[tuple[int, int]], page_size: int, heads: tuple[int, int], dim: int, seed: int
+) -> None:
+    starts, lengths = (list(column) for column in zip(*rows, strict=True))
+    case = Rows(starts, lengths, page_size, *heads, dim, seed)
+    assert np.abs(case.attend() - case.definition()).max() < 2e-5
+
+
+@pytest.mark.parametrize("end", [1, 2, 127, 128, 129, 255, 256, 257])
+def test_paged_attention_at_the_edges_of_tiles(end: int) -> None:
+    for start in {0, end - 1, end // 2}:
+        case = Rows([start], [end - start], 16, 4, 2, 8, seed=end)
+        assert np.abs(case.attend() - case.definition()).max() < 2e-5
+
+
+def test_paged_attention_survives_scores_that_overflow_exp() -> None:
+    case = Rows([0, 140], [150, 1], 16, 4, 2, 8, seed=1)
+    case.q *= 1000
+    assert np.abs(case.attend() - case.definition()).max() < 1e-3
+
+
+def test_one_plan_serves_every_layer() -> None:
+    case = Rows([5, 0], [3, 20], 4, 4, 2, 8, seed=3)
+    plan = ops.attention_plan(case.tables, case.starts, case.lengths, case.pages, 4)
+    case.pages[:, 0] = case.pages[:, 1] * 3
+    lower, upper = (ops.paged_attention(case.q, case.pages, layer, plan, 1.0) for layer in (0, 1))
+    again = ops.paged_attention(case.q * 3, case.pages, 1, plan, 1.0) * 3
+    assert not np.allclose(lower, upper, atol=1e-2)
+    np.testing.assert_allclose(lower, again, rtol=1e-4, atol=1e-4)

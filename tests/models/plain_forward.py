@@ -1,0 +1,85 @@
+"""Llama written down as plainly as it goes, to check the engine with: no pages, no tiles, no code of the engine's.
+
+One sequence, contiguous K and V, float64 throughout; only the rotary frequencies are rounded to float32, as the models
+were trained with. Weights come from a folder, read by the safetensors library, or as arrays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import ml_dtypes  # noqa: F401  the safetensors library finds bfloat16 only once this was imported
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+F64: TypeAlias = NDArray[np.float64]
+
+
+def read_folder(folder: Path | str) -> tuple[dict[str, Any], dict[str, F64]]:
+    """Return the parsed ``config.json`` and every tensor of every safetensors file in ``folder``."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    tensors = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, "np") as opened:
+            tensors.update({name: opened.get_tensor(name).astype(np.float64) for name in opened.keys()})  # noqa: SIM118
+    return config, tensors
+
+
+def forward(
+    model: Path | str | tuple[Mapping[str, Any], Mapping[str, NDArray[Any]]], token_ids: Sequence[int]
+) -> tuple[F64, list[F64], list[F64]]:
+    """Run a Llama checkpoint, a folder or (config, tensors), over ``token_ids`` from position 0 on.
+
+    Returns logits ``[n, vocab]`` of every position, and for each layer K, after the rotary embedding, and V,
+    ``[n, kv_heads, head_dim]``, all float64.
+    """
+    config, tensors = read_folder(model) if isinstance(model, Path | str) else model
+    weights = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
+    query_heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", query_heads)
+    dim = config.get("head_dim") or config["hidden_size"] // query_heads
+    theta = config.get("rope_parameters", config).get("rope_theta", 10000.0)
+    n = len(token_ids)
+
+    def norm(x: F64, name: str) -> F64:
+        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + config["rms_norm_eps"]) * weights[name]
+
+    frequencies = (1.0 / theta ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
+    angles = np.outer(np.arange(n), frequencies.astype(np.float64))
+
+    def rotate(x: F64) -> F64:
+        turned = x[..., : dim // 2] + 1j * x[..., dim // 2 :]
+        turned = turned * np.exp(1j * angles)[:, None, :]
+        return np.concatenate([turned.real, turned.imag], axis=-1)
+
+    hidden = weights["model.embed_tokens.weight"][list(token_ids)]
+    all_k, all_v = [], []
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+
+        def project(x: F64, name: str, prefix: str = prefix) -> F64:
+            return x @ weights[f"{prefix}{name}.weight"].T
+
+        x = norm(hidden, f"{prefix}input_layernorm.weight")
+        q = rotate(project(x, "self_attn.q_proj").reshape(n, query_heads, dim))
+        k = rotate(project(x, "self_attn.k_proj").reshape(n, kv_heads, dim))
+        v = project(x, "self_attn.v_proj").reshape(n, kv_heads, dim)
+        attended = np.empty((n, query_heads, dim))
+        for head in range(query_heads):
+            shared = head * kv_heads // query_heads
+            scores = q[:, head] @ k[:, shared].T / np.sqrt(dim)
+            scores[np.triu_indices(n, 1)] = -np.inf
+            chances = np.exp(scores - scores.max(axis=1, keepdims=True))
+            attended[:, head] = chances / chances.sum(axis=1, keepdims=True) @ v[:, shared]
+        hidden = hidden + project(attended.reshape(n, -1), "self_attn.o_proj")
+        x = norm(hidden, f"{prefix}post_attention_layernorm.weight")
+        gate = project(x, "mlp.gate_proj")
+        hidden = hidden + project(gate / (1 + np.exp(-gate)) * project(x, "mlp.up_proj"), "mlp.down_proj")
+        all_k.append(k)
+        all_v.append(v)
+    head_name = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
+    return norm(hidden, "model.norm.weight") @ weights[head_name].T, all_k, all_v
