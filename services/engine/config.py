@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.engine.scheduler import Limits
+from services.engine.admission import Limits
 from services.errors import InvalidConfiguration, ModelInvalid
 from services.flags import FlagParser, add_serving_flags, runtime_dir, seconds, tls_of, whole
 from services.serving import Listener, Tls, check_exposure

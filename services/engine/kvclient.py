@@ -6,7 +6,6 @@ third of its ttl.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -21,19 +20,16 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services import rpc
 from services.engine.arena import Pages, map_pages, process_identity
+from services.engine.lease import Lease, LeaseKeeper
 from services.engine.pagesource import Demand, Exchange, Geometry, Grant
 from services.errors import AttachMismatch, InvalidConfiguration, KvCacheDown, ServiceError, SessionExpired
 from services.serving import MAX_MESSAGE_BYTES
 
 log = structlog.get_logger()
 
-#: The engine stops launching this much of the ttl after it *sent* its last successful call, so before the daemon,
-#: which counts the whole ttl from when that call arrived, could give the pages to anybody else.
-LEASE_SHARE = 0.8
 ATTEMPTS = 2
 MAX_CALL_S = 2.0
 CLOSE_S = 0.5
-LEASE_IDLE_S = 0.5
 
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _CHANNEL_OPTIONS = [
@@ -46,28 +42,11 @@ _CHANNEL_OPTIONS = [
 ]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Session:
-    """``deadline``, in seconds of the source's clock, is when its pages may no longer be touched."""
-
     id: str
-    epoch: int
-    ttl_s: float
-    renewed_at: float
-    total_pages: int
+    lease: Lease
     memory: Pages
-    expired: bool = False
-
-    @property
-    def deadline(self) -> float:
-        return self.renewed_at + LEASE_SHARE * self.ttl_s
-
-    def renewed(self, sent_at: float, epoch: int) -> None:
-        """Take a reply to a call sent at that time. Raises SessionExpired when another run of the daemon gave it."""
-        if epoch != self.epoch:
-            self.expired = True
-            raise SessionExpired("the daemon was restarted: its epoch changed")
-        self.renewed_at = max(self.renewed_at, sent_at)
 
 
 class GrpcPageSource:
@@ -101,8 +80,7 @@ class GrpcPageSource:
         self._stub = kvcache_pb2_grpc.KvCacheServiceStub(self._channel)
         self._session: _Session | None = None
         self._total_pages = 0
-        self._closed = threading.Event()
-        self._renewer: threading.Thread | None = None
+        self._keeper = LeaseKeeper(lambda: self._session.lease if self._session else None, self._renew, clock)
 
     @property
     def total_pages(self) -> int:
@@ -118,7 +96,7 @@ class GrpcPageSource:
     def epoch(self) -> int:
         """The run of the daemon that the session belongs to; 0 without one."""
         session = self._session
-        return session.epoch if session else 0
+        return session.lease.epoch if session else 0
 
     @property
     def memory(self) -> Pages:
@@ -128,7 +106,7 @@ class GrpcPageSource:
     def may_launch(self) -> bool:
         """Whether the lease holds, by a margin, and was not heard to be over."""
         session = self._session
-        return session is not None and not session.expired and self._clock() < session.deadline
+        return session is not None and not session.lease.expired and self._clock() < session.lease.deadline
 
     def _live(self) -> _Session:
         if self._session is None:
@@ -147,15 +125,11 @@ class GrpcPageSource:
 
     def send(self, request: pb.AllocatePagesRequest, session: _Session) -> Any:
         """Start one attempt at a call of the session; the future of its reply."""
-        return self._stub.AllocatePages.future(request, timeout=self._call_s(session))
+        return self._stub.AllocatePages.future(request, timeout=_call_s(session.lease))
 
     def now(self) -> float:
         """The clock that leases are measured with."""
         return self._clock()
-
-    @staticmethod
-    def _call_s(session: _Session) -> float:
-        return min(MAX_CALL_S, session.ttl_s / 3)
 
     # --- the session ----------------------------------------------------------------------------------------------
 
@@ -170,33 +144,27 @@ class GrpcPageSource:
         opened = self._call(self._stub.OpenSession, self._opening(), MAX_CALL_S)
         try:
             memory, seen = _map(opened.arena, self._geometry)
-            session = _Session(
-                opened.session_id, opened.epoch, opened.ttl.ToNanoseconds() / 1e9, sent_at, len(memory), memory
-            )
+            lease = Lease(opened.epoch, opened.ttl.ToNanoseconds() / 1e9, sent_at)
             sent_at = self._clock()
-            attach = pb.AttachSessionRequest(session_id=session.id, seen=seen)
-            session.renewed(sent_at, self._call(self._stub.AttachSession, attach, self._call_s(session)).epoch)
+            attach = pb.AttachSessionRequest(session_id=opened.session_id, seen=seen)
+            lease.renewed(sent_at, self._call(self._stub.AttachSession, attach, _call_s(lease)).epoch)
         except ServiceError:
             self._close_session(opened.session_id)
             raise
-        self._session, self._total_pages = session, session.total_pages
+        self._session, self._total_pages = _Session(opened.session_id, lease, memory), len(memory)
         log.info(
             "session_opened",
             target=self.target,
             pool_id=self._pool_id,
-            epoch=f"{session.epoch:016x}",
-            pages=session.total_pages,
-            ttl_s=session.ttl_s,
+            epoch=f"{lease.epoch:016x}",
+            pages=len(memory),
+            ttl_s=lease.ttl_s,
         )
-        if self._renewer is None:
-            self._renewer = threading.Thread(target=self._keep_lease, name="kvcache-lease", daemon=True)
-            self._renewer.start()
+        self._keeper.start()
 
     def close(self) -> None:
         """Give the session back, as far as anybody listens. Closing twice changes nothing."""
-        self._closed.set()
-        if self._renewer is not None:
-            self._renewer.join()
+        self._keeper.close()
         self._end()
         self._channel.close()
 
@@ -237,33 +205,13 @@ class GrpcPageSource:
         except grpc.RpcError as failure:
             raise _error_of(failure, self.target) from failure
 
-    # --- the lease ------------------------------------------------------------------------------------------------
-
-    def _keep_lease(self) -> None:
-        wait, silent = 0.0, False
-        while not self._closed.wait(wait):
-            session = self._session
-            if session is None or session.expired:
-                wait = LEASE_IDLE_S
-                continue
-            wait = session.renewed_at + session.ttl_s / 3 - self._clock()
-            if wait > 0:
-                continue
-            wait = session.ttl_s / 10  # until an attempt succeeds
-            try:
-                self._renew(session)
-                silent = False
-            except SessionExpired:
-                session.expired = True
-            except ServiceError as error:
-                if not silent:
-                    log.warning("lease_not_renewed", reason=error.reason, detail=error.message)
-                silent = True
-
-    def _renew(self, session: _Session) -> None:
+    def _renew(self, lease: Lease) -> None:
+        session = self._session
+        if session is None or session.lease is not lease:
+            return
         sent_at = self._clock()
         request = pb.RenewSessionRequest(session_id=session.id)
-        session.renewed(sent_at, self._call(self._stub.RenewSession, request, self._call_s(session)).epoch)
+        lease.renewed(sent_at, self._call(self._stub.RenewSession, request, _call_s(lease)).epoch)
 
 
 class _Call:
@@ -289,8 +237,13 @@ class _Call:
                 error = _error_of(failure, self._source.target)
                 if not isinstance(error, KvCacheDown) or attempt + 1 == ATTEMPTS:
                     raise error from failure
-        self._session.renewed(self._sent_at, reply.epoch)
+        self._session.lease.renewed(self._sent_at, reply.epoch)
         return [_grant(grant) for grant in reply.grants]
+
+
+def _call_s(lease: Lease) -> float:
+    """Seconds to wait for an answer: some attempts must fit into the lease."""
+    return min(MAX_CALL_S, lease.ttl_s / 3)
 
 
 def _demand(demand: Demand) -> pb.SequenceDemand:

@@ -16,8 +16,9 @@ from typing import Protocol
 
 import structlog
 
+from services.engine.admission import Limits
 from services.engine.pagesource import Exchange, PageSource
-from services.engine.scheduler import Chunk, Limits, Scheduler
+from services.engine.scheduler import Chunk, Scheduler
 from services.engine.sequence import FinishReason, Outcome, Request, Sequence
 from services.errors import Internal, KvCacheDown, ServiceError, SessionExpired
 
@@ -126,8 +127,11 @@ class EngineLoop:
     def run(self) -> None:
         """Work until stopped. Never raises: what is unexpected ends all requests and refuses new ones."""
         try:
-            while not self.stopped:
-                self.wait(self.iterate())
+            while True:
+                delay = self.iterate()
+                if self.stopped:
+                    break
+                self.wait(delay)
         except Exception as error:
             self._fail(error)
             while not self._stopping:

@@ -14,44 +14,31 @@ from __future__ import annotations
 import bisect
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import takewhile
 
 import structlog
 
+from services.engine.admission import Admission, Limits
 from services.engine.pagesource import Demand, Grant, Opening
 from services.engine.sequence import Outcome, Request, Sequence, State
 from services.errors import (
-    CapacityExceeded,
     ExceedsPool,
     Internal,
-    QueueFull,
     RequestExists,
     SequenceRemoved,
     SequenceUnknown,
     ServiceError,
-    TooManySequences,
 )
 
 log = structlog.get_logger()
 
-#: Seconds until a refused opening is tried again when no request of ours ends before: another engine's may.
-ADMISSION_RETRY_S = 0.1
 #: Complete pages that make a report worth a call of its own. A decoding request reports with each page it asks for;
 #: this is for long prompts, whose pages others may share, and which a preemption would otherwise lose.
 REPORT_PAGES = 4
 SOURCE_ID_CHARS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """``max_batch`` requests run at once, on ``max_step_tokens`` a step; ``max_queue`` may wait beyond those."""
-
-    max_batch: int
-    max_step_tokens: int
-    max_queue: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +69,10 @@ class Scheduler:
     def __init__(
         self, limits: Limits, page_size: int, total_pages: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._limits = limits
+        self._max_step_tokens = limits.max_step_tokens
         self._page_size = page_size
-        self._total_pages = total_pages
         self._clock = clock
+        self._admission = Admission(limits, page_size, total_pages, clock)
         self._arrivals = 0
         self._source_ids = 0
         self.live: dict[str, Sequence] = {}
@@ -96,8 +83,6 @@ class Scheduler:
         self._settled: list[Sequence] = []
         self._holds: Counter[int] = Counter()  # page -> sequences of ours that have it
         self._sent: tuple[list[tuple[Demand, Sequence]], list[str]] = ([], [])
-        self._closed_until = float("-inf")  # no opening before
-        self._probing = False  # the last opening was refused: try the head of the queue alone
         self.preemptions = 0
         self.cached_tokens = 0
 
@@ -112,7 +97,7 @@ class Scheduler:
     @property
     def admits_at(self) -> float | None:
         """When a waiting request may be opened; None when none waits."""
-        return self._closed_until if self.waiting else None
+        return self._admission.opens_at if self.waiting else None
 
     # --- requests come and go -----------------------------------------------------------------------------------
 
@@ -120,26 +105,13 @@ class Scheduler:
         """Queue a request. Raises RequestExists, QueueFull, ExceedsPool."""
         if request.request_id in self.live:
             raise RequestExists(f"request {request.request_id!r} is live", field="request_id")
-        admissible = self._clock() >= self._closed_until
-        slots = self._limits.max_batch - len(self.running) if admissible else 0
-        if len(self.waiting) >= self._limits.max_queue + slots:
-            raise QueueFull(f"{len(self.waiting)} requests are waiting and the limit is {self._limits.max_queue}")
+        self._admission.check_queue(len(self.waiting), len(self.running))
         self._arrivals += 1
         sequence = Sequence(request, self._arrivals)
-        self._check_fits(sequence)
+        self._admission.check_fits(sequence)
         self.live[sequence.id] = sequence
         self.waiting.append(sequence)
         return sequence
-
-    def _check_fits(self, sequence: Sequence) -> None:
-        needed = self._pages_for(sequence.max_resident_tokens)
-        if needed > self._total_pages:
-            raise ExceedsPool(
-                f"prompt and completion may need {needed} pages of {self._page_size} tokens and the pool has "
-                f"{self._total_pages}",
-                needed_pages=needed,
-                total_pages=self._total_pages,
-            )
 
     def finish(self, sequence: Sequence, outcome: Outcome) -> None:
         """End a request, whatever it was doing: the one way out. Ending it twice changes nothing."""
@@ -173,22 +145,25 @@ class Scheduler:
         Complete pages are reported along with whatever is sent anyway. What is let go of is removed before any demand
         is served, so a request that ends with complete pages to report is removed one exchange later.
         """
-        removed, urgent, along = list(self._released), [], []
+        removed, urgent, along, returning = list(self._released), [], [], Counter[int]()
         for source_id, sequence in self.leaving.items():
             if self._has_last_report(sequence):
                 urgent.append((self._demand(sequence, 0), sequence))
             else:
                 removed.append(source_id)
-                self._drop_pages(sequence)
-                self._closed_until = float("-inf")
+                returning.update(sequence.pages)
+                self._admission.open()
         for sequence in self.running:
-            pages = self._pages_for(sequence.resident_target)
+            pages = self._admission.pages_for(sequence.resident_target)
             unreported = sequence.unreported_pages(self._page_size)
             if pages > len(sequence.pages) or unreported >= REPORT_PAGES:
                 urgent.append((self._demand(sequence, pages), sequence))
             elif unreported:
                 along.append(sequence)
-        openings = list(self._openings())
+        held = len(self._holds) - sum(self._holds[page] == count for page, count in returning.items())
+        openings = [
+            self._opening(sequence) for sequence in self._admission.candidates(self.waiting, self.running, held)
+        ]
         if not (removed or urgent or openings):
             return [], []
         demands = [*urgent, *((self._demand(sequence, 0), sequence) for sequence in along), *openings]
@@ -203,7 +178,7 @@ class Scheduler:
         wants = [(s, min(s.num_tokens, len(s.pages) * self._page_size) - s.num_computed_tokens) for s in self.running]
         ready = [(sequence, want) for sequence, want in wants if want > 0]
         behind = sum(sequence.num_tokens - sequence.num_computed_tokens == 1 for sequence, _ in ready)
-        budget, chunks = self._limits.max_step_tokens, []
+        budget, chunks = self._max_step_tokens, []
         for sequence, want in ready:
             if budget == 0:
                 break
@@ -264,7 +239,7 @@ class Scheduler:
         """Every page is lost with its session: all that ran waits again, tokens kept, and what ended is settled."""
         self._sent = ([], [])
         self._released.clear()
-        self._closed_until, self._probing = float("-inf"), False
+        self._admission.open()
         leaving, self.leaving = self.leaving, {}
         for sequence in leaving.values():
             self._settle(sequence)
@@ -275,20 +250,14 @@ class Scheduler:
             self._drop_pages(sequence)
             sequence.forget_pages()
         if total_pages is not None:
-            self._total_pages = total_pages
+            self._admission.total_pages = total_pages
             for sequence in list(self.waiting):
                 try:
-                    self._check_fits(sequence)
+                    self._admission.check_fits(sequence)
                 except ExceedsPool as error:
                     self.finish(sequence, Outcome(error=error))
 
     # --- pages --------------------------------------------------------------------------------------------------
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self._page_size)
-
-    def _may_grow(self, sequence: Sequence, pages: int) -> bool:
-        return self._pages_for(sequence.max_resident_tokens) > pages
 
     def _demand(self, sequence: Sequence, total_pages: int, opening: Opening | None = None) -> Demand:
         at = sequence.num_reported_tokens
@@ -305,42 +274,12 @@ class Scheduler:
         failed = sequence.outcome is not None and sequence.outcome.error is not None
         return bool(sequence.pages) and not failed and sequence.unreported_pages(self._page_size) > 0
 
-    def _openings(self) -> Iterator[tuple[Demand, Sequence]]:
-        """Admit from the head of the queue. An opening asks for all pages of the prompt, so it fits whole or waits."""
-        if self._clock() < self._closed_until:
-            return
-        # What those that run and those just promised pages take, and a page to come for each that may still grow.
-        taken = self.held_pages + sum(self._may_grow(sequence, len(sequence.pages)) for sequence in self.running)
-        free_slots = self._limits.max_batch - len(self.running)
-        slots = min(1, free_slots) if self._probing else max(0, free_slots)
-        for nth, sequence in enumerate(islice(self.waiting, slots)):
-            pages = self._pages_for(sequence.resident_target)
-            if nth + len(self.running) > 0:  # one alone is always tried: the source knows better than we do
-                room = self._total_pages - taken
-                if pages > room and pages - self._shared_pages(sequence) > room:
-                    self._closed_until = self._clock() + ADMISSION_RETRY_S
-                    return
-            taken += pages + self._may_grow(sequence, pages)
-            if not sequence.source_id:
-                self._source_ids += 1
-                sequence.source_id = f"{self._source_ids}:{sequence.id}"[:SOURCE_ID_CHARS]
-            yield self._demand(sequence, pages, Opening(tuple(sequence.tokens), sequence.request.salt)), sequence
-
-    def _shared_pages(self, sequence: Sequence) -> int:
-        """How many pages of a waiting request some running one surely has already."""
-        size, most = self._page_size, 0
-        for other in self.running:
-            if other.request.salt != sequence.request.salt:
-                continue
-            limit = min(sequence.num_tokens - 1, other.num_reported_tokens) // size
-            same = 0
-            while same < limit:
-                at = same * size
-                if sequence.tokens[at : at + size] != other.tokens[at : at + size]:
-                    break
-                same += 1
-            most = max(most, same)
-        return most
+    def _opening(self, sequence: Sequence) -> tuple[Demand, Sequence]:
+        if not sequence.source_id:
+            self._source_ids += 1
+            sequence.source_id = f"{self._source_ids}:{sequence.id}"[:SOURCE_ID_CHARS]
+        pages = self._admission.pages_for(sequence.resident_target)
+        return self._demand(sequence, pages, Opening(tuple(sequence.tokens), sequence.request.salt)), sequence
 
     def _take(self, sequence: Sequence, demand: Demand, grant: Grant) -> None:
         new = grant.pages[len(sequence.pages) - grant.first_index :]
@@ -351,7 +290,7 @@ class Scheduler:
         sequence.num_reported_tokens = max(sequence.num_reported_tokens, demand.start + len(demand.tokens))
 
     def _admit(self, sequence: Sequence, cached_tokens: int) -> None:
-        self._probing = False
+        self._admission.admitted()
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=lambda running: running.arrival)
         sequence.state = State.RUNNING
@@ -365,10 +304,10 @@ class Scheduler:
         """Take an item's error; returns whether a running request is short of pages."""
         if sequence.state is State.FINISHED:
             sequence.num_reported_tokens = sequence.num_computed_tokens  # not worth another exchange
-        elif isinstance(error, CapacityExceeded | TooManySequences):
+        elif error.code == "RESOURCE_EXHAUSTED":  # pages, quota, sequences: what is short now may be there later
             if sequence.state is State.RUNNING:
                 return True
-            self._closed_until, self._probing = self._clock() + ADMISSION_RETRY_S, True
+            self._admission.refused()
         elif isinstance(error, SequenceUnknown | SequenceRemoved):
             log.warning("sequence_lost", request_id=sequence.id, source_id=sequence.source_id, reason=error.reason)
             self._requeue(sequence)
@@ -386,7 +325,7 @@ class Scheduler:
         sequence.preemptions += 1
         self._released.append(sequence.source_id)
         self._requeue(sequence)
-        self._closed_until = self._clock() + ADMISSION_RETRY_S
+        self._admission.close()
 
     def _requeue(self, sequence: Sequence) -> None:
         if sequence.state is State.RUNNING:

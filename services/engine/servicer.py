@@ -154,9 +154,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """See the proto."""
         served = self._model()
         totals, scheduler = served.loop.totals, served.loop.scheduler
+        running = len(scheduler.running) + len(scheduler.leaving)
         return pb.GetStatsResponse(
-            running_requests=len(scheduler.running),
-            queued_requests=len(scheduler.waiting),
+            running_requests=running,
+            queued_requests=max(0, len(self.streams) - running),
             queue_limit=served.max_queue,
             finished_requests=totals.finished_requests,
             failed_requests=totals.failed_requests,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
+from services.engine.admission import Limits
 from services.engine.loop import EngineLoop, Event
 from services.engine.pagesource import Demand, Exchange, Grant, PageSource
-from services.engine.scheduler import Chunk, Limits
+from services.engine.scheduler import Chunk
 from services.engine.sequence import FinishReason, Outcome, Request, Stopping
 from services.errors import ServiceError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from services.engine.admission import Limits
 from services.engine.config import BUNDLED_MODEL, Config, default_pool_id, kvcache_target
-from services.engine.scheduler import Limits
 from services.errors import InvalidConfiguration, ModelInvalid
 
 

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from services.engine.admission import Limits
 from services.engine.kvclient import GrpcPageSource
 from services.engine.loop import EngineLoop
 from services.engine.pagesource import Geometry
-from services.engine.scheduler import Limits
 from services.engine.sequence import FinishReason
 from services.errors import ExceedsPool, KvCacheDown
 from tests.engine.fakes import Clock, Harness, Scripted, TokenMemory, alone, make_request

@@ -14,7 +14,8 @@ import pytest
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.engine.arena import map_pages, page_bytes_of, process_identity
-from services.engine.kvclient import LEASE_SHARE, GrpcPageSource
+from services.engine.kvclient import GrpcPageSource
+from services.engine.lease import LEASE_SHARE, Lease, LeaseKeeper
 from services.engine.pagesource import Demand, Geometry, Opening
 from services.errors import (
     AttachMismatch,
@@ -147,19 +148,19 @@ def test_without_a_session_nothing_can_be_launched_or_asked(source: GrpcPageSour
 
 def test_the_lease_ends_early_by_our_own_clock(daemon: Running, clock: Clock) -> None:
     source = made(daemon, clock=clock, ttl_s=100)
-    source._renew = None  # type: ignore[method-assign,assignment]
+    source._keeper.start = lambda: None  # type: ignore[method-assign]
     source.reopen()
     began = clock.now
     clock.now = began + 100 * LEASE_SHARE - 0.1
     assert source.may_launch()
     clock.now = began + 100 * LEASE_SHARE
     assert not source.may_launch()
-    source._closed.set()
     source.close()
 
 
 def test_a_call_renews_from_when_it_was_sent(daemon: Running, clock: Clock) -> None:
     source = made(daemon, clock=clock, ttl_s=600)
+    source._keeper.start = lambda: None  # type: ignore[method-assign]
     source.reopen()
     began = clock.now
     clock.now += 50
@@ -176,19 +177,37 @@ def test_a_call_renews_from_when_it_was_sent(daemon: Running, clock: Clock) -> N
 def test_the_lease_is_kept_without_any_call_of_the_engine_s(daemon: Running) -> None:
     source = made(daemon, ttl_s=1)
     renewed = threading.Event()
-    renew = source._renew
+    renew = source._keeper._renew
 
-    def observed(session: Any) -> None:
-        renew(session)
+    def observed(lease: Lease) -> None:
+        renew(lease)
         renewed.set()
 
-    source._renew = observed  # type: ignore[method-assign]
+    source._keeper._renew = observed
     source.reopen()
     for _ in range(3):
         assert renewed.wait(30)
         renewed.clear()
         assert source.may_launch()
     source.close()
+
+
+def test_silence_is_asked_again_and_logged_once(clock: Clock, logged: list[Any]) -> None:
+    lease, attempts = Lease(epoch=1, ttl_s=0.01, renewed_at=clock.now - 1), list[Lease]()
+    enough = threading.Event()
+
+    def silence(renewed: Lease) -> None:
+        attempts.append(renewed)
+        if len(attempts) == 5:
+            enough.set()
+        raise KvCacheDown("silence")
+
+    keeper = LeaseKeeper(lambda: lease, silence, clock)
+    keeper.start()
+    keeper.start()
+    assert enough.wait(30)
+    keeper.close()
+    assert not lease.expired and [event["event"] for event in logged] == ["lease_not_renewed"]
 
 
 def test_a_session_heard_to_be_over_launches_nothing_more(daemon: Running) -> None:

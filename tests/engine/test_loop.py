@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from services.engine.admission import Limits
 from services.engine.localpages import LocalPageSource
 from services.engine.loop import IDLE_CHECK_S, EngineLoop, Event
-from services.engine.scheduler import Chunk, Limits
+from services.engine.scheduler import Chunk
 from services.engine.sequence import FinishReason
 from services.errors import (
     Draining,

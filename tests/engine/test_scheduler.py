@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from services.engine.admission import ADMISSION_RETRY_S, Limits
 from services.engine.pagesource import Demand, Grant
-from services.engine.scheduler import ADMISSION_RETRY_S, Limits, Scheduler
+from services.engine.scheduler import Scheduler
 from services.engine.sequence import FinishReason, Outcome, State
 from services.errors import (
     CapacityExceeded,

@@ -1,0 +1,127 @@
+"""Which waiting requests may be opened now: the bounds of the engine, and a guess at whether their pages are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from itertools import islice
+
+from services.engine.sequence import Sequence
+from services.errors import ExceedsPool, QueueFull
+
+#: Seconds until a refused opening is tried again when no request of ours ends before: another engine's may.
+ADMISSION_RETRY_S = 0.1
+#: Prompt tokens opened in one exchange, after the first: a message has a limit, and many long prompts at once would
+#: hold up the decoding ones.
+OPENING_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``max_batch`` requests run at once, on ``max_step_tokens`` a step; ``max_queue`` may wait beyond those."""
+
+    max_batch: int
+    max_step_tokens: int
+    max_queue: int
+
+
+class Admission:
+    """The gate between the queue and the batch.
+
+    A request is opened with the pages of its whole prompt, so it fits as a whole or waits. Whether it fits, the page
+    source knows; the guess here keeps the engine from asking in vain, and from letting a request in whose first
+    growth would push itself or another one out again. After a refusal the gate is closed until pages come back or a
+    while has passed, and then the head of the queue is tried alone, so that nobody overtakes it for good.
+    """
+
+    def __init__(self, limits: Limits, page_size: int, total_pages: int, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._page_size = page_size
+        self.total_pages = total_pages
+        self._clock = clock
+        self._probing = False
+        self.opens_at = float("-inf")
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-tokens // self._page_size)
+
+    def check_queue(self, waiting: int, running: int) -> None:
+        """Whether one more may wait. Raises QueueFull."""
+        slots = self._limits.max_batch - running if self._clock() >= self.opens_at else 0
+        if waiting >= self._limits.max_queue + slots:
+            raise QueueFull(
+                f"{waiting} requests are waiting and the limit is {self._limits.max_queue}",
+                limit=self._limits.max_queue,
+            )
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Whether a request could run with the pool to itself. Raises ExceedsPool."""
+        needed = self.pages_for(sequence.max_resident_tokens)
+        if needed > self.total_pages:
+            raise ExceedsPool(
+                f"prompt and completion may need {needed} pages of {self._page_size} tokens and the pool has "
+                f"{self.total_pages}",
+                needed_pages=needed,
+                total_pages=self.total_pages,
+            )
+
+    # --- the gate -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """There are too few pages: wait for some to come back, or a while."""
+        self.opens_at = self._clock() + ADMISSION_RETRY_S
+
+    def refused(self) -> None:
+        """An opening was refused."""
+        self.close()
+        self._probing = True
+
+    def admitted(self) -> None:
+        """An opening was granted."""
+        self._probing = False
+
+    def open(self) -> None:
+        """Pages come back."""
+        self.opens_at = float("-inf")
+
+    def candidates(self, waiting: Iterable[Sequence], running: Items[Sequence], held: int) -> Iterator[Sequence]:
+        """Requests to open now, from the head of the queue; ``held`` pages stay with live requests."""
+        if self._clock() < self.opens_at:
+            return
+        slots = max(0, self._limits.max_batch - len(running))
+        # What those that run and those just let in take, and a page to come for each that may still grow.
+        taken = held + sum(self._may_grow(sequence, len(sequence.pages)) for sequence in running)
+        tokens = 0
+        for nth, sequence in enumerate(islice(waiting, min(1, slots) if self._probing else slots)):
+            pages = self.pages_for(sequence.resident_target)
+            if nth + len(running) > 0:  # one alone is always tried: the source knows better than we do
+                room = self.total_pages - taken
+                if pages > room and pages - self._shared_pages(sequence, running) > room:
+                    self.close()
+                    return
+                if nth and tokens + sequence.num_tokens > OPENING_TOKENS:
+                    return
+            taken += pages + self._may_grow(sequence, pages)
+            tokens += sequence.num_tokens
+            yield sequence
+
+    def _may_grow(self, sequence: Sequence, pages: int) -> bool:
+        return self.pages_for(sequence.max_resident_tokens) > pages
+
+    def _shared_pages(self, sequence: Sequence, running: Iterable[Sequence]) -> int:
+        """How many pages of a waiting request some running one surely has already."""
+        size, most = self._page_size, 0
+        for other in running:
+            if other.request.salt != sequence.request.salt:
+                continue
+            limit = min(sequence.num_tokens - 1, other.num_reported_tokens) // size
+            same = 0
+            while same < limit:
+                at = same * size
+                if sequence.tokens[at : at + size] != other.tokens[at : at + size]:
+                    break
+                same += 1
+            most = max(most, same)
+        return most
