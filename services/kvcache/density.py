@@ -31,6 +31,9 @@ REMEMBERED = 4
 #: an accident of the sample.
 MARGIN = 0.9
 
+#: Pages condemned at a time: neighbours, of about one value. At most a 256th of the pool, so that it makes no odds.
+BATCH, BATCH_SHARE = 16, 1 / 256
+
 #: Where a page is.
 _OUT, _QUEUED, _CONDEMNED = 0, 1, 2
 
@@ -61,6 +64,7 @@ class DensityQueue(LruQueue):
         self._links = links
         self._model = ReuseModel(total)
         self._clock = 0
+        self._batch = max(1, min(BATCH, int(total * BATCH_SHARE)))
         self._cached_at = array("Q", bytes(8 * total))
         self._returns = bytearray([_NEW]) * total
         self._place = bytearray(total)
@@ -73,32 +77,43 @@ class DensityQueue(LruQueue):
         # Of an evicted link, 13 bits of its hash and 3 of its returns, where the hash says. Newer ones overwrite it.
         self._memory = array("H", bytes(2 * REMEMBERED * total))
 
+    def returns(self, page: int) -> int:
+        """How often the content of a queued page has come back, as far as is known; counted to 4."""
+        return self._returns[page]
+
     def victim(self) -> int | None:
         """The next page to evict; it stays queued until it is. None when nothing is."""
         if not len(self):
             return None
         while (page := self._ends[LEVELS][0]) == _NONE:
-            worst = self._worst()
-            self._unlink(worst)
-            self._place[worst] = _CONDEMNED
-            if not self._continuations[worst]:
-                self._link(worst, LEVELS)
+            level, end = self._worst()
+            for _ in range(self._batch):
+                if (worst := self._ends[level][end]) != _NONE:
+                    self._condemn(worst)
         return page
 
-    def _worst(self) -> int:
-        """The least valuable page at an end of a queue."""
-        worst, least, newest, lowest = _NONE, float("inf"), _NONE, float("inf")
+    def _worst(self) -> tuple[int, int]:
+        """The queue, and which end of it (0 for the oldest), where the least valuable page is."""
+        oldest, least, oldest_at = _NONE, float("inf"), 0
+        newest, lowest = _NONE, float("inf")
         for level in range(LEVELS):
             old, new = self._ends[level]
             if old == _NONE:
                 continue
-            value = self._model.value(level, self._clock - self._cached_at[old])
-            if value < least or (value == least and self._cached_at[old] < self._cached_at[worst]):
-                worst, least = old, value
+            cached_at = self._cached_at[old]
+            value = self._model.value(level, self._clock - cached_at)
+            if value < least or (value == least and cached_at < oldest_at):
+                oldest, least, oldest_at = level, value, cached_at
             value = self._model.value(level, self._clock - self._cached_at[new])
             if value < lowest:
-                newest, lowest = new, value
-        return newest if lowest < least * MARGIN else worst
+                newest, lowest = level, value
+        return (newest, 1) if lowest < least * MARGIN else (oldest, 0)
+
+    def _condemn(self, page: int) -> None:
+        self._unlink(page)
+        self._place[page] = _CONDEMNED
+        if not self._continuations[page]:
+            self._link(page, LEVELS)
 
     def push(self, page: int, now: float) -> None:
         """Add as the newest. Raises ValueError when it is in the queue."""
@@ -106,14 +121,15 @@ class DensityQueue(LruQueue):
         self._clock += 1
         link, parent = self._links.key(page), self._links.parent(page)
         returns = self._recall(link) if self._returns[page] == _NEW else self._returns[page] + 1
-        self._returns[page] = min(returns, len(_LEVEL) - 1)
+        self._returns[page] = returns = min(returns, len(_LEVEL) - 1)
+        level = _LEVEL[returns]
         self._cached_at[page] = self._clock
         if parent is not None:
             self._parent[page] = parent
             self._continuations[parent] += 1
         self._place[page] = _QUEUED
-        self._link(page, self._level(page))
-        self._model.began(link, self._level(page), self._clock)
+        self._link(page, level)
+        self._model.began(link, level, self._clock)
 
     def discard(self, page: int) -> None:
         """Take out of the queue: its content was asked for. Raises ValueError when it is not in it."""

@@ -38,6 +38,8 @@ FOLLOWED, FOLLOWED_SHARE = 2048, 1 / 16
 
 #: What is assumed before anything is seen: it weighs as much as 8 stays, of which one in ten ends in each step.
 PRIOR_STAYS, PRIOR_CHANCE = 8.0, 0.1
+# The first bin is that much wider than the second: as likely for its width, or being young would look like a fault.
+_PRIOR_CHANCE_YOUNG = PRIOR_CHANCE / (2 ** (1 / STEPS) - 1)
 
 
 class ReuseModel:
@@ -127,7 +129,8 @@ class ReuseModel:
         for age in range(self._bins):
             # Running stays are on average half way through their bin.
             at_risk = reached - running[age] / 2
-            yield min(1.0, (hits[age] + PRIOR_STAYS * PRIOR_CHANCE) / (at_risk + PRIOR_STAYS))
+            prior = PRIOR_CHANCE if age else _PRIOR_CHANCE_YOUNG
+            yield min(1.0, (hits[age] + PRIOR_STAYS * prior) / (at_risk + PRIOR_STAYS))
             reached -= ended[age] + running[age]
 
     def _index(self, chances: list[float]) -> Iterator[float]:

@@ -1,0 +1,238 @@
+"""Replay a trace of requests through the daemon's state object: how many blocks hit, by policy and pool size.
+
+    python -m benchmarks.eviction --trace FILE --pages 1000,3000 --policy lru,density --json
+
+A trace is a file of JSON objects, one request a line, with ``hash_ids``: the ids of the request's blocks, each of which
+stands for its content and all that is before it (the format of the Mooncake traces: Qin et al., FAST 2025). One block
+is one page. A request opens a sequence, which matches the longest cached prefix; allocates the other blocks, records
+them, and is removed. Requests run one after another. The hit rate is matched blocks over all blocks. Of a request with
+more blocks than the pool, the first that fit are played; the others count as misses.
+
+Two more policies are worked out here, as bounds: ``belady`` evicts the block whose next use is furthest away (Belady,
+1966), the deeper one of two; ``unbounded`` never evicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from services.kvcache.cache import KvCache, Limits
+from services.kvcache.demand import Demand, Grant
+from services.kvcache.eviction import POLICIES
+from services.kvcache.layout import PageLayout
+from services.kvcache.pools import CANARY_BYTES
+
+Trace = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the result. ``seconds`` is the time the whole replay took."""
+
+    policy: str
+    pages: int
+    hit_rate: float
+    seconds: float
+
+
+def read_trace(path: Path) -> Trace:
+    """The blocks of each request. Raises ValueError naming the line that is not a request."""
+    trace: Trace = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                blocks = json.loads(line)["hash_ids"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}:{number}: want a JSON object with hash_ids") from error
+            if not isinstance(blocks, list) or not all(isinstance(block, int) for block in blocks):
+                raise ValueError(f"{path}:{number}: hash_ids is not a list of integers")
+            trace.append(blocks)
+    return trace
+
+
+class _NoArena:
+    """Pages nowhere: the replay is of decisions, and nothing is ever written in a page."""
+
+    file_path = ""
+
+    def __init__(self, layout: PageLayout, pages: int, slots: int) -> None:
+        self.size_bytes = pages * layout.page_bytes
+        self._canary = b""
+
+    def canary_offset(self, slot: int) -> int:
+        """Overrides."""
+        return 0
+
+    def write_canary(self, slot: int, canary: bytes) -> None:
+        """Overrides."""
+        self._canary = canary
+
+    def read_answer(self, slot: int) -> bytes:
+        """Overrides; the engine here has seen every canary."""
+        return bytes(byte ^ 0xFF for byte in self._canary)
+
+    def close(self) -> None:
+        """Overrides."""
+
+
+def replay(trace: Trace, pages: int, policy: str) -> int:
+    """Blocks that hit, through the state object."""
+    # A page of one token, which is the block's id: small numbers, whatever ids the trace uses.
+    layout = PageLayout(page_size=1, layers=1, kv_heads=1, head_dim=1, dtype="f32")
+    cache = KvCache(
+        Limits(budget_bytes=1 << 62, eviction=policy),
+        epoch=1,
+        clock=lambda: 0.0,
+        random_bytes=bytes,
+        make_arena=_NoArena,
+        alive=lambda process: None,
+    )
+    session = cache.open_session("replay", "trace", layout, pool_pages=pages)
+    cache.attach_session(session.id, bytes(CANARY_BYTES))
+    tokens: dict[int, int] = {}
+    hits = 0
+    for number, request in enumerate(trace):
+        blocks = [tokens.setdefault(block, len(tokens)) for block in request[:pages]]
+        name = str(number)
+        # One more token, because the last one of a prompt is never matched.
+        demand = Demand(name, [*blocks, 0], "", 0, [], len(blocks), 0)
+        [grant], _ = cache.allocate(session.id, [demand], [])
+        if not isinstance(grant, Grant):
+            raise grant
+        hits += grant.cached_tokens
+        cache.append(session.id, [(name, grant.cached_tokens, blocks[grant.cached_tokens :])])
+        cache.remove(session.id, [name])
+    return hits
+
+
+def unbounded(trace: Trace, pages: int, policy: str) -> int:
+    """Blocks that hit when nothing is ever evicted; ``pages`` does not matter."""
+    seen: set[int] = set()
+    hits = 0
+    for request in trace:
+        hits += sum(1 for _ in itertools.takewhile(seen.__contains__, request))
+        seen.update(request)
+    return hits
+
+
+def belady(trace: Trace, pages: int, policy: str) -> int:
+    """Blocks that hit when the future is known."""
+    never = len(trace)
+    upcoming: list[list[int]] = []
+    seen_at: dict[int, int] = {}
+    for number in range(len(trace) - 1, -1, -1):
+        upcoming.append([seen_at.get(block, never) for block in trace[number]])
+        seen_at.update(dict.fromkeys(trace[number], number))
+    upcoming.reverse()
+
+    # The next use of what is cached. The heap may still hold earlier ones of a block; they count for nothing.
+    cached: dict[int, int] = {}
+    heap: list[tuple[int, int, int]] = []
+    hits = 0
+    for request, following in zip(trace, upcoming, strict=True):
+        blocks = request[:pages]
+        matched = sum(1 for _ in itertools.takewhile(cached.__contains__, blocks))
+        hits += matched
+        for block in blocks[:matched]:
+            del cached[block]  # held now
+        while len(cached) + len(blocks) > pages:
+            use, _, block = heapq.heappop(heap)
+            if cached.get(block) == -use:
+                del cached[block]
+        for depth, (block, use) in enumerate(zip(blocks, following, strict=False)):
+            cached[block] = use
+            heapq.heappush(heap, (-use, -depth, block))
+    return hits
+
+
+POLICY: dict[str, Callable[[Trace, int, str], int]] = {
+    **dict.fromkeys(POLICIES, replay),
+    "belady": belady,
+    "unbounded": unbounded,
+}
+
+
+def measure(trace: Trace, pages: list[int], policies: list[str]) -> list[Row]:
+    """A row for each policy and size."""
+    blocks = sum(map(len, trace))
+    rows = []
+    for policy, size in itertools.product(policies, pages):
+        started = time.perf_counter()
+        hits = POLICY[policy](trace, size, policy)
+        rows.append(Row(policy, size, hits / blocks if blocks else 0.0, time.perf_counter() - started))
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """Rows of text: a line for each size, a column for each policy."""
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    rates = {(row.policy, row.pages): row.hit_rate for row in rows}
+    lines = [f"{'pages':>8}" + "".join(f"{policy:>11}" for policy in policies)]
+    for size in dict.fromkeys(row.pages for row in rows):
+        lines.append(f"{size:8}" + "".join(f"{rates[policy, size]:11.4f}" for policy in policies))
+    return "\n".join(lines)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Draw hit rate against size. Needs matplotlib, which is in the extra ``bench``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    for policy in dict.fromkeys(row.policy for row in rows):
+        of_policy = [row for row in rows if row.policy == policy]
+        style = "--" if POLICY[policy] is not replay else "-o"
+        axes.plot([row.pages for row in of_policy], [row.hit_rate for row in of_policy], style, label=policy)
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("pages in the pool")
+    axes.set_ylabel("blocks that hit")
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.eviction", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="requests, one JSON object a line")
+    parser.add_argument("--pages", default="1000,3000,10000,30000,100000", metavar="N,N", help="sizes (%(default)s)")
+    parser.add_argument("--policy", default=",".join(POLICY), metavar="P,P", help="policies (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON array of rows")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the rows too")
+    options = parser.parse_args(arguments)
+    try:
+        pages = [int(text) for text in options.pages.split(",")]
+    except ValueError:
+        parser.error(f"--pages {options.pages}: want whole numbers, separated by commas")
+    if min(pages) < 1:
+        parser.error(f"--pages {options.pages}: want at least 1")
+    policies = options.policy.split(",")
+    if unknown := [policy for policy in policies if policy not in POLICY]:
+        parser.error(f"--policy {unknown[0]}: want some of {', '.join(POLICY)}")
+    try:
+        trace = read_trace(options.trace)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    rows = measure(trace, pages, policies)
+    if options.plot is not None:
+        plot(rows, options.plot)
+    print(json.dumps([asdict(row) for row in rows]) if options.json else table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
