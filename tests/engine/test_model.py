@@ -46,7 +46,7 @@ def prompt(number: int) -> list[int]:
 
 @cache
 def expected(model: Model, number: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Logits ``[position, vocab]`` and K and V ``[layer, 2, head, position, dim]`` of a prompt run token by token, alone."""
+    """Logits ``[position, vocab]``, K and V ``[layer, 2, head, position, dim]`` of a prompt token by token, alone."""
     pages = arena(model, 1, LENGTH)
     logits = [model.forward([Row([token], at, [0], True)], pages)[0] for at, token in enumerate(prompt(number))]
     return np.stack(logits), pages[0]
@@ -68,6 +68,7 @@ def positions_of(pages: NDArray[np.float32], table: list[int], length: int) -> N
     return np.concatenate(list(pages[table]), axis=3)[:, :, :, :length]
 
 
+@pytest.mark.filterwarnings("error")
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_no_bit_depends_on_batch_chunks_pages_or_prefix_hits(model: Model, data: st.DataObject) -> None:
@@ -215,7 +216,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
         Model.load(tmp_path / "nowhere")
 
 
-# --- the kernels of BLAS -----------------------------------------------------------------------------------------------
+# --- the kernels of BLAS ---------------------------------------------------------------------------------------------
 
 
 def blas_kernels() -> list[str]:

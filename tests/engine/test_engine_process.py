@@ -1,0 +1,186 @@
+"""The engine as a process: start and refusal to start, SIGTERM, kill -9 of either side, the terminal's client."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocmforge.engine.v1 import engine_pb2 as pb
+from rocmforge.engine.v1 import engine_pb2_grpc
+from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
+from services.engine.config import BUNDLED_MODEL
+from tests.engine.running import collect, request
+from tests.processes import ROOT, Service, engine, kvcache
+
+PROMPT = (
+    "KING HENRY:\nOnce more unto the breach, dear friends; or close the wall up with our English dead.\n"
+)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/protos", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="rf-") as name:  # short: the path of a socket has a limit
+        yield Path(name)
+
+
+def stub_of(service: Service) -> Any:
+    return engine_pb2_grpc.EngineServiceStub(service.channel)
+
+
+def pool_of(daemon: Service) -> Any:
+    stub = kvcache_pb2_grpc.KvCacheServiceStub(daemon.channel)
+    assert not stub.Fsck(kvcache_pb2.FsckRequest()).violations
+    [pool] = stub.GetStats(kvcache_pb2.GetStatsRequest()).pools
+    return pool
+
+
+def take(stream: Any, count: int) -> list[int]:
+    """Read on until at least ``count`` tokens came."""
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens += next(stream).token_ids
+    return tokens
+
+
+def sampled(**fields: Any) -> pb.GenerateRequest:
+    return request(PROMPT, max_tokens=600, sampling={"temperature": 0.9, "seed": 11}, **fields)
+
+
+def test_a_killed_and_restarted_daemon_changes_no_token(directory: Path) -> None:
+    with kvcache(directory) as first, engine(directory, first.address, model=BUNDLED_MODEL) as one:
+        stub = stub_of(one)
+        expected = collect(stub.Generate(sampled(cache_salt="alone")))[1]
+        streams = [stub.Generate(sampled()), stub.Generate(request(PROMPT[:30], max_tokens=500))]
+        begun = [take(stream, 20) for stream in streams]
+        first.kill()
+        with kvcache(directory) as second:
+            rest = [collect(stream) for stream in streams]
+            assert begun[0] + rest[0][1] == expected
+            assert len(begun[1] + rest[1][1]) == 500
+            stats = stub.GetStats(pb.GetStatsRequest())
+            assert stats.recoveries == 1 and stats.failed_requests == 0
+            pool = pool_of(second)
+            assert (pool.active_sequences, pool.held_pages, pool.quarantined_pages) == (0, 0, 0)
+            assert one.stop() == 0
+            assert pool_of(second).sessions == 0
+
+
+def test_a_daemon_that_stands_still_for_a_moment(directory: Path) -> None:
+    with kvcache(directory) as daemon, engine(directory, daemon.address, model=BUNDLED_MODEL) as one:
+        stub = stub_of(one)
+        expected = collect(stub.Generate(sampled(cache_salt="alone")))[1]
+        stream = stub.Generate(sampled())
+        tokens = take(stream, 20)
+        daemon.process.send_signal(signal.SIGSTOP)
+        tokens += take(stream, 3)  # from the page it has
+        daemon.process.send_signal(signal.SIGCONT)
+        assert tokens + collect(stream)[1] == expected
+        assert stub.GetStats(pb.GetStatsRequest()).recoveries == 0
+
+
+def test_the_cache_outlives_a_killed_engine(directory: Path) -> None:
+    with kvcache(directory) as daemon:
+        with engine(directory, daemon.address, model=BUNDLED_MODEL) as one:
+            expected = collect(stub_of(one).Generate(sampled()))
+            assert expected[2].usage.cached_tokens == 0
+            stream = stub_of(one).Generate(sampled(cache_salt="dies with it"))
+            take(stream, 5)
+            one.kill()
+        with engine(directory, daemon.address, model=BUNDLED_MODEL, name="next") as other:
+            text, tokens, finish = collect(stub_of(other).Generate(sampled()))
+            assert (text, tokens) == expected[:2]
+            assert finish.usage.cached_tokens == (finish.usage.prompt_tokens - 1) // 16 * 16 > 0
+            while pool_of(daemon).quarantined_pages:  # until the daemon saw that the process is gone
+                pass
+            assert pool_of(daemon).held_pages == 0
+
+
+def test_sigterm_lets_a_stream_end_and_gives_the_session_back(directory: Path) -> None:
+    with kvcache(directory) as daemon, engine(directory, daemon.address, model=BUNDLED_MODEL) as one:
+        stream = stub_of(one).Generate(sampled())
+        tokens = take(stream, 5)
+        one.process.send_signal(signal.SIGTERM)
+        tokens += collect(stream)[1]
+        assert len(tokens) == 600
+        assert one.process.wait(30) == 0
+        assert pool_of(daemon).sessions == 0
+        assert [event["event"] for event in one.events("engine_stopped")] == ["engine_stopped"]
+
+
+def test_it_waits_for_a_daemon_that_comes_later(directory: Path) -> None:
+    with engine(directory, f"unix:{directory}/kvcache.sock", model=BUNDLED_MODEL, wait=False) as one:
+        while not one.events("kvcache_not_ready"):
+            assert one.process.poll() is None
+        with kvcache(directory):
+            one.wait_serving("rocmforge.engine.v1.EngineService")
+            assert len(collect(stub_of(one).Generate(request(max_tokens=4)))[1]) == 4
+            assert one.stop() == 0
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.engine", *arguments],
+        cwd=ROOT,
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--max-batch", "0"], "--max-batch 0: want a whole number from 1 to 1024"),
+        (["--model", "/nonexistent", "--kvcache", "local", "--listen", "127.0.0.1:0"], "/nonexistent"),
+        (["--listen", "0.0.0.0:0"], "--insecure"),
+        (["--listen", "127.0.0.1:0", "--kvcache", "unix:/nonexistent.sock", "--kvcache-patience", "0"], "nonexistent"),
+    ],
+    ids=["flag", "model", "exposure", "daemon"],
+)
+def test_it_says_in_one_line_why_it_cannot_start(arguments: list[str], says: str) -> None:
+    done = run(*arguments)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("rocmforge engine: ") and says in last
+    assert "Traceback" not in done.stderr
+
+
+def test_a_misspelt_variable_is_an_error() -> None:
+    done = run(ROCMFORGE_ENGINE_MAX_BATHC="8")
+    assert done.returncode == 2 and "ROCMFORGE_ENGINE_MAX_BATHC" in done.stderr
+
+
+def test_help_tells_every_flag() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for flag in ("--model", "--kvcache", "--listen", "--max-batch", "--kvcache-patience", "--pool-id", "--tls-cert"):
+        assert flag in done.stdout
+    assert run("generate", "--help").returncode == 0
+
+
+def test_an_address_in_use_and_the_client(directory: Path) -> None:
+    with engine(directory, "local", model=BUNDLED_MODEL) as one:
+        second = run("--listen", one.address, "--kvcache", "local")
+        assert second.returncode == 2 and "another server listens there" in second.stderr
+        base = ["generate", "--target", one.address]
+        done = run(*base, "ROMEO:", "--max-tokens", "12", "--temperature", "0", "--show-usage")
+        assert done.returncode == 0, done.stderr
+        expected = collect(stub_of(one).Generate(request("ROMEO:", max_tokens=12)))[0]
+        assert done.stdout.rstrip("\n") == expected.rstrip("\n") and done.stdout.endswith("\n")
+        assert "completion 12 tokens" in done.stderr and "seed" in done.stderr
+        assert run(*base, "ROMEO:", "--max-tokens", "12", "--temperature", "0").stdout == done.stdout
+        bad = run(*base, "x", "--top-p", "7")
+        assert bad.returncode == 1 and bad.stderr.startswith("rocmforge generate: FIELD_INVALID: top_p")
+        unfit = run(*base, "x", "--max-tokens", "-1")
+        assert unfit.returncode == 2 and len(unfit.stderr.splitlines()) == 1
+    gone = run(*base, "x")
+    assert gone.returncode == 1 and len(gone.stderr.splitlines()) == 1 and "UNAVAILABLE" in gone.stderr
