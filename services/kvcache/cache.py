@@ -22,6 +22,7 @@ from services.errors import (
 from services.kvcache import demand
 from services.kvcache.demand import Demand, Grant
 from services.kvcache.events import EventRing
+from services.kvcache.explain import PageAnswer, explain
 from services.kvcache.layout import PageLayout
 from services.kvcache.pool import Pool
 from services.kvcache.pools import CANARY_BYTES, ArenaMaker, Pools
@@ -287,6 +288,10 @@ class KvCache:
         """Free cached pages, the least recently used first; how many. Raises PoolUnknown."""
         pool = self.pools.get(pool_id)
         return pool.evict(pool.table.total if most is None else most)
+
+    def explain(self, pool_id: str, prompt: list[int], salt: str) -> list[PageAnswer]:
+        """Why the prompt's pages are cached or not; changes nothing. Raises PoolUnknown, FieldInvalid."""
+        return explain(self.pools.get(pool_id), self.events, demand.prompt_array(prompt, "prompt"), salt)
 
     def drop_pool(self, pool_id: str) -> None:
         """Give the memory of a pool that nobody uses back. Raises PoolUnknown, PoolInUse."""

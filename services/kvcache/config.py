@@ -74,9 +74,7 @@ class Config:
             "seconds after which an untouched sequence is taken for leaked and ended",
             metavar="S",
         )
-        flags.add(
-            "--event-ring", whole(1, 10**8), 65536, "events kept for readers of WatchEvents that resume", metavar="N"
-        )
+        flags.add("--event-ring", whole(1, 10**8), 65536, "pages whose coming and going is remembered", metavar="N")
         values = flags.parse(arguments, environ)
         memory = values["memory"]
         config = cls(

@@ -6,7 +6,8 @@ Each function either raises a ServiceError and has changed nothing, or does all 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as member
 
 from services.errors import FieldInvalid, QuotaExceeded, SequenceExists, SequenceMismatch, TooManySequences
 from services.kvcache.pool import Pool
@@ -43,7 +44,7 @@ class Grant:
     first_index: int
     pages: list[tuple[int, int]]
     cached_tokens: int
-    copies: list[Copy] = field(default_factory=list)
+    copies: list[Copy] = member(default_factory=list)
 
 
 def serve(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
@@ -52,7 +53,7 @@ def serve(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
     if sequence is None:
         return _open(session, pool, demand, now)
     if demand.prompt is not None:
-        digest = digest_opening(_prompt_array(demand.prompt), demand.salt)
+        digest = digest_opening(prompt_array(demand.prompt), demand.salt)
         if digest != sequence.opening_digest:
             raise SequenceMismatch(f"sequence {sequence.id!r} is open with another prompt or salt", field="opening")
     pool.check_tokens(sequence, demand.start, demand.tokens)
@@ -78,7 +79,7 @@ def _open(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
     if demand.start or demand.tokens:
         raise FieldInvalid("tokens: nothing can be resident before a sequence is opened", field="tokens")
     _check_room_for_sequence(session)
-    prompt = _prompt_array(demand.prompt)
+    prompt = prompt_array(demand.prompt)
     matched = pool.match(prompt, demand.salt)
     total = max(len(matched), demand.total_pages)
     _check_known_pages(demand.known_pages, total)
@@ -157,13 +158,14 @@ def _check_quota(session: Session, more: int) -> None:
         )
 
 
-def _prompt_array(prompt: list[int]) -> array[int]:
+def prompt_array(prompt: list[int], field: str = "opening.prompt") -> array[int]:
+    """A prompt's tokens. Raises FieldInvalid when there are none, or one is not a uint32."""
     if not prompt:
-        raise FieldInvalid("opening.prompt is empty; it needs at least one token", field="opening.prompt")
+        raise FieldInvalid(f"{field} is empty; it needs at least one token", field=field)
     try:
         return token_array(prompt)
     except OverflowError as error:
-        raise FieldInvalid("opening.prompt: a token is not a uint32", field="opening.prompt") from error
+        raise FieldInvalid(f"{field}: a token is not a uint32", field=field) from error
 
 
 def _check_known_pages(known: int, total: int) -> None:

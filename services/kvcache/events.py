@@ -44,10 +44,13 @@ class Event:
 
 
 class EventRing:
-    """The last ``capacity`` events. Consecutive news of one kind are one event until somebody reads it."""
+    """The last events, up to ``capacity`` links. Consecutive news of one kind are one event until somebody reads it."""
 
     def __init__(self, capacity: int) -> None:
-        self._events: deque[Event] = deque(maxlen=capacity)
+        self._capacity = capacity
+        self._links = 0
+        self._event_links = min(MAX_LINKS, capacity)
+        self._events: deque[Event] = deque()
         self._last = 0
         self._read = 0  # events up to this one were read, and may not change any more
         self._listeners: list[Callable[[], None]] = []
@@ -61,13 +64,16 @@ class EventRing:
     def add(self, pool_id: str, kind: EventKind, link: Link) -> None:
         """Tell of one link."""
         last = self._events[-1] if self._events and self._last > self._read else None
-        if last is None or last.pool_id != pool_id or last.kind is not kind or len(last.links) >= MAX_LINKS:
+        if last is None or last.pool_id != pool_id or last.kind is not kind or len(last.links) >= self._event_links:
             self._last += 1
             last = Event(self._last, pool_id, kind)
             self._events.append(last)
             for listener in self._listeners:
                 listener()
         last.links.append(link)
+        self._links += 1
+        while self._links > self._capacity and len(self._events) > 1:
+            self._links -= len(self._events.popleft().links)
 
     def after(self, number: int, limit: int = 64) -> tuple[bool, list[Event]]:
         """Whether events behind ``number`` were lost, and the next ones that are still here, oldest first."""
@@ -78,6 +84,16 @@ class EventRing:
         if found:
             self._read = max(self._read, found[-1].number)
         return gap, found
+
+    def fates(self, pool_id: str, hashes: set[int]) -> dict[int, EventKind]:
+        """What last happened to those of the links that are gone, as far back as events are kept."""
+        found: dict[int, EventKind] = {}
+        for event in self._events:
+            if event.pool_id == pool_id:
+                for link in event.links:
+                    if link.hash in hashes:
+                        found[link.hash] = event.kind
+        return {hash_: kind for hash_, kind in found.items() if kind is not EventKind.STORED}
 
     def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Have ``listener`` called whenever a new event begins; returns what ends that."""

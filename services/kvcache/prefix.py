@@ -17,6 +17,7 @@ primary, is indexed; the others stand by while their holders live. The parent ru
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -96,6 +97,28 @@ class PrefixIndex:
             pages.append(page)
             parent, first = key, False
         return pages
+
+    def chain(self, salt: str, chunks: Iterable[bytes]) -> Iterator[int]:
+        """The hash of each link of a chain, cached or not."""
+        parent = root_hash(salt)
+        for tokens in chunks:
+            parent = self._chain_hash(parent, tokens)
+            yield parent
+
+    def salts(self) -> set[str]:
+        """Salts under which something is published."""
+        return set(self._salts.values())
+
+    def continuations(self, parent: int) -> Iterator[bytes]:
+        """Tokens of the pages published behind a link, or behind a salt's root. Walks the whole pool."""
+        at = 0
+        with contextlib.suppress(ValueError):
+            while True:
+                at = self._parents.index(parent, at)
+                tokens = self._tokens[at]
+                if tokens is not None:
+                    yield tokens
+                at += 1
 
     def publish(self, page: int, parent: int | None, tokens: bytes, salt: str) -> bool:
         """Make ``page`` the link of ``tokens`` behind ``parent`` (None: the salt's root).

@@ -16,6 +16,7 @@ from services.errors import FieldInvalid, ServiceError
 from services.kvcache.cache import KvCache
 from services.kvcache.demand import Demand, Grant
 from services.kvcache.events import MAX_LINKS, Event, EventKind, Link
+from services.kvcache.explain import PageAnswer
 from services.kvcache.layout import PageLayout
 from services.kvcache.pool import Pool
 from services.kvcache.sequence import Sequence
@@ -205,6 +206,13 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         )
 
     @maps_errors
+    async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
+        """See the proto."""
+        _check_name(request.salt, "salt", least=0)
+        answers = self._cache.explain(request.pool_id, list(request.prompt), request.salt)
+        return pb.ExplainPrefixResponse(epoch=self._cache.epoch, pages=[_page_answer(answer) for answer in answers])
+
+    @maps_errors
     async def EvictPages(self, request: pb.EvictPagesRequest, context: Any) -> pb.EvictPagesResponse:
         """See the proto."""
         most = request.max_pages if request.HasField("max_pages") else None
@@ -309,6 +317,14 @@ def _grant(sequence_id: str, grant: Grant) -> pb.SequenceGrant:
         copies=[
             pb.PageCopy(index=copy.index, source=_page(copy.source), target=_page(copy.target)) for copy in grant.copies
         ],
+    )
+
+
+def _page_answer(answer: PageAnswer) -> pb.PageExplanation:
+    return pb.PageExplanation(
+        outcome=getattr(pb, f"PAGE_OUTCOME_{answer.outcome.name}"),
+        page=_page(answer.page) if answer.page is not None else None,
+        diverged_at=answer.diverged_at,
     )
 
 

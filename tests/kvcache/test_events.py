@@ -21,7 +21,7 @@ def test_news_of_one_kind_are_one_event_until_read() -> None:
 
 
 def test_kinds_and_pools_do_not_mix_and_events_are_bounded() -> None:
-    ring = EventRing(10)
+    ring = EventRing(5000)
     add(ring, 1)
     add(ring, 1, EventKind.EVICTED)
     add(ring, 1, EventKind.EVICTED, pool="q")
@@ -39,6 +39,23 @@ def test_a_reader_behind_the_ring_sees_a_gap_and_one_at_its_end_does_not() -> No
     assert [event.number for event in ring.after(5)[1]] == [6, 7, 8]
     assert ring.after(8) == (False, [])
     assert ring.after(9)[0], "a number of another epoch"
+
+
+def test_the_bound_is_on_links() -> None:
+    ring = EventRing(100)
+    for kind in [EventKind.STORED, EventKind.EVICTED] * 20:
+        add(ring, 10, kind)
+    assert sum(len(event.links) for event in ring.after(ring.last_number - 10)[1]) == 100
+    assert ring.after(ring.last_number - 11)[0]
+
+
+def test_fates_are_the_last_ones() -> None:
+    ring = EventRing(100)
+    add(ring, 2)
+    add(ring, 2, EventKind.EVICTED)
+    ring.add("p", EventKind.STORED, Link(0, 0))
+    ring.add("q", EventKind.EVICTED, Link(5, 0))
+    assert ring.fates("p", {0, 1, 5}) == {1: EventKind.EVICTED}
 
 
 def test_limit() -> None:

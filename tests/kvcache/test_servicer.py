@@ -110,6 +110,16 @@ def test_a_fork_shares_until_somebody_writes(running: Running) -> None:
     assert not running.stub.Fsck(pb.FsckRequest()).violations
 
 
+def test_a_prompt_is_explained(running: Running) -> None:
+    session = running.session()
+    publish(running, session, "a", list(range(8)))
+    request = pb.ExplainPrefixRequest(pool_id="pool", prompt=[0, 1, 2, 3, 4, 5, 9, 9, 9])
+    hit, diverged, last = running.stub.ExplainPrefix(request).pages
+    assert hit.outcome == pb.PAGE_OUTCOME_HIT and hit.page.page_id == 0
+    assert diverged.outcome == pb.PAGE_OUTCOME_DIVERGED and diverged.diverged_at == 6
+    assert last.outcome == pb.PAGE_OUTCOME_LAST_TOKEN
+
+
 def test_operators_evict_expire_and_drop(running: Running) -> None:
     session = running.session()
     allocate(running, session, opening("a", list(range(9)), 3), opening("idle", [1], 1))
@@ -324,6 +334,8 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
     ("ForkSequence", lambda r: fork(r, "live", "new", max_pages=2), "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED", "", "quota is 2"),
     ("ForkSequence", lambda r: fork(r, "live", "new", session="x"), "FAILED_PRECONDITION", "SESSION_EXPIRED", "", "open a new one"),
     ("ForkSequence", lambda r: fork(r, "live", "new", session=unattached(r)), "FAILED_PRECONDITION", "SESSION_NOT_ATTACHED", "", "AttachSession"),
+    ("ExplainPrefix", lambda r: refused(lambda: r.stub.ExplainPrefix(pb.ExplainPrefixRequest(pool_id="none", prompt=[1]))), "NOT_FOUND", "POOL_UNKNOWN", "pool_id", "'none'"),
+    ("ExplainPrefix", lambda r: refused(lambda: r.session() and r.stub.ExplainPrefix(pb.ExplainPrefixRequest(pool_id="pool"))), "INVALID_ARGUMENT", "FIELD_INVALID", "prompt", "at least one"),
     ("EvictPages", lambda r: refused(lambda: r.stub.EvictPages(pb.EvictPagesRequest(pool_id="none"))), "NOT_FOUND", "POOL_UNKNOWN", "pool_id", "'none'"),
     ("ExpireSequences", lambda r: refused(lambda: r.stub.ExpireSequences(pb.ExpireSequencesRequest())), "INVALID_ARGUMENT", "FIELD_INVALID", "older_than", "0 s or more"),
     ("DropPool", lambda r: refused(lambda: r.stub.DropPool(pb.DropPoolRequest(pool_id="none"))), "NOT_FOUND", "POOL_UNKNOWN", "pool_id", "'none'"),
