@@ -1,0 +1,361 @@
+"""What the daemon's work adds to a call, and what a page costs as the pool grows.
+
+Calls: each RPC in a batch size against a bare gRPC server that parses the same request and answers with the same
+response, from a process of its own as the daemon is, called alternately. Pages: the state object alone, full of cached
+pages, so that every allocation evicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import itertools
+import json
+import mmap
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from services.healthcheck import wait_serving
+from services.kvcache.cache import KvCache, Limits
+from services.kvcache.demand import Demand
+from services.kvcache.layout import PageLayout
+from services.serving import MAX_MESSAGE_BYTES
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = 16
+OPS: dict[str, tuple[type[Message], type[Message]]] = {
+    "AllocatePages": (pb.AllocatePagesRequest, pb.AllocatePagesResponse),
+    "AppendTokens": (pb.AppendTokensRequest, pb.AppendTokensResponse),
+    "RemoveSequences": (pb.RemoveSequencesRequest, pb.RemoveSequencesResponse),
+}
+BARS = {1: 1.3, 256: 2.0}
+CHANNEL = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallRow:
+    """Microseconds of a round trip; ``ratio`` of the medians."""
+
+    op: str
+    batch: int
+    p50_us: float
+    p99_us: float
+    echo_p50_us: float
+    ratio: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PageRow:
+    """Cost of opening, filling and removing, per page; resident bytes per cached page, its tokens included."""
+
+    pages: int
+    us_per_page: float
+    bytes_per_page: float
+
+
+# --- the echo ----------------------------------------------------------------------------------------------------
+
+
+async def serve_echo(address: str) -> None:
+    """Answer each op with the response that ``Prime<op>`` was last sent."""
+    primed: dict[str, Message] = {}
+    handlers: dict[str, grpc.RpcMethodHandler] = {}
+
+    def add(name: str, request: type[Message], response: type[Message]) -> None:
+        async def echo(message: Any, context: Any) -> Message:
+            return primed[name]
+
+        async def prime(message: Any, context: Any) -> Message:
+            primed[name] = message
+            return message
+
+        handlers[name] = grpc.unary_unary_rpc_method_handler(echo, request.FromString, response.SerializeToString)
+        handlers[f"Prime{name}"] = grpc.unary_unary_rpc_method_handler(
+            prime, response.FromString, response.SerializeToString
+        )
+
+    for name, (request, response) in OPS.items():
+        add(name, request, response)
+    server = grpc.aio.server(options=CHANNEL)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Echo", handlers),))
+    server.add_insecure_port(address)
+    await server.start()
+    print("ready", flush=True)
+    await server.wait_for_termination()
+
+
+class Echo:
+    """The echo's client."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._calls = {
+            f"{prefix}{name}": channel.unary_unary(
+                f"/bench.Echo/{prefix}{name}",
+                request_serializer=(response if prefix else request).SerializeToString,
+                response_deserializer=response.FromString,
+            )
+            for name, (request, response) in OPS.items()
+            for prefix in ("", "Prime")
+        }
+
+    def prime(self, op: str, response: Message) -> None:
+        """Have calls of an op answered with this."""
+        self._calls[f"Prime{op}"](response)
+
+    def call(self, op: str, request: Message) -> None:
+        """One round trip."""
+        self._calls[op](request)
+
+
+@contextlib.contextmanager
+def servers() -> Iterator[tuple[Any, Echo]]:
+    """The daemon's stub and the echo's client, each server a process."""
+    with tempfile.TemporaryDirectory(prefix="rf-bench-") as name, contextlib.ExitStack() as stack:
+        cache, echo = f"unix:{name}/k.sock", f"unix:{name}/e.sock"
+        command = [sys.executable, "-m", "services.kvcache", "--listen", cache, "--arena-dir", f"{name}/arena"]
+        daemon = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        stack.callback(stop, daemon)
+        command = [sys.executable, "-m", "benchmarks.cache", "--serve-echo", echo]
+        other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+        stack.callback(stop, other)
+        wait_serving(cache, alive=lambda: daemon.poll() is None, timeout_s=60)
+        if other.stdout is None or other.stdout.readline() != b"ready\n":
+            raise RuntimeError("the echo did not start")
+        channels = [stack.enter_context(grpc.insecure_channel(at, options=CHANNEL)) for at in (cache, echo)]
+        yield kvcache_pb2_grpc.KvCacheServiceStub(channels[0]), Echo(channels[1])
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a child."""
+    process.terminate()
+    process.wait(30)
+
+
+# --- calls ---------------------------------------------------------------------------------------------------------
+
+
+class Session:
+    """An attached session whose sequences step as an engine's do: a page of tokens and a page more, each call."""
+
+    def __init__(self, stub: Any) -> None:
+        self.stub = stub
+        layout = pb.PageLayout(page_size=PAGE, layers=1, kv_heads=1, head_dim=8, data_type=pb.DATA_TYPE_F16)
+        opened = stub.OpenSession(pb.OpenSessionRequest(pool_id="bench", layout=layout, pool_pages=200_000))
+        arena = opened.arena
+        with open(arena.file_path, "r+b") as file, mmap.mmap(file.fileno(), arena.size_bytes) as memory:
+            at = arena.canary_offset
+            canary = memory[at : at + 32]
+            memory[at + 32 : at + 64] = bytes(byte ^ 0xFF for byte in canary)
+        self.id = opened.session_id
+        stub.AttachSession(pb.AttachSessionRequest(session_id=self.id, seen=canary))
+        self._numbers = itertools.count()
+        self.names: list[str] = []
+        self._step = 0
+
+    def open(self, batch: int, pages: int) -> None:
+        """A fresh batch of sequences with so many pages each."""
+        number = next(self._numbers)
+        self.names = [f"{number}-{at}" for at in range(batch)]
+        demands = [
+            pb.SequenceDemand(sequence_id=name, opening=pb.SequenceOpening(prompt=[number, at]), total_pages=pages)
+            for at, name in enumerate(self.names)
+        ]
+        self.stub.AllocatePages(pb.AllocatePagesRequest(session_id=self.id, demands=demands))
+        self._step = 0
+
+    def remove(self) -> None:
+        """Let the batch go, and its cached pages too, which the next batch should not have to evict."""
+        self.stub.RemoveSequences(pb.RemoveSequencesRequest(session_id=self.id, sequence_ids=self.names))
+        self.stub.EvictPages(pb.EvictPagesRequest(pool_id="bench"))
+
+    def tokens(self, at: int) -> list[int]:
+        """The page of tokens that sequence ``at`` runs in this step."""
+        return [self._step * 7 + at + token for token in range(PAGE)]
+
+    def request(self, op: str) -> Message:
+        """The next step's request."""
+        step, self._step = self._step, self._step + 1
+        if op == "RemoveSequences":
+            return pb.RemoveSequencesRequest(session_id=self.id, sequence_ids=self.names)
+        if op == "AppendTokens":
+            appends = [
+                pb.SequenceTokens(sequence_id=name, start=step * PAGE, tokens=self.tokens(at))
+                for at, name in enumerate(self.names)
+            ]
+            return pb.AppendTokensRequest(session_id=self.id, appends=appends)
+        demands = [
+            pb.SequenceDemand(
+                sequence_id=name,
+                start=step * PAGE,
+                tokens=self.tokens(at),
+                total_pages=step + 2,
+                known_pages=step + 1,
+            )
+            for at, name in enumerate(self.names)
+        ]
+        return pb.AllocatePagesRequest(session_id=self.id, demands=demands)
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Microseconds, and what the call returned."""
+    began = time.perf_counter_ns()
+    result = call()
+    return (time.perf_counter_ns() - began) / 1e3, result
+
+
+def measure_call(session: Session, echo: Echo, op: str, batch: int, calls: int) -> CallRow:
+    """Alternate the daemon and the echo on the same requests."""
+    ours, theirs = list[float](), list[float]()
+    steps = 1 if op == "RemoveSequences" else 40
+    while len(ours) < calls + 20:
+        session.open(batch, 1 if op == "AllocatePages" else steps)
+        for _ in range(steps):
+            request = session.request(op)
+            took, response = timed(partial(getattr(session.stub, op), request))
+            ours.append(took)
+            if not theirs:
+                echo.prime(op, response)
+            theirs.append(timed(partial(echo.call, op, request))[0])
+        session.remove()
+    ours, theirs = ours[20:], theirs[20:]  # the first ones warm up
+    p50, echo_p50 = statistics.median(ours), statistics.median(theirs)
+    p99 = statistics.quantiles(ours, n=100)[98]
+    return CallRow(op, batch, round(p50, 1), round(p99, 1), round(echo_p50, 1), round(p50 / echo_p50, 3))
+
+
+# --- pages ---------------------------------------------------------------------------------------------------------
+
+
+class NoArena:
+    """An arena of a pool whose pages nobody touches."""
+
+    file_path = ""
+    size_bytes = 0
+
+    def canary_offset(self, slot: int) -> int:
+        """Nowhere."""
+        return 0
+
+    def write_canary(self, slot: int, canary: bytes) -> None:
+        """Keep it, as the engine would answer it."""
+        self.answer = bytes(byte ^ 0xFF for byte in canary)
+
+    def read_answer(self, slot: int) -> bytes:
+        """What the engine would have written."""
+        return self.answer
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def measure_pages(pages: int) -> PageRow:
+    """Fill a pool with cached pages, then time allocations that evict. Run in a process of its own."""
+    empty = resident_bytes()
+    cache = KvCache(
+        Limits(budget_bytes=1 << 60, pool_pages=pages, default_ttl_s=600.0),
+        epoch=1,
+        clock=time.monotonic,
+        random_bytes=bytes,
+        make_arena=lambda layout, count, slots: NoArena(),
+        alive=lambda process: None,
+    )
+    layout = PageLayout(page_size=PAGE, layers=1, kv_heads=1, head_dim=8, dtype="f16")
+    session = cache.open_session("bench", "bench", layout)
+    cache.attach_session(session.id, session.canary)
+    numbers, chunk = itertools.count(), 50
+
+    def request() -> None:
+        """One sequence of ``chunk`` pages: opened, filled, removed."""
+        number = next(numbers)
+        name, prompt = str(number), [number]
+        tokens = [number & 0xFFFFFFFF, *range(chunk * PAGE - 1)]
+        cache.allocate(session.id, [Demand(name, prompt, "", 0, [], chunk, 0)], [])
+        cache.allocate(session.id, [Demand(name, None, "", 0, tokens, 0, chunk)], [])
+        cache.remove(session.id, [name])
+
+    def five() -> None:
+        """Enough at a time for the clock."""
+        for _ in range(5):
+            request()
+
+    for _ in range(pages // chunk):
+        request()
+    [pool] = cache.pools
+    if pool.table.cached_count < pages - chunk:
+        raise RuntimeError(f"only {pool.table.cached_count} of {pages} pages are cached")
+    per_page = (resident_bytes() - empty) / pages
+    rounds: list[float] = []
+    for _ in range(40):
+        rounds.append(timed(five)[0] / (5 * chunk))
+    return PageRow(pages, round(statistics.median(rounds), 3), round(per_page, 1))
+
+
+# --- both ----------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Returns the exit status: 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cache", description=__doc__)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256], help="batch sizes (default 1 64 256)")
+    parser.add_argument("--pages", type=int, nargs="*", default=[1000, 100_000, 1_000_000], help="pool sizes")
+    parser.add_argument("--calls", type=int, default=400, help="calls that count, each (default 400)")
+    parser.add_argument("--json", action="store_true", help="one JSON object a row instead of tables")
+    parser.add_argument("--serve-echo", metavar="ADDRESS", help=argparse.SUPPRESS)
+    parser.add_argument("--one-pool", type=int, help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.serve_echo:
+        asyncio.run(serve_echo(flags.serve_echo))
+        return 0
+    if flags.one_pool:
+        print(json.dumps(dataclasses.asdict(measure_pages(flags.one_pool))))
+        return 0
+    missed = False
+    if not flags.json:
+        print(f"{'op':16} {'batch':>5} {'p50 us':>8} {'p99 us':>8} {'echo p50':>9} {'ratio':>6}")
+    with servers() as (stub, echo):
+        session = Session(stub)
+        for op, batch in itertools.product(OPS, flags.batch):
+            row = measure_call(session, echo, op, batch, flags.calls)
+            missed |= row.ratio > BARS.get(batch, float("inf"))
+            text = f"{op:16} {batch:5} {row.p50_us:8.1f} {row.p99_us:8.1f} {row.echo_p50_us:9.1f} {row.ratio:6.3f}"
+            print(json.dumps(dataclasses.asdict(row)) if flags.json else text, flush=True)
+    costs: list[PageRow] = []
+    if flags.pages and not flags.json:
+        print(f"\n{'pages':>9} {'us/page':>8} {'bytes/page':>11}")
+    for pages in flags.pages:
+        # A process each: memory that an earlier pool returned would be counted as nobody's.
+        command = [sys.executable, "-m", "benchmarks.cache", "--one-pool", str(pages)]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+        costs.append(PageRow(**json.loads(done.stdout)))
+        one = costs[-1]
+        text = f"{one.pages:9} {one.us_per_page:8.3f} {one.bytes_per_page:11.1f}"
+        print(json.dumps(dataclasses.asdict(one)) if flags.json else text, flush=True)
+    if costs:
+        flat = max(one.us_per_page for one in costs) / min(one.us_per_page for one in costs)
+        missed |= flat > 1.5 or costs[-1].bytes_per_page > 400
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
