@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.errors import InvalidConfiguration
+from services.kvcache import density
 from services.kvcache.config import Config
 from services.kvcache.density import DensityQueue
 from services.kvcache.eviction import POLICIES, make_queue
@@ -110,13 +111,22 @@ def test_with_nothing_learned_the_oldest_goes_first(policy: str) -> None:
     assert drain(queue) == list(range(TOTAL))
 
 
-@both
+class Whims(ReuseModel):
+    """Values without rhyme or reason."""
+
+    def value(self, level: int, age: int) -> float:
+        return link_of((level, age)) / 2**64
+
+
+@pytest.mark.parametrize("kind", ["lru", "density", "whims"])
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_a_victim_never_has_a_queued_continuation(policy: str, data: st.DataObject) -> None:
+def test_a_victim_never_has_a_queued_continuation(kind: str, data: st.DataObject) -> None:
     """Sequences over a tree: each holds a path from the root, and lets go of it from its end."""
     forest, total = Forest(), 15
-    queue = make_queue(policy, total, forest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(density, "ReuseModel", Whims if kind == "whims" else ReuseModel)
+        queue = make_queue("lru" if kind == "lru" else "density", total, forest)
     forest.parents = {page: (page - 1) // 2 for page in range(1, total)}
     for step in range(data.draw(st.integers(1, 40))):
         if data.draw(st.booleans()):
