@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 
@@ -40,6 +41,8 @@ async def _serve(config: Config, stop: asyncio.Event) -> None:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await starting
             return
         starting.result()
         log.info(

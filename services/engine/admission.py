@@ -95,14 +95,12 @@ class Admission:
         taken = held + sum(self._may_grow(sequence, len(sequence.pages)) for sequence in running)
         tokens = 0
         for nth, sequence in enumerate(islice(waiting, min(1, slots) if self._probing else slots)):
-            pages = self.pages_for(sequence.resident_target)
-            if nth + len(running) > 0:  # one alone is always tried: the source knows better than we do
-                room = self.total_pages - taken
-                if pages > room and pages - self._shared_pages(sequence, running) > room:
-                    self.close()
-                    return
-                if nth and tokens + sequence.num_tokens > OPENING_TOKENS:
-                    return
+            pages, room = self.pages_for(sequence.resident_target), self.total_pages - taken
+            if pages > room and pages - self._shared_pages(sequence, running) > room:
+                self.close()
+                return
+            if nth and tokens + sequence.num_tokens > OPENING_TOKENS:
+                return
             taken += pages + self._may_grow(sequence, pages)
             tokens += sequence.num_tokens
             yield sequence

@@ -195,7 +195,8 @@ class EngineLoop:
         try:
             grants = exchange.result()
         except ServiceError as error:
-            if isinstance(error, KvCacheDown) and self._proven:
+            # A session that is not proven, or about to be given back, is not worth waiting for.
+            if isinstance(error, KvCacheDown) and self._proven and not self._stopping:
                 self.scheduler.unanswered()
                 self._back_off(error)
             else:
@@ -322,6 +323,9 @@ class EngineLoop:
             "cached_tokens": sequence.cached_tokens,
             "completion_tokens": sequence.num_generated_tokens,
             "preemptions": sequence.preemptions,
+            "queue_s": _since(sequence.request.submitted_at, sequence.admitted_at),
+            "first_token_s": _since(sequence.request.submitted_at, sequence.first_token_at),
+            "total_s": _since(sequence.request.submitted_at, sequence.finished_at),
         }
         if outcome.error is not None:
             self.totals.failed_requests += 1
@@ -332,3 +336,7 @@ class EngineLoop:
         else:
             self.totals.finished_requests += 1
             log.info("request_finished", reason=outcome.reason.name if outcome.reason else "", **fields)
+
+
+def _since(began: float, at: float | None) -> float | None:
+    return None if at is None else round(at - began, 6)

@@ -187,7 +187,8 @@ class _Pending:
         self, source: Scripted, demands: list[Demand], removed: list[str], fault: tuple[ServiceError, bool] | None
     ) -> None:
         self._source, self._demands, self._removed = source, demands, removed
-        self._error, served = fault if fault is not None else (None, True)
+        served = fault is None or fault[1]
+        self._error = None if fault is None else fault[0]
         self._grants: list[Grant] | None = None
         self._serve = served
         if served and not source.late:

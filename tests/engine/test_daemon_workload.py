@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +16,7 @@ from services.engine.admission import Limits
 from services.engine.kvclient import GrpcPageSource
 from services.engine.loop import EngineLoop
 from services.engine.pagesource import Geometry
-from services.engine.sequence import FinishReason
+from services.engine.sequence import FinishReason, Request
 from services.errors import ExceedsPool, KvCacheDown
 from tests.engine.fakes import Clock, Harness, Scripted, TokenMemory, alone, make_request
 from tests.engine.test_workload import prompts
@@ -66,10 +67,10 @@ requests = st.tuples(prompts, st.integers(1, 14), st.integers(0, 1), st.sampled_
     late=st.booleans(),
 )
 def test_every_output_is_the_output_alone(
-    daemon: Running, workload: list[object], pages: int, max_batch: int, max_step_tokens: int, late: bool
+    daemon: Running, workload: list[Any], pages: int, max_batch: int, max_step_tokens: int, late: bool
 ) -> None:
     harness = DaemonHarness(daemon, pages, Limits(max_batch, max_step_tokens, 100), late)
-    asked = {}
+    asked: dict[str, Request] = {}
     for operation in workload:
         match operation:
             case (prompt, max_tokens, seed, salt):

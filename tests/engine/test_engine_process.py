@@ -20,9 +20,7 @@ from services.engine.config import BUNDLED_MODEL
 from tests.engine.running import collect, request
 from tests.processes import ROOT, Service, engine, kvcache
 
-PROMPT = (
-    "KING HENRY:\nOnce more unto the breach, dear friends; or close the wall up with our English dead.\n"
-)
+PROMPT = "KING HENRY:\nOnce more unto the breach, dear friends; or close the wall up with our English dead.\n"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/protos", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -124,6 +122,14 @@ def test_it_waits_for_a_daemon_that_comes_later(directory: Path) -> None:
             one.wait_serving("rocmforge.engine.v1.EngineService")
             assert len(collect(stub_of(one).Generate(request(max_tokens=4)))[1]) == 4
             assert one.stop() == 0
+
+
+def test_sigterm_while_it_still_waits_for_its_daemon(directory: Path) -> None:
+    with engine(directory, f"unix:{directory}/none.sock", model=BUNDLED_MODEL, wait=False) as one:
+        while not one.events("kvcache_not_ready"):
+            assert one.process.poll() is None
+        assert one.stop() == 0
+        assert "Traceback" not in one.log()
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -266,6 +266,19 @@ def test_a_lost_session_is_opened_anew_and_nobody_notices() -> None:
     harness.check_empty()
 
 
+def test_a_daemon_that_comes_back_with_a_smaller_pool() -> None:
+    harness = Harness(pages=32)
+    harness.submit(make_request("large", [1] * 40, max_tokens=20), make_request("small", max_tokens=20))
+    harness.iterate(3)
+    harness.local = harness.source.inner = LocalPageSource(8, 4)
+    harness.source.faults = [(SessionExpired("restarted"), False)]
+    harness.source.lease = False
+    harness.until_idle()
+    assert isinstance(error_of(harness, "large"), ExceedsPool)
+    assert harness.tokens["small"] == alone(make_request("small", max_tokens=20))
+    harness.check_empty()
+
+
 def test_no_step_is_launched_once_the_lease_is_in_doubt() -> None:
     harness = Harness()
     harness.submit(make_request("a", max_tokens=20))
@@ -359,6 +372,15 @@ def test_a_daemon_that_opens_sessions_and_serves_none_counts_as_gone() -> None:
     assert harness.source.reopened < 30
 
 
+def test_a_daemon_that_opens_sessions_and_then_is_silent_counts_as_gone() -> None:
+    harness = Harness(patience_s=5)
+    harness.submit(make_request("a"))
+    harness.source.lease = False
+    harness.source.faults = [(KvCacheDown("silent"), False)] * 200
+    harness.until_idle()
+    assert isinstance(error_of(harness, "a"), KvCacheDown)
+
+
 def test_an_idle_engine_keeps_a_session_ready() -> None:
     harness = Harness()
     assert harness.loop.iterate() == IDLE_CHECK_S
@@ -379,6 +401,16 @@ def test_what_ends_while_nobody_answers_is_told_when_the_session_is_over() -> No
     harness.source.lease = False
     harness.iterate()
     assert harness.reason("a") is FinishReason.LENGTH
+
+
+def test_stopping_does_not_wait_for_a_daemon_that_is_gone() -> None:
+    harness = Harness()
+    harness.submit(make_request("a", max_tokens=50))
+    harness.iterate(3)
+    harness.source.faults = [(KvCacheDown("silent"), False)]
+    harness.loop.stop(Draining("stopping"))
+    harness.iterate(2)
+    assert harness.loop.stopped and isinstance(error_of(harness, "a"), Draining)
 
 
 # --- the thread -------------------------------------------------------------------------------------------------------
@@ -452,7 +484,7 @@ def test_stopping_ends_what_runs_and_gives_its_pages_back() -> None:
     threaded.loop.submit(make_request("late"))
     release.set()
     threaded.thread.join(30)
-    assert isinstance(threaded.error("a"), Draining)
+    assert isinstance(threaded.error("a"), Draining) and isinstance(threaded.error("late"), Draining)
     assert not threaded.thread.is_alive()
 
 

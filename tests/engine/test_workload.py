@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.pagesource import Demand, Opening
-from services.engine.sequence import FinishReason
+from services.engine.sequence import FinishReason, Request
 from services.errors import ExceedsPool, KvCacheDown, ServiceError, SessionExpired
 from tests.engine.fakes import Harness, alone, make_request
 
@@ -83,7 +83,7 @@ def neighbour(harness: Harness, taken: list[str], pages: int) -> list[str]:
 
 
 def run_workload(harness: Harness, workload: list[object]) -> None:
-    requests = {}
+    requests: dict[str, Request] = {}
     cancelled = set()
     taken: list[str] = []
     for operation in workload:
