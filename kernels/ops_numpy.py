@@ -191,8 +191,9 @@ def attention_plan(block_tables: I64, starts: I64, lengths: I64, pages: F32, que
     where a row has no more).
     """
     group, page_size = query_heads // pages.shape[3], pages.shape[4]
-    # A power of two, so that a block lies in one tile.
-    places = max(1, 1 << (TILE_QUERIES // group).bit_length() - 1) if group <= TILE_QUERIES else 1
+    places = 1  # in a block: a power of two, so that a block lies in one tile
+    while 2 * places * group <= TILE_QUERIES:
+        places *= 2
     first_block, last_block = starts // places, (starts + lengths - 1) // places
     short = np.flatnonzero(first_block == last_block)
     long = np.flatnonzero(first_block != last_block)
@@ -211,9 +212,7 @@ def attention_plan(block_tables: I64, starts: I64, lengths: I64, pages: F32, que
         hidden, pieces = [], []
         for tile, (seen, above) in enumerate(zip(counts, [*counts[1:], 0], strict=True)):
             keys = np.arange(tile * TILE_KEYS, (tile + 1) * TILE_KEYS)
-            # A place filled up may lie behind the row's last key, which hides what was never written.
-            last = np.minimum(positions, starts[owner, None] + lengths[owner, None] - 1)[above:seen]
-            hidden.append((keys > last[..., None])[:, None, :, None, :])
+            hidden.append((keys > positions[above:seen, :, None])[:, None, :, None, :])
             pieces.append(_pieces(block_tables[rows[:seen]], ends[:seen], keys[::piece], pages.shape, piece))
         return _Blocks(
             np.where(present, since + offsets[owner, None], n), present, counts, hidden, pieces, ends.tolist()
@@ -275,9 +274,11 @@ def _attend(queries: F32, pages: F32, layer: int, piece: int, blocks: _Blocks) -
         together = min(seen, GATHERED_ROWS) if len(pieces) > 1 else seen
         scores = np.empty((seen, kv_heads, m, TILE_KEYS), np.float32)
         values = np.empty((seen, kv_heads, m, head_dim), np.float32)
-        for at in range(0, seen, together):
-            k = arena[pieces[at : at + together]].reshape(-1, kv_heads, TILE_KEYS, head_dim)
-            np.matmul(queries[at : min(at + together, seen)], k.swapaxes(-1, -2), out=scores[at : at + together])
+        # Slots past a row's end may hold anything, infinity too; what comes of them is hidden right after.
+        with np.errstate(invalid="ignore", over="ignore"):
+            for at in range(0, seen, together):
+                k = arena[pieces[at : at + together]].reshape(-1, kv_heads, TILE_KEYS, head_dim)
+                np.matmul(queries[at : min(at + together, seen)], k.swapaxes(-1, -2), out=scores[at : at + together])
         ending = scores[above[tile] :].reshape(-1, kv_heads, places, m // places, TILE_KEYS)
         np.copyto(ending, -np.inf, where=blocks.hidden[tile])
         # Key 0 is in the first tile and seen by all, so the maximum is finite from there on.

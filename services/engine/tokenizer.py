@@ -62,19 +62,17 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._include_stop = include_stop
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
-        self._decoded = 0  # characters the stream gave so far
-        self._held = ""  # decoded and not handed out
+        self._decoded = 0  # characters of the decoded text that were taken
+        self._held = ""  # taken, and not handed out yet
 
     def push(self, token_id: int) -> str:
         """Take one token and return the text that is now certain. Not called again once `stopped` is set."""
         self._ids.append(token_id)
-        piece = self._stream.step(self._tokenizer.inner, token_id)
-        if piece is None:  # no text, or a character still incomplete
-            return ""
+        piece = self._step(token_id)
         self._decoded += len(piece)
-        return self._take(piece, final=False)
+        return self._take(piece, final=False) if piece else ""
 
     def finish(self) -> str:
         """Return what is left: held back text, an incomplete character as U+FFFD.
@@ -87,12 +85,25 @@ class TextStream:
         self._decoded += len(rest)
         return self._take(rest, final=True)
 
+    def _step(self, token_id: int) -> str:
+        """Return what the last token adds to the text: nothing while a character is incomplete."""
+        if self._stream is not None:
+            try:
+                return self._stream.step(self._tokenizer.inner, token_id) or ""
+            except Exception:  # the library raises nothing more specific
+                # Tokenizers that fall back to bytes decode a run of them as one: a wrong byte also spoils the right
+                # ones before it, handed out already. They stand, and the text goes on at its new length.
+                self._stream = None
+        text = self._tokenizer.decode(self._ids)
+        return "" if text.endswith("\ufffd") else text[self._decoded :]
+
     def _take(self, piece: str, final: bool) -> str:
         text = self._held + piece
         if not self._stop:
             return text
         # Where a match begins, and where the earliest one that more text might complete would begin.
-        start, stop = min(((at, -len(s), s) for s in self._stop if (at := text.find(s)) >= 0), default=(0, 0, ""))[::2]
+        matches = ((at, -len(s), s) for s in self._stop if (at := text.find(s)) >= 0)
+        start, _, stop = min(matches, default=(0, 0, ""))
         open_at = len(text) if final else min(_open_match(text, s) for s in self._stop)
         if stop and start < open_at:
             self.stopped, self._held = stop, ""
