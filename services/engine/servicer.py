@@ -81,10 +81,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """See the proto. However the call ends, its request does."""
         served = self._model()
-        if self._draining:
-            raise Draining("the engine is shutting down")
         asked = await read_request(request, served.config, served.tokenizer, self._clock())
-        if self._draining:  # while the prompt was tokenised
+        # From here to the submission nothing is awaited, so none slips in behind the thread's end.
+        if self._draining:
             raise Draining("the engine is shutting down")
         stream = self.streams.open(asked.request_id)
         served.loop.submit(asked)

@@ -1,0 +1,94 @@
+"""What a GenerateRequest becomes. Its refusals are test_servicer's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rocmforge.engine.v1 import engine_pb2 as pb
+from services.engine.config import BUNDLED_MODEL
+from services.engine.intake import DEFAULT_MAX_TOKENS, INLINE_TEXT_BYTES, LateStops, read_request, tokenize
+from services.engine.modelconfig import ModelConfig
+from services.engine.sequence import Request
+from services.engine.tokenizer import TextStream, Tokenizer
+from services.errors import FieldInvalid, PromptTooLong
+
+CONFIG = ModelConfig.from_folder(BUNDLED_MODEL)
+TOKENIZER = Tokenizer.load(BUNDLED_MODEL, CONFIG.vocab_size)
+
+
+def read(**fields: Any) -> Request:
+    fields.setdefault("prompt", pb.Prompt(tokens=pb.TokenIds(ids=[1, 2, 3])))
+    return asyncio.run(read_request(pb.GenerateRequest(**fields), CONFIG, TOKENIZER, now=7.0))
+
+
+def test_defaults() -> None:
+    request = read()
+    assert request.prompt == (1, 2, 3) and request.submitted_at == 7.0 and request.salt == ""
+    assert len(request.request_id) == 32 and request.request_id != read().request_id
+    assert request.stopping.max_tokens == DEFAULT_MAX_TOKENS and request.stopping.min_tokens == 0
+    assert request.stopping.eos_token_ids == frozenset(CONFIG.eos_token_ids) != frozenset()
+    assert request.sampling.seed != read().sampling.seed
+
+
+def test_eos_can_be_ignored() -> None:
+    assert read(stopping=pb.Stopping(ignore_eos=True)).stopping.eos_token_ids == frozenset()
+
+
+def test_zero_is_a_value_and_not_unset() -> None:
+    request = read(sampling=pb.Sampling(temperature=0, top_k=0, seed=0))
+    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.seed) == (0, 0, 0)
+
+
+def test_the_context_is_shared_by_prompt_and_completion() -> None:
+    def of(length: int, max_tokens: int = 10) -> Request:
+        prompt = pb.Prompt(tokens=pb.TokenIds(ids=[1] * length))
+        return read(prompt=prompt, stopping=pb.Stopping(max_tokens=max_tokens))
+
+    assert of(CONFIG.max_context - 10).stopping.max_tokens == 10
+    assert of(CONFIG.max_context - 9).stopping.max_tokens == 9
+    assert of(CONFIG.max_context - 1).stopping.max_tokens == 1
+    with pytest.raises(PromptTooLong) as caught:
+        of(CONFIG.max_context)
+    assert caught.value.metadata == {"prompt_tokens": str(CONFIG.max_context), "limit": str(CONFIG.max_context - 1)}
+
+
+def test_a_large_max_tokens_is_cut_not_refused() -> None:
+    assert read(stopping=pb.Stopping(max_tokens=2**32 - 1)).stopping.max_tokens == CONFIG.max_context - 3
+
+
+def test_limits_count_characters_and_their_edges_are_inside() -> None:
+    read(request_id="ä" * 128, cache_salt="ä" * 128, stopping=pb.Stopping(stop=["ä" * 256] * 16))
+    with pytest.raises(FieldInvalid):
+        read(request_id="ä" * 129)
+
+
+def test_long_text_is_tokenised_as_short_text_is() -> None:
+    line = "Now is the winter of our discontent. "
+    text = line * (2 * INLINE_TEXT_BYTES // len(line))
+    assert asyncio.run(tokenize(text, TOKENIZER, 1 << 20, "text")) == TOKENIZER.encode(text)
+
+
+def test_stop_strings_that_count_at_once_need_no_delay() -> None:
+    assert type(read(stopping=pb.Stopping(stop=["x"], min_tokens=1)).text) is TextStream
+    assert type(read(stopping=pb.Stopping(min_tokens=5)).text) is TextStream
+    assert type(read(stopping=pb.Stopping(stop=["x"], min_tokens=2)).text) is LateStops
+
+
+def test_late_stops_match_only_what_comes_from_the_last_deferred_token_on() -> None:
+    ids = TOKENIZER.encode("Give thy thoughts no tongue, nor any unproportioned thought his act. Give it, give it.")
+    whole, plain = "", TextStream(TOKENIZER, (), False)
+    texts = [plain.push(token) for token in ids]
+    whole = "".join(texts)
+    stop, least = "Give", 6
+    stream, shown, taken = LateStops(TOKENIZER, [stop], False, least), "", 0
+    for token in ids:
+        shown += stream.push(token)
+        taken += 1
+        if stream.stopped is not None:
+            break
+    assert taken > least and stream.stopped == stop
+    deferred = len("".join(texts[: least - 1]))
+    assert shown == whole[: whole.index(stop, deferred)]
