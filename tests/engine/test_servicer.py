@@ -347,8 +347,8 @@ def test_answers_do_not_depend_on_company(engine: RunningEngine) -> None:
     assert [collect(stream)[:2] for stream in streams] == alone
 
 
-def test_a_thousand_requests_leave_nothing(engine: RunningEngine) -> None:
-    for _ in range(1000):
+def test_many_requests_leave_nothing(engine: RunningEngine) -> None:
+    for _ in range(150):
         collect(
             engine.stub.Generate(
                 request([1, 2, 3], max_tokens=2, sampling={"temperature": 0.8, "top_k": 50, "top_p": 0.9})
