@@ -43,7 +43,7 @@ def load(path: Path | str, config: ModelConfig) -> dict[str, NDArray[np.float32]
             if _derived(tensor.name, config):
                 continue
             if tensor.name not in expected:
-                raise ModelInvalid(f"{file}: unexpected tensor {tensor.name}")
+                raise ModelInvalid(f"{file}: unexpected tensor {tensor.name[:100]}")
             if tensor.shape != expected[tensor.name]:
                 raise ModelInvalid(
                     f"{file}: tensor {tensor.name} has shape {list(tensor.shape)}, "
@@ -55,7 +55,7 @@ def load(path: Path | str, config: ModelConfig) -> dict[str, NDArray[np.float32]
             found.add(tensor.name)
         for name in sorted(wanted - found):
             if not _derived(name, config):
-                raise ModelInvalid(f"{file}: missing tensor {name}, which {_INDEX} places there")
+                raise ModelInvalid(f"{file}: missing tensor {name[:100]}, which {_INDEX} places there")
     if missing := sorted(expected.keys() - tensors.keys()):
         raise ModelInvalid(f"{folder}: missing {len(missing)} tensors, the first {missing[0]}")
     return tensors
@@ -147,32 +147,31 @@ def _headers(file: Path) -> list[_Tensor]:
     tensors = []
     spans = []
     for name, entry in header.items():
+        label = f"{file}: tensor {name[:100]}"
         try:
             dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         except (TypeError, KeyError, ValueError):
-            raise ModelInvalid(f"{file}: tensor {name} lacks dtype, shape or data_offsets") from None
+            raise ModelInvalid(f"{label} lacks dtype, shape or data_offsets") from None
         if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise ModelInvalid(f"{file}: tensor {name} is of type {str(dtype)[:20]}, served are {', '.join(_DTYPES)}")
-        if not isinstance(shape, list) or not all(_is_natural(number) for number in [*shape, begin, end]):
-            raise ModelInvalid(f"{file}: tensor {name} has a shape or an offset that is no whole number from 0 on")
+            raise ModelInvalid(f"{label} is of type {str(dtype)[:20]}, served are {', '.join(_DTYPES)}")
+        if not isinstance(shape, list) or len(shape) > 8 or not all(map(_is_size, [*shape, begin, end])):
+            raise ModelInvalid(f"{label} has a shape or an offset that is no size of anything in a file")
         if end - begin != math.prod(shape) * _DTYPES[dtype].itemsize:
-            raise ModelInvalid(
-                f"{file}: tensor {name} of shape {str(shape)[:80]} does not fill its {end - begin} bytes"
-            )
-        spans.append((begin, end, name))
+            raise ModelInvalid(f"{label} of shape {shape} does not fill its {end - begin} bytes")
+        spans.append((begin, end, label))
         tensors.append(_Tensor(file, name, _DTYPES[dtype], tuple(shape), 8 + length + begin))
     at = 0
-    for begin, end, name in sorted(spans):
+    for begin, end, label in sorted(spans):
         if begin != at:
-            raise ModelInvalid(f"{file}: tensor {name} begins at {begin}, not at {at} where the one before it ends")
+            raise ModelInvalid(f"{label} begins at {begin}, not at {at} where the one before it ends")
         at = end
     if at != size - 8 - length:
         raise ModelInvalid(f"{file}: truncated or padded: tensors end at {at}, the data at {size - 8 - length}")
     return tensors
 
 
-def _is_natural(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+def _is_size(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 1 << 63
 
 
 def _size(file: Path) -> int:
