@@ -192,6 +192,12 @@ class Draining(ServiceError):
     code, reason, retry_after_s = "UNAVAILABLE", "DRAINING", 1.0
 
 
+class NotReady(ServiceError):
+    """The service is starting."""
+
+    code, reason, retry_after_s = "UNAVAILABLE", "NOT_READY", 1.0
+
+
 class KvCacheDown(ServiceError):
     """The KV-cache daemon cannot be reached."""
 

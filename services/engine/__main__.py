@@ -51,6 +51,7 @@ async def _serve(config: Config, stop: asyncio.Event) -> None:
             model=str(config.model),
             kvcache=config.kvcache,
             pool_id=engine.pool_id,
+            cpu_threads=config.cpu_threads,
             page_size=config.page_size,
             pool_pages=config.pool_pages,
             local_pages=config.local_pages,

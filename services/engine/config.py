@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ class Config:
     kvcache: str
     patience_s: float
     pool_id: str | None
+    cpu_threads: int
     page_size: int
     pool_pages: int | None
     local_pages: int
@@ -75,6 +77,14 @@ class Config:
             "default: the model's name and a hash of its files",
             metavar="ID",
         )
+        # Half the cores: BLAS's threads spin while they wait for each other, and the daemon and the clients need some.
+        flags.add(
+            "--cpu-threads",
+            whole(1, 1024),
+            max(1, (os.cpu_count() or 1) // 2),
+            "threads of the linear algebra library",
+            metavar="N",
+        )
         flags.add("--page-size", whole(1, 4096), 16, "tokens in a page", metavar="N")
         flags.add("--max-batch", whole(1, 1024), 32, "requests that run at a time", metavar="N")
         flags.add("--max-step-tokens", whole(1, 1 << 20), 512, "tokens computed in one step", metavar="N")
@@ -97,6 +107,7 @@ class Config:
             kvcache=values["kvcache"],
             patience_s=values["kvcache_patience"],
             pool_id=values["pool_id"],
+            cpu_threads=values["cpu_threads"],
             page_size=values["page_size"],
             pool_pages=values["pool_pages"],
             local_pages=values["local_pages"],

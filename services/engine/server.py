@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import structlog
+from threadpoolctl import threadpool_limits
 
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services.engine.arena import private_pages
@@ -65,6 +66,7 @@ class Engine:
         config = self.config
         engine_pb2_grpc.add_EngineServiceServicer_to_server(self.servicer, self._serving.server)
         await self._serving.start()
+        threadpool_limits(config.cpu_threads, user_api="blas")
         model = await asyncio.to_thread(Model.load, config.model)
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.model, model.config.vocab_size)
         if config.pool_id is not None:

@@ -21,7 +21,7 @@ from services.engine.pagesource import Geometry
 from services.engine.sequence import FinishReason, Sequence
 from services.engine.streams import Streams
 from services.engine.tokenizer import Tokenizer
-from services.errors import Draining, FieldInvalid, NotImplementedYet
+from services.errors import Draining, FieldInvalid, NotImplementedYet, NotReady
 
 DOMAIN = "rocmforge.engine"
 SERVICE = pb.DESCRIPTOR.services_by_name["EngineService"].full_name
@@ -74,7 +74,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     def _model(self) -> Served:
         if self._served is None:
-            raise Draining("the engine is starting and has no model yet")
+            raise NotReady("the engine is starting and has no model yet")
         return self._served
 
     @maps_errors

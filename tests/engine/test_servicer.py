@@ -412,7 +412,7 @@ def test_an_engine_that_cannot_find_its_daemon_says_so(tmp_path: Path) -> None:
         while not engine.engine.bound:
             pass
         error = refused(lambda: engine.stub.Generate(request(), wait_for_ready=True))
-        assert error.code == "UNAVAILABLE" and "starting" in error.message
+        assert (error.code, error.reason) == ("UNAVAILABLE", "NOT_READY") and "starting" in error.message
         assert health(engine.channel) == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(ServiceError) as caught:
             starting.result(60)

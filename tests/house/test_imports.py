@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 #: Pure Python: told the time, handed bytes; they run and are tested without gRPC and without arrays.
 KVCACHE = (
     *("layout", "lru", "pages", "prefix", "sequence", "sequences", "sessions", "quarantine", "pool", "pools"),
-    *("cache", "events", "demand", "density", "eviction", "reuse"),
+    *("cache", "events", "explain", "demand", "density", "eviction", "reuse"),
 )
-ENGINE = ("sequence", "scheduler", "pagesource", "localpages", "generations")
+ENGINE = ("sequence", "scheduler", "admission", "pagesource", "localpages", "generations")
 DOMAIN = {
     "services.errors",
     *(f"services.kvcache.{name}" for name in KVCACHE),
