@@ -39,6 +39,7 @@ class Batch:
     starts: I64  # [rows]: position of each row's first token
     lengths: I64  # [rows]: tokens of each row
     block_tables: I64  # [rows, longest]: page ids, 0 after a row's last
+    asking: I64  # [rows with want_logits]: which rows those are
     wanted: I64  # [rows with want_logits]: flat index of their last tokens
 
     @classmethod
@@ -68,6 +69,7 @@ class Batch:
         outside = (tokens < 0) | (tokens >= vocab_size)
         _check(np.bincount(row_of, outside) > 0, f"has a token outside 0 to {vocab_size - 1}")
 
+        asking = np.flatnonzero([row.want_logits for row in rows])
         positions = np.arange(len(tokens)) - np.repeat(last + 1 - lengths, lengths) + starts[row_of]
         return cls(
             tokens=tokens,
@@ -77,7 +79,8 @@ class Batch:
             starts=starts,
             lengths=lengths,
             block_tables=block_tables,
-            wanted=last[np.array([row.want_logits for row in rows], bool)],
+            asking=asking,
+            wanted=last[asking],
         )
 
 

@@ -78,35 +78,26 @@ class Model:
         change: F32 | None = None  # what the block before adds to the residual stream
         for index, layer in enumerate(self._layers):
             normed, total = ops.rms_norm(total, layer.attention_norm, config.rms_norm_eps, change)
-            attended = self._attention(normed, layer, index, pages, batch, plan, cosine, sine)
-            change = ops.linear(attended, layer.output)
+            q, k, v = self._project(normed, layer, cosine, sine)
+            ops.write_kv(k, v, pages, index, batch.page, batch.slot)
+            if index == config.layers - 1 and len(batch.wanted) < len(total):
+                # Of the last layer only K and V are needed, but for the tokens whose logits are wanted.
+                q, total = q[batch.wanted], total[batch.wanted]
+                ends, ones = batch.positions[batch.wanted], np.ones(len(batch.wanted), np.int64)
+                plan = ops.attention_plan(batch.block_tables[batch.asking], ends, ones, pages, config.query_heads)
+            attended = ops.paged_attention(q, pages, index, plan, config.head_dim**-0.5)
+            change = ops.linear(attended.reshape(len(q), config.query_heads * config.head_dim), layer.output)
             normed, total = ops.rms_norm(total, layer.mlp_norm, config.rms_norm_eps, change)
             change = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)
-        if change is not None:
-            change = change[batch.wanted]
-        normed, _ = ops.rms_norm(total[batch.wanted], self._norm, config.rms_norm_eps, change)
+        normed, _ = ops.rms_norm(total, self._norm, config.rms_norm_eps, change)
         return ops.linear(normed, self._head)
 
-    def _attention(
-        self,
-        x: F32,
-        layer: _Layer,
-        index: int,
-        pages: F32,
-        batch: Batch,
-        plan: ops.AttentionPlan,
-        cosine: F32,
-        sine: F32,
-    ) -> F32:
-        """Project, rotate, write K and V, attend; ``[n, hidden]`` to ``[n, query_heads * head_dim]``."""
-        config = self.config
-        qkv = ops.linear(x, layer.qkv).reshape(len(x), -1, config.head_dim)
-        rotated = ops.rope(qkv[:, : config.query_heads + config.kv_heads], cosine, sine)
-        q, k = rotated[:, : config.query_heads], rotated[:, config.query_heads :]
-        v = qkv[:, config.query_heads + config.kv_heads :]
-        ops.write_kv(k, v, pages, index, batch.page, batch.slot)
-        attended = ops.paged_attention(q, pages, index, plan, config.head_dim**-0.5)
-        return attended.reshape(len(x), -1)
+    def _project(self, x: F32, layer: _Layer, cosine: F32, sine: F32) -> tuple[F32, F32, F32]:
+        """Queries, keys and values ``[n, heads, head_dim]`` of ``x`` ``[n, hidden]``, the first two rotated."""
+        query_heads, key_heads = self.config.query_heads, self.config.kv_heads
+        qkv = ops.linear(x, layer.qkv).reshape(len(x), -1, self.config.head_dim)
+        rotated = ops.rope(qkv[:, : query_heads + key_heads], cosine, sine)
+        return rotated[:, :query_heads], rotated[:, query_heads:], qkv[:, query_heads + key_heads :]
 
 
 def _layer(tensors: dict[str, F32], prefix: str) -> _Layer:
