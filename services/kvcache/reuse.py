@@ -32,9 +32,9 @@ HORIZON = 16
 #: Steps for each doubling in between: an age is known to within 41 %.
 STEPS = 2
 
-#: Stays followed at a time: enough to tell chances of a few percent apart, and a 16th of the pool's size when that is
-#: more. It also sets how fast the past is forgotten: its weight halves each time as many stays have ended.
-FOLLOWED, FOLLOWED_SHARE = 2048, 1 / 16
+#: Stays followed at a time, whatever the pool's size: enough to tell chances of a few percent apart. It also sets how
+#: fast the past is forgotten: its weight halves each time as many stays have ended, about once in a horizon.
+FOLLOWED = 4096
 
 #: What is assumed before anything is seen: it weighs as much as 8 stays, of which one in ten ends in each step.
 PRIOR_STAYS, PRIOR_CHANCE = 8.0, 0.1
@@ -52,16 +52,16 @@ class ReuseModel:
         self._halves = [width / 2 for width in widths]
         self._bins = len(self._edges)
         self._horizon = self._edges[-1]
-        self._capacity = FOLLOWED + int(total * FOLLOWED_SHARE)
         # A link is followed when the low half of its hash is below this: so many that the stays begun within the
-        # horizon about fill the capacity.
-        self._threshold = int(min(1.0, self._capacity / self._horizon) * 0x100000000)
+        # horizon are about as many.
+        self._threshold = int(min(1.0, FOLLOWED / self._horizon) * 0x100000000)
         #: Link -> when its stay began, times LEVELS, plus its level; earliest first.
         self._stays: OrderedDict[int, int] = OrderedDict()
         # Stays that ended, by level and age at the end; the last bin has those that outlived the horizon.
         self._ended = [[0.0] * (self._bins + 1) for _ in range(LEVELS)]
         self._hits = [[0.0] * self._bins for _ in range(LEVELS)]
         self._recently_ended = 0
+        self._interval = 1 + int(min(FOLLOWED, self._horizon)) // 2
         self._values: list[list[float]] = []
         self._due = 0
         self.refresh(0)
@@ -69,11 +69,6 @@ class ReuseModel:
     def __len__(self) -> int:
         """Stays being followed."""
         return len(self._stays)
-
-    @property
-    def capacity(self) -> int:
-        """The most stays that are followed."""
-        return self._capacity
 
     def value(self, level: int, age: int) -> float:
         """Expected hits for each page and unit of time spent on a page of this level and age."""
@@ -89,7 +84,7 @@ class ReuseModel:
         self._stays[link] = now * LEVELS + level
         while True:
             first, stay = next(iter(self._stays.items()))
-            if len(self._stays) <= self._capacity and now - stay // LEVELS <= self._horizon:
+            if len(self._stays) <= FOLLOWED and now - stay // LEVELS <= self._horizon:
                 return
             del self._stays[first]
             self._end(stay, now)
@@ -106,15 +101,15 @@ class ReuseModel:
         age = bisect_right(self._edges, now - began)
         self._ended[level][age] += 1
         self._recently_ended += 1
-        if self._recently_ended >= self._capacity:
+        if self._recently_ended >= FOLLOWED:
             self._recently_ended = 0
             for counts in (*self._ended, *self._hits):
                 counts[:] = [count / 2 for count in counts]
         return level, age
 
     def refresh(self, now: int) -> None:
-        """Work the values out anew. Done by itself each time that half the capacity has been cached."""
-        self._due = now + self._capacity // 2
+        """Work the values out anew. Done by itself, so seldom that it costs a stay or two for each page cached."""
+        self._due = now + self._interval
         running = [[0] * (self._bins + 1) for _ in range(LEVELS)]
         for stay in self._stays.values():
             began, level = divmod(stay, LEVELS)

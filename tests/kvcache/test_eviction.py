@@ -14,7 +14,7 @@ from services.kvcache.config import Config
 from services.kvcache.density import DensityQueue
 from services.kvcache.eviction import POLICIES, make_queue
 from services.kvcache.lru import LruQueue
-from services.kvcache.reuse import HORIZON, LEVELS, ReuseModel
+from services.kvcache.reuse import FOLLOWED, HORIZON, LEVELS, ReuseModel
 
 TOTAL = 64
 
@@ -250,9 +250,8 @@ def test_it_follows_a_bounded_number_of_stays(total: int) -> None:
     model = ReuseModel(total)
     for now in range(20000):
         model.began(link_of(now) & ~0xFFFFFFFF, 0, now)  # links that are all in the sample
-        assert len(model) <= model.capacity
-    assert len(model) == min(model.capacity, HORIZON * total + 1)
-    assert model.capacity == 2048 + total // 16
+        assert len(model) <= FOLLOWED
+    assert len(model) == min(FOLLOWED, HORIZON * total + 1)
 
 
 # --- the flag ---
