@@ -4,8 +4,8 @@ Shapes: ``n`` tokens, those of all rows of a batch one after another; ``pages`` 
 kv_head, slot, head_dim]``. Values are float32 and summed in float32; indices are int64.
 
 **Exactness.** What a token gets is a function, bit for bit, of its own inputs and of the keys it sees: other rows,
-where a chunk of a prompt begins and ends, the page size and a prefix that was there already change nothing. A plain ``x
-@ w`` does not give that: BLAS chooses its kernel, and with it the order of the sum, by the number of rows, and some
+where a chunk of a prompt begins and ends, the page size and a prefix that was there already change nothing. A plain
+product does not give that: BLAS chooses its kernel, and with it the order of the sum, by the number of rows, and some
 kernels even by the place of a row. So `linear` computes in tiles of `TILE_ROWS` rows, in larger ones only where BLAS
 was seen to give the same bits, and `paged_attention` gives every query its place by its position, in products of one
 shape, over tiles of `TILE_KEYS` keys taken in order. All else here is elementwise, or a sum over a length that is

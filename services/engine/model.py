@@ -63,6 +63,7 @@ class Model:
         Raises ``ForwardFailed`` for a row or an arena that does not fit the model.
         """
         config = self.config
+        pages = np.asarray(pages)  # a memory map would make every index below slower
         if pages.dtype != np.float32 or pages.ndim != 6 or not pages.flags.c_contiguous:
             raise ForwardFailed(f"pages are not a contiguous float32 array of 6 dimensions but {pages.dtype}")
         total_pages, page_size = pages.shape[0], pages.shape[4]
