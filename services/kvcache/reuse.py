@@ -32,9 +32,11 @@ HORIZON = 16
 #: Steps for each doubling in between: an age is known to within 41 %.
 STEPS = 2
 
-#: Stays followed at a time, whatever the pool's size: enough to tell chances of a few percent apart. It also sets how
-#: fast the past is forgotten: its weight halves each time as many stays have ended, about once in a horizon.
+#: Stays followed at a time, whatever the pool's size: enough to tell chances of a few percent apart.
 FOLLOWED = 4096
+#: The past's weight halves each time so many stays have ended: a few times in a horizon, so that what was learned from
+#: one kind of traffic does not stay long in the way of the next.
+HALF_LIFE = 1024
 
 #: What is assumed before anything is seen: it weighs as much as 8 stays, of which one in ten ends in each step.
 PRIOR_STAYS, PRIOR_CHANCE = 8.0, 0.1
@@ -101,7 +103,7 @@ class ReuseModel:
         age = bisect_right(self._edges, now - began)
         self._ended[level][age] += 1
         self._recently_ended += 1
-        if self._recently_ended >= FOLLOWED:
+        if self._recently_ended >= HALF_LIFE:
             self._recently_ended = 0
             for counts in (*self._ended, *self._hits):
                 counts[:] = [count / 2 for count in counts]
