@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -33,10 +35,35 @@ STATE = ROOT / ".run"
 DEFAULT_PROMPT = "ROMEO:\nBut soft, what light through yonder window breaks?\nIt is the east, and"
 ENGINE_TCP, KVCACHE_TCP = "127.0.0.1:50051", "127.0.0.1:50052"
 START_S = 120.0
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class CannotStart(Exception):
     """A service that did not come up; the message holds the end of its log."""
+
+
+def interrupt(number: int, frame: object) -> None:
+    """Handler of every signal that asks this script to end: the services end with it."""
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def undisturbed(meanwhile: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Put interrupts off to the end of the block; ``meanwhile`` is called at each."""
+    put_off: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        put_off.append(number)
+        meanwhile()
+
+    before = {number: signal.signal(number, note) for number in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if put_off:
+        raise KeyboardInterrupt
 
 
 def start(module: str, flags: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -62,11 +89,20 @@ def await_serving(process: subprocess.Popen[bytes], address: str, log: Path) -> 
 
 
 def stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Engine first, so that it can give its pages back."""
-    for process in reversed(processes):
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        process.wait(60)
+    """Engine first, so that it can give its pages back. An interrupt meanwhile kills them: none outlives this."""
+
+    def kill() -> None:
+        for process in processes:
+            process.kill()
+
+    with undisturbed(kill):
+        for process in reversed(processes):
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def both(sockets: Path, logs: Path, tcp: bool) -> list[tuple[str, str, list[str], Path]]:
@@ -89,7 +125,8 @@ def running(directory: Path) -> Iterator[tuple[str, str]]:
     try:
         for module, address, flags, log in services:
             began = time.monotonic()
-            processes.append(start(module, flags, log))
+            with undisturbed():
+                processes.append(start(module, flags, log))
             await_serving(processes[-1], address, log)
             print(f"  {module:16} pid {processes[-1].pid:<7} serving after {time.monotonic() - began:.1f} s")
         yield services[0][1], services[1][1]
@@ -116,6 +153,14 @@ def generate(stub: engine_pb2_grpc.EngineServiceStub, prompt: str, *, echo: bool
 def milliseconds(usage: engine_pb2.Usage) -> float:
     """Time to first token."""
     return usage.time_to_first_token.ToNanoseconds() / 1e6
+
+
+def prompt_given() -> str:
+    """PROMPT of the environment, or one of our own. Raises CannotStart when it is not text."""
+    try:
+        return os.environb.get(b"PROMPT", b"").decode() or DEFAULT_PROMPT
+    except UnicodeDecodeError as error:
+        raise CannotStart(f"PROMPT is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def run(prompt: str) -> None:
@@ -147,7 +192,8 @@ def run(prompt: str) -> None:
             )
         print("Both stopped.")
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        with undisturbed():
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def recorded(name: str) -> int | None:
@@ -160,6 +206,12 @@ def recorded(name: str) -> int | None:
     return pid if f"services.{name}".encode() in command else None
 
 
+def answers(address: str) -> bool:
+    """Whether anybody listens at the address of a unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(address.removeprefix("unix:")) == 0
+
+
 def up() -> None:
     """Start both on their default addresses and leave them running."""
     STATE.mkdir(exist_ok=True)
@@ -170,13 +222,15 @@ def up() -> None:
             name = module.removeprefix("services.")
             pid = recorded(name)
             if pid is None:
-                process = start(module, flags, log)
-                started.append(process)
-                await_serving(process, address, log)
-                pid = process.pid
+                if answers(address):
+                    raise CannotStart(f"{address}: somebody else's {name} is serving there; stop it first")
+                with undisturbed():
+                    started.append(start(module, flags, log))
+                await_serving(started[-1], address, log)
+                pid = started[-1].pid
                 (STATE / f"{name}.pid").write_text(f"{pid}\n")
             print(f"{name:8} pid {pid:<7} {address}, log in {log.relative_to(ROOT)}")
-    except CannotStart:
+    except BaseException:
         stop(started)
         raise
     body = '{"prompt": {"text": "ROMEO:"}, "stopping": {"maxTokens": 24}}'
@@ -220,9 +274,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "up", "down"])
     command = parser.parse_args().command
+    for number in INTERRUPTS:
+        signal.signal(number, interrupt)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? for it
     try:
         if command == "run":
-            run(os.environ.get("PROMPT") or DEFAULT_PROMPT)
+            run(prompt_given())
         elif command == "up":
             up()
         else:
@@ -234,7 +292,14 @@ def main() -> int:
         problem = rpc.error_from(error)
         print(f"\n{problem.code} {problem.reason}: {problem}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # nobody reads any more, as with `make run | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except OSError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
         return 130
     return 0
 
