@@ -130,7 +130,9 @@ class _Tensor:
         raw = np.memmap(self.file, np.uint8, "r", self.offset, (count * self.dtype.itemsize,))
         array = np.asarray(raw).view(self.dtype).reshape(self.shape).astype(np.float32, copy=False)
         # One number tells whether all are finite: their sum in float64 cannot overflow.
-        if not np.isfinite(np.sum(array, dtype=np.float64)):
+        with np.errstate(invalid="ignore"):
+            total = np.sum(array, dtype=np.float64)
+        if not np.isfinite(total):
             raise ModelInvalid(f"{self.file}: tensor {self.name} holds NaN or infinity")
         return array
 

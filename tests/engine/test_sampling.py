@@ -200,6 +200,12 @@ def test_only_what_the_definitions_keep_is_drawn(
     assert likely <= drawn  # missed by a chance of 1e-29
 
 
+def test_each_token_has_its_half_open_share_of_the_uniform_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = {0.0: 0, 0.4999: 0, 0.5: 1, 1 - 2**-53: 1}
+    monkeypatch.setattr("kernels.philox.uniform", lambda seeds, positions: np.array(list(drawn)))
+    assert sample(np.zeros((4, 2), np.float32), [params()] * 4, range(4)) == list(drawn.values())
+
+
 # --- independence ----------------------------------------------------------------------------------------------------
 
 

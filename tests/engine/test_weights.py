@@ -165,13 +165,14 @@ def test_a_tensor_that_is_not_finite_is_named(tmp_path: Path, bad: float, dtype:
         (b"\x01\0\0", "does not fit the file of 3 bytes"),
         ((10 << 30).to_bytes(8, "little") + b"{}", "a header of 10737418240 bytes"),
         (b"\xff" * 100, "does not fit"),
+        (b"\x03" + b"\0" * 7 + b"{}", "a header of 3 bytes does not fit the file of 10 bytes"),
         (b"\0" * 8, "not JSON"),
         (b"\x02" + b"\0" * 7 + b"[]", "not a JSON object"),
         (b"\x04" + b"\0" * 7 + b"null", "not a JSON object"),
         (b"\x02" + b"\0" * 7 + b"\xff\xfe", "not JSON"),
         (b"\x03" + b"\0" * 7 + b"{]}", "not JSON"),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_a_file_that_is_no_safetensors(folder: Path, content: bytes, said: str) -> None:
     (folder / "model.safetensors").write_bytes(content)
