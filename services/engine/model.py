@@ -10,7 +10,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels import blas
 from kernels import ops_numpy as ops
 from services.engine import weights
 from services.engine.batch import Batch, Row
@@ -19,9 +18,6 @@ from services.engine.pagesource import Geometry
 from services.errors import ForwardFailed
 
 F32: TypeAlias = NDArray[np.float32]
-
-#: Models of fewer parameters are faster without BLAS's own threads.
-SMALL_MODEL = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +39,6 @@ class Model:
         """Take the tensors of `weights.load`, which checked them. They are copied, so the files may go."""
         self.config = config
         self.parameters = sum(tensor.size for tensor in tensors.values())
-        if self.parameters < SMALL_MODEL:
-            blas.use_one_thread()
         self._embedding = np.array(tensors["model.embed_tokens.weight"])
         self._layers = [_layer(tensors, f"model.layers.{index}.") for index in range(config.layers)]
         self._norm = np.array(tensors["model.norm.weight"])
