@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
+import math
+import os
 import sys
 from typing import Any
 
@@ -15,14 +18,24 @@ from services.flags import runtime_dir
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 when the engine refused or failed, 130 when interrupted, which cancels."""
+    """Returns the exit status: 0, 1 when the engine refused or failed, 2 for bad flags, 130 when interrupted.
+
+    An interrupt cancels the request, and so does a reader of standard output that leaves.
+    """
     flags = _parser().parse_args(arguments)
-    prompt = " ".join(flags.prompt) if flags.prompt != ["-"] else sys.stdin.read()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? for it
     try:
+        prompt = " ".join(flags.prompt) if flags.prompt != ["-"] else sys.stdin.read()
         request = _request(flags, prompt)
-    except ValueError as unfit:  # a number that the field cannot hold
+    except UnicodeError:
+        print("rocmforge generate: PROMPT and --stop must be UTF-8", file=sys.stderr)
+        return 2
+    except ValueError as unfit:
         print(f"rocmforge generate: {unfit}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     with grpc.insecure_channel(flags.target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         call = engine_pb2_grpc.EngineServiceStub(channel).Generate(request, timeout=flags.timeout)
         try:
@@ -30,7 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
         except grpc.RpcError as failure:
             error = rpc.error_from(failure)
             reason = error.reason if error.reason != "UNKNOWN" else failure.code().name
-            print(f"rocmforge generate: {reason}: {error.message}", file=sys.stderr)
+            lost = f"no engine at {flags.target}: " if reason == "UNAVAILABLE" else ""
+            print(f"rocmforge generate: {reason}: {lost}{error.message}", file=sys.stderr)
+            return 1
+        except BrokenPipeError:
+            call.cancel()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at the interpreter's end
             return 1
         except KeyboardInterrupt:
             call.cancel()
@@ -64,12 +82,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _request(flags: argparse.Namespace, prompt: str) -> pb.GenerateRequest:
+    """Raises ValueError, naming the flag whose value its field cannot hold."""
+    if flags.timeout is not None and not 0 < flags.timeout < math.inf:
+        raise ValueError(f"--timeout {flags.timeout:g}: want more than 0 seconds")
     request = pb.GenerateRequest(prompt=pb.Prompt(text=prompt), stopping=pb.Stopping(stop=flags.stop))
-    if flags.max_tokens is not None:
-        request.stopping.max_tokens = flags.max_tokens
-    for name in ("temperature", "top_k", "top_p", "seed"):
-        if getattr(flags, name) is not None:
-            setattr(request.sampling, name, getattr(flags, name))
+    for name in ("max_tokens", "temperature", "top_k", "top_p", "seed"):
+        value = getattr(flags, name)
+        if value is None:
+            continue
+        try:
+            setattr(request.stopping if name == "max_tokens" else request.sampling, name, value)
+        except ValueError as unfit:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: out of range") from unfit
     return request
 
 

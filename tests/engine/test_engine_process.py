@@ -186,7 +186,33 @@ def test_an_address_in_use_and_the_client(directory: Path) -> None:
         assert run(*base, "ROMEO:", "--max-tokens", "12", "--temperature", "0").stdout == done.stdout
         bad = run(*base, "x", "--top-p", "7")
         assert bad.returncode == 1 and bad.stderr.startswith("rocmforge generate: FIELD_INVALID: top_p")
-        unfit = run(*base, "x", "--max-tokens", "-1")
-        assert unfit.returncode == 2 and len(unfit.stderr.splitlines()) == 1
+        reader = subprocess.Popen(
+            [sys.executable, "-m", "services.engine", *base, "x", "--max-tokens", "900"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert reader.stdout is not None
+        reader.stdout.close()  # as with `generate x | head`
+        reader.stdout = None
+        assert reader.communicate(timeout=60) == (None, b"") and reader.returncode == 1
+        strange = run(*base, "x", "--temperature", "100", "--seed", "1", PYTHONIOENCODING="ascii")
+        assert strange.returncode == 0 and strange.stderr == "" and "?" in strange.stdout
     gone = run(*base, "x")
-    assert gone.returncode == 1 and len(gone.stderr.splitlines()) == 1 and "UNAVAILABLE" in gone.stderr
+    assert gone.returncode == 1 and len(gone.stderr.splitlines()) == 1
+    assert gone.stderr.startswith(f"rocmforge generate: UNAVAILABLE: no engine at {one.address}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["x", "--max-tokens", "-1"], "--max-tokens -1: out of range"),
+        (["x", "--top-k", "4294967296"], "--top-k 4294967296: out of range"),
+        (["x", "--timeout", "inf"], "--timeout inf: want more than 0 seconds"),
+        (["\udcff"], "PROMPT and --stop must be UTF-8"),
+        (["x", "--stop", "\udcff"], "PROMPT and --stop must be UTF-8"),
+    ],
+)
+def test_the_client_names_the_flag_at_fault(arguments: list[str], says: str) -> None:
+    done = run("generate", *arguments)
+    assert (done.returncode, done.stderr) == (2, f"rocmforge generate: {says}\n")
