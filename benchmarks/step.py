@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import random
 import statistics
 import subprocess
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from threadpoolctl import threadpool_limits
 
 from services.engine.arena import private_pages
 from services.engine.kvclient import GrpcPageSource
@@ -150,10 +152,13 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="batch sizes (default 1 8 32)")
     parser.add_argument("--tokens", type=int, default=160, help="tokens generated per request (default 160)")
     parser.add_argument("--pairs", type=int, default=9, help="pairs of runs that count (default 9)")
+    threads = max(1, (os.cpu_count() or 1) // 2)  # the engine's default
+    parser.add_argument("--cpu-threads", type=int, default=threads, help=f"BLAS threads (default {threads})")
     parser.add_argument("--json", action="store_true", help="one JSON object a row instead of a table")
     flags = parser.parse_args()
     # What every request and session logs is of no interest here, and costs time.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    threadpool_limits(flags.cpu_threads, user_api="blas")
     model = Model.load(flags.model)
     missed = False
     if not flags.json:
