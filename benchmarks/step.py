@@ -25,6 +25,7 @@ from typing import Any
 import structlog
 from threadpoolctl import threadpool_limits
 
+from services.engine.admission import Limits
 from services.engine.arena import private_pages
 from services.engine.kvclient import GrpcPageSource
 from services.engine.localpages import LocalPageSource
@@ -33,7 +34,6 @@ from services.engine.model import Model
 from services.engine.pagesource import PageSource
 from services.engine.runner import Runner
 from services.engine.sampling import SamplingParams
-from services.engine.scheduler import Limits
 from services.engine.sequence import Request, Stopping
 from services.healthcheck import wait_serving
 
