@@ -27,22 +27,6 @@ TEXT_BYTES_PER_TOKEN = 64
 INLINE_TEXT_BYTES = 16 * 1024
 
 
-class LateStops(TextStream):
-    """A text whose stop strings count only from its ``min_tokens``-th token on."""
-
-    def __init__(self, tokenizer: Tokenizer, stop: Items[str], include_stop: bool, min_tokens: int) -> None:
-        super().__init__(tokenizer, (), include_stop)
-        self._late_stop = tuple(stop)
-        self._before = min_tokens
-
-    def push(self, token_id: int) -> str:
-        """Take one token; the text of those before the last of ``min_tokens`` is never matched."""
-        self._before -= 1
-        if self._before <= 0:
-            self._stop = self._late_stop
-        return super().push(token_id)
-
-
 async def read_request(message: Any, config: ModelConfig, tokenizer: Tokenizer, now: float) -> Request:
     """Check a GenerateRequest and make what it leaves open definite.
 
@@ -62,14 +46,12 @@ async def read_request(message: Any, config: ModelConfig, tokenizer: Tokenizer, 
             prompt_tokens=len(prompt),
             limit=config.max_context - 1,
         )
-    stop, include = tuple(message.stopping.stop), message.stopping.include_stop
-    late = stop and limits.min_tokens > 1
     return Request(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt=prompt,
         stopping=Stopping(min(limits.max_tokens, room), limits.min_tokens, limits.eos_token_ids, limits.stop_token_ids),
         sampling=drawn,
-        text=LateStops(tokenizer, stop, include, limits.min_tokens) if late else TextStream(tokenizer, stop, include),
+        text=TextStream(tokenizer, message.stopping.stop, message.stopping.include_stop, limits.min_tokens),
         salt=message.cache_salt,
         submitted_at=now,
     )

@@ -12,7 +12,7 @@ import structlog
 from threadpoolctl import threadpool_limits
 
 from rocmforge.engine.v1 import engine_pb2_grpc
-from services.engine.arena import private_pages
+from services.engine.arena import page_bytes_of, private_pages
 from services.engine.batch import Row
 from services.engine.config import LOCAL, Config, default_pool_id, model_id
 from services.engine.kvclient import GrpcPageSource
@@ -24,7 +24,7 @@ from services.engine.runner import Runner
 from services.engine.servicer import SERVICE, EngineServicer, Served
 from services.engine.streams import Streams
 from services.engine.tokenizer import Tokenizer
-from services.errors import Draining, ServiceError
+from services.errors import Draining, InvalidConfiguration, ServiceError
 from services.serving import Serving
 
 log = structlog.get_logger()
@@ -112,7 +112,13 @@ class Engine:
         """The pages, their memory, and whose they are."""
         config, geometry = self.config, model.geometry(self.config.page_size)
         if config.kvcache == LOCAL:
-            pages = private_pages(geometry, config.local_pages)
+            try:
+                pages = private_pages(geometry, config.local_pages)
+            except MemoryError as error:
+                size = config.local_pages * page_bytes_of(geometry)
+                raise InvalidConfiguration(
+                    f"--local-pages {config.local_pages}: there is no room for {size} bytes", field="--local-pages"
+                ) from error
             return LocalPageSource(config.local_pages, config.page_size), lambda: pages, lambda: 0
         source = GrpcPageSource(
             config.kvcache,

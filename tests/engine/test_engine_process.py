@@ -150,8 +150,9 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         (["--model", "/nonexistent", "--kvcache", "local", "--listen", "127.0.0.1:0"], "/nonexistent"),
         (["--listen", "0.0.0.0:0"], "--insecure"),
         (["--listen", "127.0.0.1:0", "--kvcache", "unix:/nonexistent.sock", "--kvcache-patience", "0"], "nonexistent"),
+        (["--listen", "127.0.0.1:0", "--kvcache", "local", "--page-size", "4096", "--local-pages", "16777216"], "room"),
     ],
-    ids=["flag", "model", "exposure", "daemon"],
+    ids=["flag", "model", "exposure", "daemon", "memory"],
 )
 def test_it_says_in_one_line_why_it_cannot_start(arguments: list[str], says: str) -> None:
     done = run(*arguments)

@@ -9,7 +9,7 @@ import pytest
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine.config import BUNDLED_MODEL
-from services.engine.intake import DEFAULT_MAX_TOKENS, INLINE_TEXT_BYTES, LateStops, read_request, tokenize
+from services.engine.intake import DEFAULT_MAX_TOKENS, INLINE_TEXT_BYTES, read_request, tokenize
 from services.engine.modelconfig import ModelConfig
 from services.engine.sequence import Request
 from services.engine.tokenizer import TextStream, Tokenizer
@@ -71,19 +71,13 @@ def test_long_text_is_tokenised_as_short_text_is() -> None:
     assert asyncio.run(tokenize(text, TOKENIZER, 1 << 20, "text")) == TOKENIZER.encode(text)
 
 
-def test_stop_strings_that_count_at_once_need_no_delay() -> None:
-    assert type(read(stopping=pb.Stopping(stop=["x"], min_tokens=1)).text) is TextStream
-    assert type(read(stopping=pb.Stopping(min_tokens=5)).text) is TextStream
-    assert type(read(stopping=pb.Stopping(stop=["x"], min_tokens=2)).text) is LateStops
-
-
-def test_late_stops_match_only_what_comes_from_the_last_deferred_token_on() -> None:
+def test_stop_strings_match_only_what_comes_from_the_last_of_min_tokens_on() -> None:
     ids = TOKENIZER.encode("Give thy thoughts no tongue, nor any unproportioned thought his act. Give it, give it.")
     whole, plain = "", TextStream(TOKENIZER, (), False)
     texts = [plain.push(token) for token in ids]
     whole = "".join(texts)
     stop, least = "Give", 6
-    stream, shown, taken = LateStops(TOKENIZER, [stop], False, least), "", 0
+    stream, shown, taken = read(stopping=pb.Stopping(stop=[stop], min_tokens=least)).text, "", 0
     for token in ids:
         shown += stream.push(token)
         taken += 1
