@@ -11,32 +11,39 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from services.errors import InvalidConfiguration
 from services.serving import Listener, Tls
 
+#: What an offset in a file can be.
+MAX_BYTES = 2**63 - 1
+
+_DIGITS = 40  # more than any sensible number has, and than int() takes gladly
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def byte_size(text: str) -> int:
     """Bytes from ``256MiB``, ``1.5GiB``, ``4096``. Raises ValueError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not found or found[2].upper() not in _UNITS:
-        raise ValueError("want a size such as 256MiB, 1GiB or a number of bytes")
-    return (
-        int(float(found[1]) * _UNITS[found[2].upper()]) if "." in found[1] else int(found[1]) * _UNITS[found[2].upper()]
-    )
+    unit = _UNITS.get(found[2].upper()) if found else None
+    # Fractions: a float would round large sizes, and overflow on wild ones.
+    size = int(Fraction(found[1]) * unit) if found and unit and len(found[1]) <= _DIGITS else 0
+    if not 1 <= size <= MAX_BYTES:
+        raise ValueError(f"want a size such as 256MiB, 1GiB or a number of bytes, from 1 to {MAX_BYTES}")
+    return size
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
     """A parser of integers from ``low`` to ``high``."""
 
     def parse(text: str) -> int:
-        if not re.fullmatch(r"[+-]?\d+", text.strip()) or not low <= int(text) <= high:
+        digits = text.strip()
+        if not re.fullmatch(r"[+-]?\d+", digits) or len(digits) > _DIGITS or not low <= int(digits) <= high:
             raise ValueError(f"want a whole number from {low} to {high}")
-        return int(text)
+        return int(digits)
 
     return parse
 
@@ -67,8 +74,8 @@ def switch(text: str) -> bool:
 
 def runtime_dir() -> Path:
     """Where sockets lie unless told otherwise: private to the user."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) / "rocmforge" if base else Path(f"/tmp/rocmforge-{os.getuid()}")
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(base) / "rocmforge" if os.path.isabs(base) else Path(f"/tmp/rocmforge-{os.getuid()}")
 
 
 class FlagParser:
@@ -88,7 +95,9 @@ class FlagParser:
     def add(
         self, flag: str, parse: Callable[[str], Any], default: Any, help: str, *, metavar: str = "X", many: bool = False
     ) -> None:
-        """Add an option. ``many`` makes a list of it; ``parse`` is given the text and raises ValueError."""
+        """Add an option. ``many`` makes a list of it; ``parse`` is given the text and raises
+        ValueError or InvalidConfiguration, saying what it wants.
+        """
         name = flag.removeprefix("--").replace("-", "_")
         self._options[name] = (flag, parse, default, many)
         # argparse formats help with %, and a default of None says nothing to a reader.
@@ -112,15 +121,20 @@ class FlagParser:
             if raw is None:
                 values[name] = default
                 continue
-            try:
-                values[name] = [parse(item) for item in raw] if many else parse(raw)
-            except ValueError as error:
-                raise InvalidConfiguration(f"{origin} {raw}: {error}", field=origin) from error
+            parsed = [_parsed(parse, text, origin) for text in (raw if many else [raw])]
+            values[name] = parsed if many else parsed[0]
         known = {f"{self._prefix}_{name.upper()}" for name in self._options}
         for variable in environ:
             if variable.startswith(f"{self._prefix}_") and variable not in known:
                 raise InvalidConfiguration(f"{variable}: no such setting; see --help", field=variable)
         return values
+
+
+def _parsed(parse: Callable[[str], Any], text: str, origin: str) -> Any:
+    try:
+        return parse(text)
+    except (ValueError, InvalidConfiguration) as error:
+        raise InvalidConfiguration(f"{origin} {text}: {error}", field=origin) from error
 
 
 def _shown(default: Any) -> str:

@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 _LOOK_S = 0.5
+_DIRECT = ("grpc.enable_http_proxy", 0)
 
 
 def wait_serving(address: str, *, alive: Callable[[], bool], timeout_s: float, service: str = "") -> None:
@@ -20,8 +21,8 @@ def wait_serving(address: str, *, alive: Callable[[], bool], timeout_s: float, s
     ChildProcessError when it is false, TimeoutError after ``timeout_s`` seconds.
     """
     deadline = time.monotonic() + timeout_s
-    backoff = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)]
-    with grpc.insecure_channel(address, options=backoff) as channel:
+    options = [_DIRECT, ("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)]
+    with grpc.insecure_channel(address, options=options) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while time.monotonic() < deadline:
             request = health_pb2.HealthCheckRequest(service=service)
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("service", nargs="?", default="", help="full service name; the whole server when left out")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds (default 3)")
     flags = parser.parse_args(arguments)
-    with grpc.insecure_channel(flags.address) as channel:
+    with grpc.insecure_channel(flags.address, options=[_DIRECT]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=flags.service), timeout=flags.timeout)

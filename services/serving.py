@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import ipaddress
 import os
+import secrets
 import signal
 import socket
 import stat
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,17 +66,18 @@ class Listener:
         """Read ``unix:/path``, ``host:port`` or ``[v6]:port``. Raises InvalidConfiguration."""
         if text.startswith("unix:"):
             path = Path(text.removeprefix("unix:"))
-            if not path.is_absolute() or len(os.fsencode(path)) > _UNIX_PATH_LIMIT:
+            encoded = os.fsencode(path)
+            # gRPC, on either side, takes text for an address and decodes what is percent-encoded in it.
+            spoken = "%" not in text and encoded.decode(errors="replace") == str(path)
+            if not path.is_absolute() or len(encoded) > _UNIX_PATH_LIMIT or not spoken:
                 raise InvalidConfiguration(
-                    f"--listen {text}: a unix socket needs an absolute path of at most {_UNIX_PATH_LIMIT} bytes",
+                    f"a unix socket needs an absolute path of at most {_UNIX_PATH_LIMIT} bytes, in UTF-8 and without %",
                     field="--listen",
                 )
             return cls(path=path)
         host, colon, port = text.rpartition(":")
         if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            raise InvalidConfiguration(
-                f"--listen {text}: want unix:/path or host:port with a port of 0 to 65535", field="--listen"
-            )
+            raise InvalidConfiguration("want unix:/path or host:port with a port of 0 to 65535", field="--listen")
         return cls(host=host.removeprefix("[").removesuffix("]"), port=int(port))
 
     @property
@@ -153,31 +156,37 @@ class Serving:
             else:
                 port = self.server.add_insecure_port(str(listener))
         except RuntimeError as error:
-            raise InvalidConfiguration(
-                f"--listen {listener}: cannot bind; is the port in use or the address not this host's?",
-                field="--listen",
-            ) from error
+            doubts = "is the port in use or the address not this host's"
+            if credentials is not None:
+                doubts += ", or a TLS file not what it should be"
+            raise InvalidConfiguration(f"--listen {listener}: cannot bind; {doubts}?", field="--listen") from error
         return str(Listener(host=listener.host, port=port))
 
     def _bind_unix(self, path: Path) -> str:
-        # gRPC unlinks whatever lies at the path, a living server's socket too: look first.
-        if _answers(path):
-            raise InvalidConfiguration(f"--listen unix:{path}: another server listens there", field="--listen")
-        if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
-            raise InvalidConfiguration(f"--listen unix:{path}: exists and is no socket", field="--listen")
-        previous = os.umask(0o177)
         try:
-            # mkdir under this umask would make a directory nobody can enter; its mode is set right after.
-            if not path.parent.exists():
-                path.parent.mkdir(parents=False)
-                path.parent.chmod(0o700)
-            self.server.add_insecure_port(f"unix:{path}")
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with _alone_in(path.parent):
+                if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+                    raise InvalidConfiguration(f"--listen unix:{path}: exists and is no socket", field="--listen")
+                if _answers(path):
+                    raise InvalidConfiguration(f"--listen unix:{path}: another server listens there", field="--listen")
+                self._paths.append((path, self._bind_and_move(path)))
         except (OSError, RuntimeError) as error:
             raise InvalidConfiguration(f"--listen unix:{path}: cannot bind: {error}", field="--listen") from error
+        return f"unix:{path}"
+
+    def _bind_and_move(self, path: Path) -> int:
+        # gRPC unlinks whatever lies at its path, when it binds and again when it stops: the socket of a server that
+        # took the path over in between, too. So its path is one that nobody else uses.
+        unnamed = path.with_name(f".{secrets.token_hex(4)}")
+        previous = os.umask(0o177)
+        try:
+            self.server.add_insecure_port(f"unix:{unnamed}")
         finally:
             os.umask(previous)
-        self._paths.append((path, path.stat().st_ino))
-        return f"unix:{path}"
+        inode = unnamed.stat().st_ino
+        unnamed.rename(path)
+        return inode
 
     async def _set(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", self._service):
@@ -202,12 +211,27 @@ class Serving:
                     path.unlink()
 
 
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """One server at a time looks at a directory and binds in it."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _answers(path: Path) -> bool:
+    """Whether somebody listens there. Raises OSError when that cannot be seen."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
-        except OSError:
+        except (FileNotFoundError, ConnectionRefusedError):
             return False
+        except BlockingIOError:
+            return True  # more callers are waiting than it lets wait
     return True
 
 
@@ -221,14 +245,26 @@ def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         def on_signal(number: int) -> None:
             if stop.is_set():
                 os._exit(128 + number)
-            log.info("signal", number=number)
             stop.set()
+            log.info("signal", number=number)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
         await main(stop)
 
     asyncio.run(body())
+
+
+class _Lines:
+    """stderr, with lines that it does not take lost: a full disk or a closed pipe is no reason to stop working."""
+
+    def msg(self, text: str) -> None:
+        """Write one line."""
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"{text}\n")  # in one piece: several threads may log
+            sys.stderr.flush()
+
+    debug = info = warning = error = critical = exception = log = msg
 
 
 def configure_logging() -> None:
@@ -244,6 +280,6 @@ def configure_logging() -> None:
         processors.append(structlog.processors.format_exc_info)
     structlog.configure(
         processors=[*processors, renderer],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=_Lines,
         cache_logger_on_first_use=True,
     )

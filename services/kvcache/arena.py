@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 from pathlib import Path
 
 from services.errors import ExceedsBudget, InvalidConfiguration
@@ -31,17 +32,16 @@ class FileArena:
         self._canaries = total_pages * layout.page_bytes
         self._size = self._canaries + canary_slots * CANARY_SLOT_BYTES
         self._path = directory / f"{name}{_SUFFIX}"
-        # Under another name until it is locked: a daemon that clears the directory must not take it for a dead one's.
-        making = directory / f"{name}.making"
-        self._fd = os.open(making, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(self._fd, 0, self._size)
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._map = mmap.mmap(self._fd, self._size)
-            making.rename(self._path)
+            self._fd = _made_and_locked(self._path)
+            try:
+                os.posix_fallocate(self._fd, 0, self._size)
+                self._map = mmap.mmap(self._fd, self._size)
+            except OSError:
+                self._path.unlink(missing_ok=True)
+                os.close(self._fd)
+                raise
         except OSError as error:
-            os.close(self._fd)
-            making.unlink(missing_ok=True)
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise ExceedsBudget(
                     f"the arena of {self._size} bytes does not fit {directory}: {error.strerror}",
@@ -81,6 +81,16 @@ class FileArena:
         os.close(self._fd)
 
 
+def _made_and_locked(path: Path) -> int:
+    """A new file, locked before it takes any memory, so that one whose daemon dies can always be told."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # until it was locked, a starting daemon took it for a dead one's and removed it
+
+
 def default_directory() -> Path:
     """Where arenas lie unless told otherwise: in memory where the system has a place for that."""
     shm = Path("/dev/shm")
@@ -90,13 +100,19 @@ def default_directory() -> Path:
 def prepare_directory(directory: Path) -> list[str]:
     """Make the directory, private to the user, and remove arenas whose daemon is dead; returns their names.
 
-    Raises InvalidConfiguration when it cannot be had.
+    Raises InvalidConfiguration when it cannot be had, or when other users could replace what lies in it.
     """
     removed: list[str] = []
     try:
-        if not directory.exists():
-            directory.mkdir(parents=True)
-            directory.chmod(0o700)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.stat()
+        shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+        if found.st_uid not in (0, os.getuid()) or shared:
+            raise InvalidConfiguration(
+                f"--arena-dir {directory}: other users could replace the arenas in it; it must be this user's own, "
+                "writable by nobody else",
+                field="--arena-dir",
+            )
         for path in sorted(directory.glob(f"*{_SUFFIX}")):
             with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ class Config:
             "ROCMFORGE_KVCACHE",
         )
         add_serving_flags(flags, "kvcache.sock", PORT)
-        flags.add("--arena-dir", Path, default_directory(), "directory of the arena files", metavar="DIR")
+        flags.add("--arena-dir", _directory, default_directory(), "directory of the arena files", metavar="DIR")
         flags.add("--memory", byte_size, "256MiB", "memory budget of all pools", metavar="SIZE")
         flags.add(
             "--pool-pages",
@@ -98,3 +99,10 @@ class Config:
         )
         check_exposure(config.listeners, config.tls, config.insecure)
         return config
+
+
+def _directory(text: str) -> Path:
+    """An absolute path, since engines elsewhere are told it. Raises ValueError when it cannot be told as text."""
+    if not text or os.fsencode(text).decode(errors="replace") != text:
+        raise ValueError("want a directory whose name is UTF-8")
+    return Path(text).absolute()

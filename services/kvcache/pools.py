@@ -100,7 +100,11 @@ class Pools:
                 room += old.arena.size_bytes
                 self._drop(old)
         arena = self._make_arena(layout, pages, self._canary_slots)
-        pool = Pool(pool_id, layout, pages, arena, self._chain, self._events, self._eviction)
+        try:
+            pool = Pool(pool_id, layout, pages, arena, self._chain, self._events, self._eviction)
+        except BaseException:
+            arena.close()
+            raise
         self._by_id[pool_id] = pool
         return pool
 
@@ -108,7 +112,8 @@ class Pools:
         """Raises PoolUnknown."""
         pool = self._by_id.get(pool_id)
         if pool is None:
-            raise PoolUnknown(f"no pool {pool_id!r}", field="pool_id")
+            # No pool has a longer name, and an error has to fit the trailers of an HTTP/2 stream.
+            raise PoolUnknown(f"no pool {pool_id[:128]!r}", field="pool_id")
         return pool
 
     def drop(self, pool: Pool) -> None:

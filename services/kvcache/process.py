@@ -23,12 +23,25 @@ class ProcessTable:
         if not self._namespace or process.pid_namespace != self._namespace:
             return None
         try:
-            stat = (self._proc / str(process.pid) / "stat").read_text()
+            stat = (self._proc / str(process.pid) / "stat").read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
-            return False
+            return None if _hidden(process.pid) else False
         except OSError:
             return None
-        # Fields behind the command, which may hold spaces and parentheses: state is the 3rd, the start time the 22nd.
+        # Behind the command, which may hold spaces and parentheses: the 3rd field, the 20th and the 22nd.
         fields = stat.rpartition(")")[2].split()
-        # A zombie has no threads and no memory left: it can write nothing.
-        return fields[0] not in ("Z", "X") and int(fields[19]) == process.start_time
+        state, threads, start_time = fields[0], int(fields[17]), int(fields[19])
+        # The last thread of a zombie has no memory left and can write nothing. A first thread that ended before the
+        # others looks like a zombie too.
+        return start_time == process.start_time and (state not in ("Z", "X") or threads > 1)
+
+
+def _hidden(pid: int) -> bool:
+    """Whether a process without an entry in /proc lives all the same: `hidepid` hides other users' processes."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True

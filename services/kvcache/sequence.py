@@ -73,7 +73,8 @@ class Sequence:
 
 def digest_opening(prompt: array[int], salt: str) -> bytes:
     """What tells a replayed opening from another one with the same id."""
-    return hashlib.blake2b(salt.encode() + b"\0" + prompt.tobytes(), digest_size=16).digest()
+    salted = salt.encode()
+    return hashlib.blake2b(len(salted).to_bytes(4, "little") + salted + prompt.tobytes(), digest_size=16).digest()
 
 
 def digest_fork(parent_id: str) -> bytes:

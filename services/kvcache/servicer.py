@@ -423,5 +423,5 @@ def _cursor(text: str) -> int:
     if not text:
         return 0
     if not text.isascii() or not text.isdigit() or len(text) > 12:
-        raise FieldInvalid(f"cursor {text!r} is not one that ListSequences gave", field="cursor")
+        raise FieldInvalid(f"cursor {text[:MAX_NAME]!r} is not one that ListSequences gave", field="cursor")
     return int(text)
