@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import random
 import statistics
 import subprocess
@@ -152,8 +151,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="batch sizes (default 1 8 32)")
     parser.add_argument("--tokens", type=int, default=160, help="tokens generated per request (default 160)")
     parser.add_argument("--pairs", type=int, default=9, help="pairs of runs that count (default 9)")
-    threads = max(1, (os.cpu_count() or 1) // 2)  # the engine's default
-    parser.add_argument("--cpu-threads", type=int, default=threads, help=f"BLAS threads (default {threads})")
+    parser.add_argument("--cpu-threads", type=int, default=1, help="BLAS threads (default 1, as the engine's)")
     parser.add_argument("--json", action="store_true", help="one JSON object a row instead of a table")
     flags = parser.parse_args()
     # What every request and session logs is of no interest here, and costs time.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,12 +76,13 @@ class Config:
             "default: the model's name and a hash of its files",
             metavar="ID",
         )
-        # Half the cores: BLAS's threads spin while they wait for each other, and the daemon and the clients need some.
+        # BLAS's threads spin while they wait for each other: a small model loses by a second one, several times over on
+        # busy cores. And with some kernels the bits of a product depend on their number.
         flags.add(
             "--cpu-threads",
             whole(1, 1024),
-            max(1, (os.cpu_count() or 1) // 2),
-            "threads of the linear algebra library",
+            1,
+            "threads of the linear algebra library; more are worth it from about 100 M parameters on",
             metavar="N",
         )
         flags.add("--page-size", whole(1, 4096), 16, "tokens in a page", metavar="N")
