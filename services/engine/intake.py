@@ -86,8 +86,12 @@ def _stopping(message: Any, config: ModelConfig) -> Stopping:
 async def _prompt(message: Any, config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     match message.WhichOneof("input"):
         case "text":
-            ids = await tokenize(message.text, tokenizer, config.max_context * TEXT_BYTES_PER_TOKEN, "prompt.text")
-            return tuple(ids)
+            size, limit = len(message.text.encode()), config.max_context * TEXT_BYTES_PER_TOKEN
+            if size > limit:
+                raise PromptTooLong(
+                    f"prompt.text has {size} bytes; it may have {limit}", field="prompt.text", limit=limit
+                )
+            return tuple(await tokenize(message.text, tokenizer, "prompt.text"))
         case "tokens":
             if not message.tokens.ids:
                 raise FieldInvalid("the prompt has no tokens; it needs one at least", field="prompt.tokens.ids")
@@ -97,14 +101,12 @@ async def _prompt(message: Any, config: ModelConfig, tokenizer: Tokenizer) -> tu
             raise FieldInvalid("the prompt is missing: give text or tokens", field="prompt")
 
 
-async def tokenize(text: str, tokenizer: Tokenizer, limit: int, field: str) -> list[int]:
-    """Token ids of a text of at most ``limit`` bytes, at least one. Raises FieldInvalid, PromptTooLong."""
+async def tokenize(text: str, tokenizer: Tokenizer, field: str) -> list[int]:
+    """Token ids of a text, at least one. Raises FieldInvalid."""
     if not text:
         raise FieldInvalid(f"{field} is empty", field=field)
-    size = len(text.encode())
-    if size > limit:
-        raise PromptTooLong(f"{field} has {size} bytes; it may have {limit}", field=field, limit=limit)
-    ids = await asyncio.to_thread(tokenizer.encode, text) if size > INLINE_TEXT_BYTES else tokenizer.encode(text)
+    long = len(text.encode()) > INLINE_TEXT_BYTES
+    ids = await asyncio.to_thread(tokenizer.encode, text) if long else tokenizer.encode(text)
     if not ids:
         raise FieldInvalid(f"{field} gives no token", field=field)
     return ids

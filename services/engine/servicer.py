@@ -107,16 +107,19 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     @maps_errors
     async def CancelGeneration(self, request: pb.CancelGenerationRequest, context: Any) -> pb.CancelGenerationResponse:
         """See the proto."""
+        served = self._model()
         check_name(request.request_id, "request_id")
         if self.streams.is_live(request.request_id):
-            self._model().loop.cancel(request.request_id)
+            served.loop.cancel(request.request_id)
         return pb.CancelGenerationResponse(request_id=request.request_id)
 
     @maps_errors
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """See the proto."""
-        ids = await tokenize(request.text, self._model().tokenizer, MAX_TOKENIZE_BYTES, "text")
-        return pb.TokenizeResponse(token_ids=ids)
+        served, size = self._model(), len(request.text.encode())
+        if size > MAX_TOKENIZE_BYTES:
+            raise FieldInvalid(f"text has {size} bytes; it may have {MAX_TOKENIZE_BYTES}", field="text")
+        return pb.TokenizeResponse(token_ids=await tokenize(request.text, served.tokenizer, "text"))
 
     @maps_errors
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:

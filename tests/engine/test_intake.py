@@ -68,7 +68,7 @@ def test_limits_count_characters_and_their_edges_are_inside() -> None:
 def test_long_text_is_tokenised_as_short_text_is() -> None:
     line = "Now is the winter of our discontent. "
     text = line * (2 * INLINE_TEXT_BYTES // len(line))
-    assert asyncio.run(tokenize(text, TOKENIZER, 1 << 20, "text")) == TOKENIZER.encode(text)
+    assert asyncio.run(tokenize(text, TOKENIZER, "text")) == TOKENIZER.encode(text)
 
 
 def test_stop_strings_match_only_what_comes_from_the_last_of_min_tokens_on() -> None:

@@ -202,6 +202,7 @@ def test_limits_are_in_the_sentence(engine: RunningEngine) -> None:
     ("method", "message", "field"),
     [
         ("Tokenize", pb.TokenizeRequest(), "text"),
+        ("Tokenize", pb.TokenizeRequest(text="x" * ((1 << 20) + 1)), "text"),
         ("Detokenize", pb.DetokenizeRequest(token_ids=[1, 10**6]), "token_ids[1]"),
         ("Detokenize", pb.DetokenizeRequest(token_ids=[1] * ((1 << 17) + 1)), "token_ids"),
         ("CancelGeneration", pb.CancelGenerationRequest(), "request_id"),
@@ -413,6 +414,8 @@ def test_an_engine_that_cannot_find_its_daemon_says_so(tmp_path: Path) -> None:
             pass
         error = refused(lambda: engine.stub.Generate(request(), wait_for_ready=True))
         assert (error.code, error.reason) == ("UNAVAILABLE", "NOT_READY") and "starting" in error.message
+        error = refused(lambda: engine.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="one")))
+        assert error.reason == "NOT_READY"
         assert health(engine.channel) == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(ServiceError) as caught:
             starting.result(60)
