@@ -32,7 +32,10 @@ from services.healthcheck import wait_serving
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "shakespeare"
 STATE = ROOT / ".run"
-DEFAULT_PROMPT = "ROMEO:\nBut soft, what light through yonder window breaks?\nIt is the east, and"
+DEFAULT_PROMPT = (
+    "ROMEO:\nBut soft, what light through yonder window breaks?\n"
+    "It is the east, and Juliet is the sun.\nArise, fair sun, and"
+)
 ENGINE_TCP, KVCACHE_TCP = "127.0.0.1:50051", "127.0.0.1:50052"
 START_S = 120.0
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
