@@ -64,8 +64,10 @@ def serve(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
     resident = max(len(sequence.tokens), demand.start + len(demand.tokens))
     unshares = demand.total_pages * pool.layout.page_size > resident and pool.tail_is_shared(sequence)
     more = total - held + unshares
-    _check_quota(session, more)
-    pool.check_growth(sequence.id, total, more)
+    # A token behind what was copied lets go of the copy's source, before anything is taken.
+    source = sequence.copy[1] if sequence.copy is not None and resident > len(sequence.tokens) else None
+    _check_quota(session, more - (source is not None))
+    pool.check_growth(sequence.id, total, more - (source is not None and pool.table.holder_count(source) == 1))
 
     pool.append(sequence, demand.start, demand.tokens)
     if unshares:

@@ -19,12 +19,12 @@ import pytest
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services import healthcheck, rpc
-from services.errors import ExceedsBudget, InvalidConfiguration, PoolUnknown, SequenceMismatch
+from services.errors import ExceedsBudget, InvalidConfiguration, PoolUnknown, SequenceMismatch, ServiceError
 from services.kvcache import arena as arenas
 from services.kvcache import pools
 from services.kvcache.arena import FileArena, prepare_directory
 from services.kvcache.config import Config
-from services.kvcache.demand import Demand
+from services.kvcache.demand import Demand, Grant
 from services.kvcache.process import ProcessTable
 from services.kvcache.sessions import Process
 from services.serving import Listener, Serving
@@ -66,6 +66,28 @@ def test_no_other_prompt_and_salt_pass_for_a_replayed_opening() -> None:
     # The same bytes, had they been told apart by a NUL alone: "s", NUL, "xyz", NUL, 5.
     [error], _ = world.cache.allocate(session.id, [Demand("a", [5], "s\0xyz", 0, [], 1, 0)], [])
     assert isinstance(error, SequenceMismatch)
+
+
+@pytest.mark.parametrize(("pages", "quota"), [(8, 3), (3, None)])
+def test_the_source_of_a_copy_pays_for_the_page_behind_it(pages: int, quota: int | None) -> None:
+    world = World(pages)
+    session = world.attached(max_pages=quota)
+
+    def step(name: str, start: int, tokens: list[int], total: int, prompt: list[int] | None = None) -> object:
+        [answer], _ = world.cache.allocate(session.id, [Demand(name, prompt, "", start, tokens, total, 0)], [])
+        world.sound()
+        return answer
+
+    assert isinstance(step("a", 0, [], 1, [1, 2, 3]), Grant)
+    assert isinstance(step("a", 0, [1, 2], 1), Grant)
+    world.cache.fork(session.id, "a", "b")
+    assert isinstance(step("b", 2, [], 1), Grant)
+    if quota is None:
+        world.cache.remove(session.id, ["a"])
+        assert isinstance(step("c", 0, [], 1, [9]), Grant)
+    # All is held now, the source of b's copy among it; the same call with nothing to let go of is refused.
+    assert isinstance(step("b", 2, [], 2), ServiceError)
+    assert isinstance(step("b", 2, [3], 2), Grant)
 
 
 def test_a_pool_that_cannot_be_made_leaves_no_arena(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +195,7 @@ async def lose_the_path(path: Path) -> None:
     await second.start()
     await first.drain(0)
     async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
-        await channel.channel_ready()
+        await asyncio.wait_for(channel.channel_ready(), 30)
     await second.drain(0)
 
 
