@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import io
 import os
 import select
@@ -199,6 +200,17 @@ def run(prompt: str) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """One ``up`` or ``down`` of this checkout at a time: another waits."""
+    checkout = os.open(ROOT, os.O_RDONLY)
+    try:
+        fcntl.flock(checkout, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(checkout)
+
+
 def recorded(name: str) -> int | None:
     """The pid that ``up`` recorded for a service, if that process is still it."""
     try:
@@ -285,9 +297,11 @@ def main() -> int:
         if command == "run":
             run(prompt_given())
         elif command == "up":
-            up()
+            with alone():
+                up()
         else:
-            down()
+            with alone():
+                down()
     except CannotStart as error:
         print(f"\n{error}", file=sys.stderr)
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -104,7 +105,7 @@ def test_a_reader_that_leaves(temporary: Path) -> None:
 def test_up_does_not_take_anothers_daemon_for_its_own(temporary: Path) -> None:
     """A copy of the script keeps its pid files beside itself, not in this checkout."""
     (temporary / "scripts").mkdir()
-    script = Path(shutil.copy(ROOT / "scripts/demo.py", temporary / "scripts"))
+    script = Path(shutil.copy(SCRIPT, temporary / "scripts"))
     (temporary / "rocmforge").mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as another:
         another.bind(str(temporary / "rocmforge/kvcache.sock"))
@@ -114,3 +115,18 @@ def test_up_does_not_take_anothers_daemon_for_its_own(temporary: Path) -> None:
     assert process.returncode == 1
     assert errors.strip().endswith("somebody else's kvcache is serving there; stop it first")
     assert list((temporary / ".run").iterdir()) == []
+
+
+def test_up_and_down_of_one_checkout_take_turns(temporary: Path) -> None:
+    (temporary / "scripts").mkdir()
+    script = Path(shutil.copy(SCRIPT, temporary / "scripts"))
+    checkout = os.open(temporary, os.O_RDONLY)
+    try:
+        fcntl.flock(checkout, fcntl.LOCK_EX)
+        process = demo("down", temporary, script=script)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+    finally:
+        os.close(checkout)
+    output, errors = told(process)
+    assert (process.returncode, errors) == (0, "") and output.count("not running") == 2
