@@ -31,6 +31,7 @@ from google.protobuf.message import Message
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.healthcheck import wait_serving
+from services.kvcache.arena import default_directory
 from services.kvcache.cache import KvCache, Limits
 from services.kvcache.demand import Demand
 from services.kvcache.layout import PageLayout
@@ -125,7 +126,8 @@ class Echo:
 @contextlib.contextmanager
 def servers() -> Iterator[tuple[Any, Echo]]:
     """The daemon's stub and the echo's client, each server a process."""
-    with tempfile.TemporaryDirectory(prefix="rf-bench-") as name, contextlib.ExitStack() as stack:
+    shm = default_directory().parent
+    with tempfile.TemporaryDirectory(prefix="rf-bench-", dir=shm) as name, contextlib.ExitStack() as stack:
         cache, echo = f"unix:{name}/k.sock", f"unix:{name}/e.sock"
         command = [sys.executable, "-m", "services.kvcache", "--listen", cache, "--arena-dir", f"{name}/arena"]
         daemon = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

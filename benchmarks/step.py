@@ -35,6 +35,7 @@ from services.engine.runner import Runner
 from services.engine.sampling import SamplingParams
 from services.engine.sequence import Request, Stopping
 from services.healthcheck import wait_serving
+from services.kvcache.arena import default_directory
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE_SIZE = 16
@@ -80,7 +81,8 @@ class Run:
 @contextlib.contextmanager
 def daemon() -> Iterator[str]:
     """A KV-cache daemon as a process; its address."""
-    with tempfile.TemporaryDirectory(prefix="rf-bench-") as name:
+    # In memory, as the daemon's own default is: the arena's pages must not wait for a disk.
+    with tempfile.TemporaryDirectory(prefix="rf-bench-", dir=default_directory().parent) as name:
         address = f"unix:{name}/k.sock"
         command = [sys.executable, "-m", "services.kvcache", "--listen", address, "--arena-dir", f"{name}/arena"]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -106,8 +108,11 @@ def run(model: Model, source: PageSource, memory: Callable[[], Any], batch: int,
         prompt = tuple(draw.randrange(1, model.config.vocab_size) for _ in range(PROMPT_TOKENS))
         loop.submit(Request(f"{seed}-{at}", prompt, Stopping(max_tokens=tokens), GREEDY, NoText()))
     began = time.perf_counter()
-    while len(ended) < batch:
-        loop.wait(loop.iterate())
+    while True:
+        idle_s = loop.iterate()
+        if len(ended) == batch:  # before the loop would wait for more work
+            break
+        loop.wait(idle_s)
     took = time.perf_counter() - began
     totals = loop.totals
     if totals.generated_tokens != batch * tokens:

@@ -15,6 +15,10 @@ ADMISSION_RETRY_S = 0.1
 #: Prompt tokens opened in one exchange, after the first: a message has a limit, and many long prompts at once would
 #: hold up the decoding ones.
 OPENING_TOKENS = 1 << 20
+#: Pages that a growing request asks for at a time, so that a call is needed every so many pages only; and the part of
+#: the pool that all requests together may have ahead of need.
+GROWTH_PAGES = 8
+AHEAD_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,16 @@ class Admission:
                 needed_pages=needed,
                 total_pages=self.total_pages,
             )
+
+    def growth(self, sequence: Sequence) -> int:
+        """How many pages a running request should have: those it needs, and some ahead where pages are plenty."""
+        needed = self.pages_for(sequence.resident_target)
+        if needed <= len(sequence.pages):
+            return needed
+        ahead = 0
+        if self._clock() >= self.opens_at:
+            ahead = min(GROWTH_PAGES - 1, self.total_pages // AHEAD_SHARE // self._limits.max_batch)
+        return min(needed + ahead, self.pages_for(sequence.max_resident_tokens))
 
     # --- the gate -----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ class GrpcPageSource:
         self._clock = clock
         self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         self._stub = kvcache_pb2_grpc.KvCacheServiceStub(self._channel)
+        # gRPC's own futures start a thread for each call, and contend with the step for the interpreter all the while.
+        self._caller = ThreadPoolExecutor(1, thread_name_prefix="kvcache-call")
         self._session: _Session | None = None
         self._total_pages = 0
         self._keeper = LeaseKeeper(lambda: self._session.lease if self._session else None, self._renew, clock)
@@ -125,7 +128,7 @@ class GrpcPageSource:
 
     def send(self, request: pb.AllocatePagesRequest, session: _Session) -> Any:
         """Start one attempt at a call of the session; the future of its reply."""
-        return self._stub.AllocatePages.future(request, timeout=_call_s(session.lease))
+        return self._caller.submit(self._stub.AllocatePages, request, timeout=_call_s(session.lease))
 
     def now(self) -> float:
         """The clock that leases are measured with."""
@@ -165,6 +168,7 @@ class GrpcPageSource:
     def close(self) -> None:
         """Give the session back, as far as anybody listens. Closing twice changes nothing."""
         self._keeper.close()
+        self._caller.shutdown()
         self._end()
         self._channel.close()
 

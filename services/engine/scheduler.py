@@ -21,7 +21,7 @@ from itertools import takewhile
 
 import structlog
 
-from services.engine.admission import Admission, Limits
+from services.engine.admission import GROWTH_PAGES, Admission, Limits
 from services.engine.pagesource import Demand, Grant, Opening
 from services.engine.sequence import Outcome, Request, Sequence, State
 from services.errors import (
@@ -154,9 +154,11 @@ class Scheduler:
                 returning.update(sequence.pages)
                 self._admission.open()
         for sequence in self.running:
-            pages = self._admission.pages_for(sequence.resident_target)
+            pages = self._admission.growth(sequence)
             unreported = sequence.unreported_pages(self._page_size)
-            if pages > len(sequence.pages) or unreported >= REPORT_PAGES:
+            in_prompt = sequence.num_reported_tokens < len(sequence.request.prompt)
+            worth_a_call = REPORT_PAGES if in_prompt else GROWTH_PAGES
+            if pages > len(sequence.pages) or unreported >= worth_a_call:
                 urgent.append((self._demand(sequence, pages), sequence))
             elif unreported:
                 along.append(sequence)
@@ -225,7 +227,7 @@ class Scheduler:
             if grant.error is None:
                 self._take(sequence, demand, grant)
             else:
-                short |= self._refused(sequence, grant.error)
+                short |= self._refused(sequence, demand, grant.error)
         # Pages on their way back may be enough; else the youngest makes room, and only if the oldest itself is the
         # last one running does it step back, since others than us hold what it needs.
         if short and self.running and not self.leaving and not self._released:
@@ -300,14 +302,17 @@ class Scheduler:
             sequence.cached_tokens = cached_tokens
             self.cached_tokens += cached_tokens
 
-    def _refused(self, sequence: Sequence, error: ServiceError) -> bool:
+    def _refused(self, sequence: Sequence, demand: Demand, error: ServiceError) -> bool:
         """Take an item's error; returns whether a running request is short of pages."""
         if sequence.state is State.FINISHED:
             sequence.num_reported_tokens = sequence.num_computed_tokens  # not worth another exchange
         elif error.code == "RESOURCE_EXHAUSTED":  # pages, quota, sequences: what is short now may be there later
-            if sequence.state is State.RUNNING:
+            if sequence.state is State.WAITING:
+                self._admission.refused()
+            elif demand.total_pages > self._admission.pages_for(sequence.resident_target):
+                self._admission.close()  # it asked ahead of need: next it asks for what it needs
+            else:
                 return True
-            self._admission.refused()
         elif isinstance(error, SequenceUnknown | SequenceRemoved):
             log.warning("sequence_lost", request_id=sequence.id, source_id=sequence.source_id, reason=error.reason)
             self._requeue(sequence)
