@@ -216,12 +216,6 @@ class ModelInvalid(ServiceError):
     code, reason = "FAILED_PRECONDITION", "MODEL_INVALID"
 
 
-class Cancelled(ServiceError):
-    """The request was cancelled by somebody else than its caller."""
-
-    code, reason = "CANCELLED", "CANCELLED"
-
-
 def _reasons(root: type[ServiceError]) -> dict[str, type[ServiceError]]:
     found = {root.reason: root}
     for child in root.__subclasses__():

@@ -157,7 +157,7 @@ class Scheduler:
             pages = self._admission.growth(sequence)
             unreported = sequence.unreported_pages(self._page_size)
             in_prompt = sequence.num_reported_tokens < len(sequence.request.prompt)
-            worth_a_call = REPORT_PAGES if in_prompt else GROWTH_PAGES
+            worth_a_call = REPORT_PAGES if in_prompt else 2 * GROWTH_PAGES  # a growth comes before, and tells them
             if pages > len(sequence.pages) or unreported >= worth_a_call:
                 urgent.append((self._demand(sequence, pages), sequence))
             elif unreported:

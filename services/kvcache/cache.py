@@ -169,6 +169,7 @@ class KvCache:
         session.sequences.clear()
         pool.last_used = now
         self._quarantine.add(pool, unsafe, session.process, now + self.limits.drain_s)
+        self._quarantine.ended(session.id, now + self.limits.drain_s if lost else now)
 
     # --- sequences ---
 
@@ -268,8 +269,8 @@ class KvCache:
     def expire_sequences(self, older_than_s: float) -> int:
         """End sequences untouched for so long, as leaked; how many.
 
-        Their engine may still be writing their unfinished pages, which go into quarantine. It is told
-        SEQUENCE_REMOVED when it asks for them again.
+        Their engine may still be writing their unfinished pages: those stay in quarantine as long as its session
+        lives, and then for a drain. It is told SEQUENCE_REMOVED when it asks for them again.
         """
         now, count = self._clock(), 0
         sessions = {session.id: session for session in self._sessions.all()}
@@ -279,7 +280,7 @@ class KvCache:
                 session = sessions[sequence.session_id]
                 session.forget(sequence.id)
                 unsafe = pool.release(sequence, now, lost=True)
-                self._quarantine.add(pool, unsafe, session.process, now + self.limits.drain_s)
+                self._quarantine.add(pool, unsafe, session.process, session_id=session.id)
             count += len(old)
         self.expired_sequences += count
         return count

@@ -9,7 +9,7 @@ from array import array
 from dataclasses import dataclass
 from dataclasses import field as member
 
-from services.errors import FieldInvalid, QuotaExceeded, SequenceExists, SequenceMismatch, TooManySequences
+from services.errors import ExceedsPool, FieldInvalid, QuotaExceeded, SequenceExists, SequenceMismatch, TooManySequences
 from services.kvcache.pool import Pool
 from services.kvcache.sequence import Sequence, digest_fork, digest_opening, token_array
 from services.kvcache.sessions import Session
@@ -66,7 +66,7 @@ def serve(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
     more = total - held + unshares
     # A token behind what was copied lets go of the copy's source, before anything is taken.
     source = sequence.copy[1] if sequence.copy is not None and resident > len(sequence.tokens) else None
-    _check_quota(session, more - (source is not None))
+    _check_quota(session, more - (source is not None), total)
     pool.check_growth(sequence.id, total, more - (source is not None and pool.table.holder_count(source) == 1))
 
     pool.append(sequence, demand.start, demand.tokens)
@@ -85,7 +85,7 @@ def _open(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
     matched = pool.match(prompt, demand.salt)
     total = max(len(matched), demand.total_pages)
     _check_known_pages(demand.known_pages, total)
-    _check_quota(session, total)
+    _check_quota(session, total, total)
     pool.check_growth(demand.sequence_id, total, total - len(matched), spoken_for=pool.cached_among(matched))
 
     digest = digest_opening(prompt, demand.salt)
@@ -150,7 +150,13 @@ def _check_room_for_sequence(session: Session) -> None:
         )
 
 
-def _check_quota(session: Session, more: int) -> None:
+def _check_quota(session: Session, more: int, total: int = 0) -> None:
+    if session.max_pages is not None and total > session.max_pages:
+        raise ExceedsPool(
+            f"total_pages is {total} and the session's quota is {session.max_pages}",
+            field="total_pages",
+            max_pages=session.max_pages,
+        )
     if session.max_pages is not None and session.held_pages + more > session.max_pages:
         raise QuotaExceeded(
             f"the session's sequences hold {session.held_pages} pages, {more} more are wanted and its quota is "

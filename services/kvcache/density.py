@@ -125,6 +125,9 @@ class DensityQueue(LruQueue):
         level = _LEVEL[returns]
         self._cached_at[page] = self._clock
         if parent is not None:
+            if self._place[parent] == _CONDEMNED and not self._continuations[parent]:
+                # A sequence that had a copy of the parent ends with this page: the parent is no victim any more.
+                self._unlink(parent)
             self._parent[page] = parent
             self._continuations[parent] += 1
         self._place[page] = _QUEUED

@@ -15,7 +15,8 @@ CANARY_BYTES = 32
 #: Bytes behind the pages of an arena for each session the daemon may have: a canary and its answer.
 CANARY_SLOT_BYTES = 2 * CANARY_BYTES
 
-MAX_PAGES = 0x7FFFFFFF
+#: A page of the table costs host memory too, some hundred bytes.
+MAX_PAGES = 1 << 22
 
 #: ``(layout, total_pages, canary_slots)`` to memory; raises ExceedsBudget when the machine has none.
 ArenaMaker = Callable[[PageLayout, int, int], Arena]

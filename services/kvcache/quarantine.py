@@ -6,8 +6,9 @@ here until its process is proven gone or a drain period is over; they never go s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.kvcache.pool import Pool
 from services.kvcache.sessions import Process
@@ -22,6 +23,7 @@ class _Batch:
     pages: list[int]
     process: Process | None
     until: float
+    session_id: str
 
 
 class Quarantine:
@@ -35,10 +37,21 @@ class Quarantine:
         """Whether a process is proven gone."""
         return process is not None and self._alive(process) is False
 
-    def add(self, pool: Pool, pages: list[int], process: Process | None, until: float) -> None:
-        """Keep quarantined pages until the process is gone or the clock reads ``until``."""
+    def add(
+        self, pool: Pool, pages: list[int], process: Process | None, until: float = math.inf, session_id: str = ""
+    ) -> None:
+        """Keep quarantined pages until the process is gone or the clock reads ``until``.
+
+        Without ``until`` they are of a session that lives on, and may write as long as it does: ``ended`` tells when.
+        """
         if pages:
-            self._batches.append(_Batch(pool, pages, process, until))
+            self._batches.append(_Batch(pool, pages, process, until, session_id))
+
+    def ended(self, session_id: str, until: float) -> None:
+        """A session is over: what it left behind while it lived waits until the clock reads ``until``."""
+        self._batches = [
+            replace(batch, until=until) if batch.session_id == session_id else batch for batch in self._batches
+        ]
 
     def sweep(self, now: float) -> None:
         """Free what nothing can write any more."""

@@ -47,6 +47,7 @@ class Daemon:
             make_arena=make_arena,
             alive=ProcessTable().alive,
         )
+        self._servicer = KvCacheServicer(self.cache)
         self._serving = Serving(SERVICE, config.listeners, tls=config.tls, insecure=config.insecure)
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -59,13 +60,14 @@ class Daemon:
         """Serve. Raises InvalidConfiguration when an address or the arena directory cannot be had."""
         for name in prepare_directory(self.config.arena_dir):
             log.info("stale_arena_removed", name=name)
-        kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server(KvCacheServicer(self.cache), self._serving.server)
+        kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server(self._servicer, self._serving.server)
         await self._serving.start()
         self._sweeper = asyncio.create_task(self._sweep())
         await self._serving.ready()
 
     async def stop(self, grace_s: float) -> None:
         """Drain, then give all memory back."""
+        self._servicer.drain()
         await self._serving.drain(grace_s)
         if self._sweeper is not None:
             self._sweeper.cancel()

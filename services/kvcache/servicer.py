@@ -12,7 +12,7 @@ from google.protobuf import duration_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services import rpc
-from services.errors import FieldInvalid, ServiceError
+from services.errors import Draining, FieldInvalid, ServiceError
 from services.kvcache.cache import KvCache
 from services.kvcache.demand import Demand, Grant
 from services.kvcache.events import MAX_LINKS, Event, EventKind, Link
@@ -46,6 +46,14 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
 
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
+        self._draining = False
+        self._watchers: set[asyncio.Event] = set()
+
+    def drain(self) -> None:
+        """End the streams, which would end with the process otherwise: their readers should look elsewhere."""
+        self._draining = True
+        for watcher in self._watchers:
+            watcher.set()
 
     @maps_errors
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
@@ -243,9 +251,12 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         elif request.HasField("epoch") and request.epoch != epoch:
             why = pb.RESET_REASON_NEW_EPOCH
         changed = asyncio.Event()
+        self._watchers.add(changed)
         unsubscribe = ring.subscribe(changed.set)
         try:
             while True:
+                if self._draining:
+                    raise Draining("the daemon is shutting down")
                 changed.clear()
                 gap, events = ring.after(number)
                 if why or gap:
@@ -265,6 +276,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
                     await changed.wait()
         finally:
             unsubscribe()
+            self._watchers.discard(changed)
 
     def _sequence(self, sequence: Sequence, pool: Pool) -> pb.Sequence:
         now = self._cache.now()

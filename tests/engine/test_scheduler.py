@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.engine.admission import ADMISSION_RETRY_S, Limits
-from services.engine.pagesource import Demand, Grant
+from services.engine.pagesource import Demand, Grant, Opening
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import FinishReason, Outcome, State
 from services.errors import (
@@ -499,3 +499,33 @@ def test_a_pool_that_came_back_smaller_ends_what_no_longer_fits() -> None:
     assert scheduler.take_settled() == [large]
     assert isinstance(large.outcome.error, ExceedsPool)  # type: ignore[union-attr]
     assert list(scheduler.waiting) == [small]
+
+
+# --- pages ahead of need ----------------------------------------------------------------------------------------------
+
+
+def test_a_growing_request_asks_for_several_pages_where_they_are_plenty() -> None:
+    harness = Harness(pages=1024, page_size=4, max_batch=4)
+    harness.submit(make_request("a", [1] * 4, max_tokens=100))
+    harness.until_idle()
+    grown = [demand.total_pages for demands, _ in harness.source.exchanges for demand in demands if demand.total_pages]
+    assert grown == [2, 10, 18, 26]  # the opening; then 8 at a time, and never more than it can ever need
+    harness.check_empty()
+
+
+def test_where_pages_are_few_it_asks_for_what_it_needs() -> None:
+    harness = Harness(pages=40, page_size=4, max_batch=4)
+    harness.submit(make_request("a", [1] * 4, max_tokens=20))
+    harness.until_idle()
+    grown = [demand.total_pages for demands, _ in harness.source.exchanges for demand in demands if demand.total_pages]
+    assert grown == [2, 3, 4, 5, 6]
+
+
+def test_a_refusal_of_pages_ahead_of_need_preempts_nobody() -> None:
+    harness = Harness(pages=64, page_size=4, max_batch=1)
+    # Somebody else has all but four pages: what is needed is there, what is ahead of need is not.
+    harness.local.exchange([Demand("other", 0, [], 60, 0, Opening([9]))], [])
+    harness.submit(make_request("a", [1] * 4, max_tokens=12))
+    harness.until_idle()
+    assert harness.ended["a"].reason is FinishReason.LENGTH
+    assert harness.loop.scheduler.preemptions == 0

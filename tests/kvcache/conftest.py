@@ -60,6 +60,9 @@ class Running:
         self.stub.AttachSession(pb.AttachSessionRequest(session_id=opened.session_id, seen=canary))
         return str(opened.session_id)
 
+    async def drain(self) -> None:
+        self.daemon._servicer.drain()
+
     def close(self) -> None:
         self.channel.close()
 

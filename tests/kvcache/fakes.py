@@ -90,4 +90,5 @@ class World:
 
     def sound(self) -> None:
         """Fail the test on any violation."""
-        assert list(self.cache.check()) == []
+        violations = list(self.cache.check())
+        assert not violations, violations

@@ -343,7 +343,7 @@ def test_a_pool_is_of_one_layout() -> None:
 def test_an_arena_beyond_the_budget_is_refused_before_it_is_made() -> None:
     world = World(10, budget_bytes=100_000)
     with pytest.raises(ExceedsBudget, match="100000"):
-        world.cache.open_session("test", "big", LAYOUT, pool_pages=10**9)
+        world.cache.open_session("test", "big", LAYOUT, pool_pages=4_000_000)
     assert world.arenas == []
     with pytest.raises(InvalidConfiguration):
         world.cache.open_session("test", "none", LAYOUT, pool_pages=0)

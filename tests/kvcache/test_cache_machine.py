@@ -7,6 +7,7 @@ evicts. A page handed to two writers, a hit on other tokens, a lost page or a wr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, settings
@@ -45,6 +46,7 @@ class ModelPage:
     link: Link | None = None
     cached_at: float = 0.0
     quarantine: tuple[int, float] | None = None  # pid, until
+    left_by: str = ""  # the session that lived on when the page went into quarantine
     content: dict[int, Link] = field(default_factory=dict)
 
 
@@ -113,6 +115,12 @@ class Model:
         """In the order they were opened."""
         mine = [sequence for key, sequence in self.sequences.items() if key[0] == session]
         return sorted(mine, key=lambda sequence: int(sequence.key[1][1:]))
+
+    def session_ended(self, session: str, until: float) -> None:
+        """What it left in quarantine while it lived waits no longer than until then."""
+        for model in self.pages.values():
+            if model.quarantine is not None and model.left_by == session:
+                model.quarantine, model.left_by = (model.quarantine[0], until), ""
 
     def shares_tail(self, sequence: ModelSequence) -> bool:
         at = len(sequence.tokens)
@@ -377,6 +385,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.world.cache.close_session(session) == len(mine)
         for sequence in mine:
             self.model.release(sequence, self.world.now, None)
+        self.model.session_ended(session, self.world.now)
         del self.deadlines[session]
         assert self.world.cache.close_session(session) is None
 
@@ -394,7 +403,11 @@ class CacheMachine(RuleBasedStateMachine):
         old = [sequence for sequence in self.model.sequences.values() if sequence.last_access <= now - age]
         assert self.world.cache.expire_sequences(age) == len(old)
         for sequence in old:
-            self.model.release(sequence, now, (self.pids[sequence.key[0]], now + DRAIN_S))
+            before = {page for page, model in self.model.pages.items() if model.quarantine is not None}
+            self.model.release(sequence, now, (self.pids[sequence.key[0]], math.inf))
+            for page, model in self.model.pages.items():
+                if model.quarantine is not None and page not in before:
+                    model.left_by = sequence.key[0]
 
     @rule(most=st.integers(0, 3))
     def evict(self, most: int) -> None:
@@ -426,6 +439,7 @@ class CacheMachine(RuleBasedStateMachine):
         for session in [s for s in self.deadlines if s in lost]:
             for sequence in self.model.of_session(session):
                 self.model.release(sequence, now, (self.pids[session], now + DRAIN_S))
+            self.model.session_ended(session, now + DRAIN_S)
             del self.deadlines[session]
         for model in self.model.pages.values():
             if model.quarantine is not None:
