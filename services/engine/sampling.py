@@ -53,15 +53,17 @@ def validate(
         seed = secrets.randbits(64)
     # Written so that NaN fails.
     if not 0 <= temperature <= MAX_TEMPERATURE:
-        raise FieldInvalid(f"temperature is {temperature}, not 0 to {MAX_TEMPERATURE:g}", field="sampling.temperature")
+        raise FieldInvalid(
+            f"temperature is {temperature}; it must be 0 to {MAX_TEMPERATURE:g}", field="sampling.temperature"
+        )
     if not 0 <= top_k <= MAX_TOP_K:
-        raise FieldInvalid(f"top_k is {top_k}, not 0 to {MAX_TOP_K}", field="sampling.top_k")
+        raise FieldInvalid(f"top_k is {top_k}; it must be 0 to {MAX_TOP_K}", field="sampling.top_k")
     if not 0 < top_p <= 1:
-        raise FieldInvalid(f"top_p is {top_p}, not more than 0 and at most 1", field="sampling.top_p")
+        raise FieldInvalid(f"top_p is {top_p}; it must be more than 0 and at most 1", field="sampling.top_p")
     if not 0 <= min_p < 1:
-        raise FieldInvalid(f"min_p is {min_p}, not at least 0 and less than 1", field="sampling.min_p")
+        raise FieldInvalid(f"min_p is {min_p}; it must be at least 0 and less than 1", field="sampling.min_p")
     if not 0 <= seed <= MAX_SEED:
-        raise FieldInvalid(f"seed is {seed}, not 0 to {MAX_SEED}", field="sampling.seed")
+        raise FieldInvalid(f"seed is {seed}; it must be 0 to {MAX_SEED}", field="sampling.seed")
     return SamplingParams(float(temperature), int(top_k), float(top_p), float(min_p), int(seed))
 
 
