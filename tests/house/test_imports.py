@@ -28,7 +28,7 @@ DOMAIN = {
 NOT_IN_DOMAIN = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "rocmforge", "numpy", "cupy")
 
 #: Modules that may import generated code: the edges where messages come in and go out.
-EDGES = {"servicer", "server", "kvclient", "client", "__main__"}
+EDGES = {"servicer", "messages", "server", "kvclient", "client", "__main__"}
 
 
 def imported(source: str, module: str, is_package: bool = False) -> Iterator[str]:

@@ -1,0 +1,194 @@
+"""Proto messages to domain values and back, and the limits on what a message may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from google.protobuf import duration_pb2
+
+from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from services.errors import FieldInvalid
+from services.kvcache.cache import KvCache
+from services.kvcache.demand import Demand, Grant
+from services.kvcache.events import MAX_LINKS, Event, EventKind, Link
+from services.kvcache.explain import PageAnswer
+from services.kvcache.layout import PageLayout
+from services.kvcache.pool import Pool
+from services.kvcache.sessions import Process
+
+MAX_ITEMS = 4096
+MAX_NAME = 128
+MAX_LIST = 1000
+
+_DTYPES = {pb.DATA_TYPE_F32: "f32", pb.DATA_TYPE_F16: "f16", pb.DATA_TYPE_BF16: "bf16", pb.DATA_TYPE_INT8: "int8"}
+_EVENT_FIELDS = {
+    EventKind.STORED: "stored",
+    EventKind.EVICTED: "evicted",
+    EventKind.EXPIRED: "expired",
+    EventKind.DROPPED: "dropped",
+}
+_DATA_TYPES = {name: value for value, name in _DTYPES.items()}
+
+
+def pool_stats_message(pool: Pool, sessions: int) -> pb.PoolStats:
+    """A pool in GetStats."""
+    table, totals = pool.table, pool.totals
+    return pb.PoolStats(
+        pool_id=pool.id,
+        layout=layout_message(pool.layout),
+        page_bytes=pool.layout.page_bytes,
+        total_pages=table.total,
+        free_pages=table.free_count,
+        held_pages=table.held_count,
+        cached_pages=table.cached_count,
+        quarantined_pages=table.quarantined_count,
+        never_used_pages=table.never_used_count,
+        recycled_pages=table.recycled_count,
+        sessions=sessions,
+        active_sequences=len(pool.sequences),
+        total_tokens=sum(len(sequence.tokens) for sequence in pool.sequences),
+        lookup_tokens=totals.lookup_tokens,
+        hit_tokens=totals.hit_tokens,
+        granted_pages=totals.granted_pages,
+        published_pages=totals.published_pages,
+        evicted_pages=totals.evicted_pages,
+        expired_pages=totals.expired_pages,
+        refused_demands=totals.refused_demands,
+    )
+
+
+def grant_message(sequence_id: str, grant: Grant) -> pb.SequenceGrant:
+    """A grant that was given."""
+    return pb.SequenceGrant(
+        sequence_id=sequence_id,
+        first_index=grant.first_index,
+        pages=[page_message(reference) for reference in grant.pages],
+        cached_tokens=grant.cached_tokens,
+        copies=[
+            pb.PageCopy(index=copy.index, source=page_message(copy.source), target=page_message(copy.target))
+            for copy in grant.copies
+        ],
+    )
+
+
+def page_answer_message(answer: PageAnswer) -> pb.PageExplanation:
+    """One page of an explanation."""
+    return pb.PageExplanation(
+        outcome=getattr(pb, f"PAGE_OUTCOME_{answer.outcome.name}"),
+        page=page_message(answer.page) if answer.page is not None else None,
+        diverged_at=answer.diverged_at,
+    )
+
+
+def page_message(reference: tuple[int, int]) -> pb.PageRef:
+    """A page by id and generation."""
+    return pb.PageRef(page_id=reference[0], generation=reference[1])
+
+
+def event_message(event: Event, epoch: int) -> pb.WatchEventsResponse:
+    """One event of WatchEvents."""
+    answer = pb.WatchEventsResponse(epoch=epoch, sequence_number=event.number)
+    getattr(answer, _EVENT_FIELDS[event.kind]).CopyFrom(links_message(event.pool_id, event.links))
+    return answer
+
+
+def links_message(pool_id: str, links: list[Link]) -> pb.CacheLinks:
+    """Links of one pool."""
+    return pb.CacheLinks(
+        pool_id=pool_id, hashes=[link.hash for link in links], parent_hashes=[link.parent for link in links]
+    )
+
+
+def snapshot_messages(cache: KvCache, pool_id: str) -> Iterator[pb.CacheLinks]:
+    """Everything cached in one pool, or in all when ``pool_id`` is empty."""
+    for pool in cache.pools:
+        if not pool_id or pool.id == pool_id:
+            links = pool.index.links()
+            while chunk := list(islice(links, MAX_LINKS)):
+                yield links_message(pool.id, chunk)
+
+
+def read_demand(item: pb.SequenceDemand, field: str) -> Demand:
+    """One demand of AllocatePages. Raises FieldInvalid; ``field`` is its place in the request."""
+    opening = item.opening if item.HasField("opening") else None
+    check_name(item.sequence_id, f"{field}.sequence_id")
+    if opening is not None:
+        check_name(opening.salt, f"{field}.opening.salt", least=0)
+    return Demand(
+        sequence_id=item.sequence_id,
+        prompt=list(opening.prompt) if opening is not None else None,
+        salt=opening.salt if opening is not None else "",
+        start=item.start,
+        tokens=list(item.tokens),
+        total_pages=item.total_pages,
+        known_pages=item.known_pages,
+    )
+
+
+def read_layout(message: pb.PageLayout) -> PageLayout:
+    """Raises InvalidConfiguration."""
+    return PageLayout(
+        page_size=message.page_size,
+        layers=message.layers,
+        kv_heads=message.kv_heads,
+        head_dim=message.head_dim,
+        dtype=_DTYPES.get(message.data_type, ""),
+    )
+
+
+def layout_message(layout: PageLayout) -> pb.PageLayout:
+    """A layout as the proto has it."""
+    return pb.PageLayout(
+        page_size=layout.page_size,
+        layers=layout.layers,
+        kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        data_type=_DATA_TYPES[layout.dtype],
+    )
+
+
+def read_process(message: pb.ProcessIdentity) -> Process | None:
+    """None when the engine did not say."""
+    if not message.HasField("pid") or not message.HasField("start_time"):
+        return None
+    return Process(message.pid, message.start_time, message.pid_namespace)
+
+
+def duration_message(seconds: float) -> duration_pb2.Duration:
+    """Seconds as a Duration."""
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
+
+
+def check_name(name: str, field: str, *, least: int = 1) -> None:
+    """Raises FieldInvalid when a name is too short or too long."""
+    if not least <= len(name) <= MAX_NAME:
+        raise FieldInvalid(
+            f"{field} has {len(name)} characters; it must have {least} to {MAX_NAME}", field=field, limit=MAX_NAME
+        )
+
+
+def check_items(count: int, field: str) -> None:
+    """Raises FieldInvalid when a batch is too large."""
+    if count > MAX_ITEMS:
+        raise FieldInvalid(f"{field} has {count} items; it may have {MAX_ITEMS}", field=field, limit=MAX_ITEMS)
+
+
+def read_ids(ids: Any, field: str) -> list[str]:
+    """A batch of ids. Raises FieldInvalid."""
+    check_items(len(ids), field)
+    for at, name in enumerate(ids):
+        check_name(name, f"{field}[{at}]")
+    return list(ids)
+
+
+def read_cursor(text: str) -> int:
+    """The position that a cursor stands for. Raises FieldInvalid."""
+    if not text:
+        return 0
+    if not text.isascii() or not text.isdigit() or len(text) > 12:
+        raise FieldInvalid(f"cursor {text[:MAX_NAME]!r} is not one that ListSequences gave", field="cursor")
+    return int(text)
