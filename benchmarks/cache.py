@@ -28,9 +28,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from benchmarks.step import daemon
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
-from services.healthcheck import wait_serving
 from services.kvcache.arena import default_directory
 from services.kvcache.cache import KvCache, Limits
 from services.kvcache.demand import Demand
@@ -128,14 +128,10 @@ def servers() -> Iterator[tuple[Any, Echo]]:
     """The daemon's stub and the echo's client, each server a process."""
     shm = default_directory().parent
     with tempfile.TemporaryDirectory(prefix="rf-bench-", dir=shm) as name, contextlib.ExitStack() as stack:
-        cache, echo = f"unix:{name}/k.sock", f"unix:{name}/e.sock"
-        command = [sys.executable, "-m", "services.kvcache", "--listen", cache, "--arena-dir", f"{name}/arena"]
-        daemon = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        stack.callback(stop, daemon)
+        cache, echo = stack.enter_context(daemon()), f"unix:{name}/e.sock"
         command = [sys.executable, "-m", "benchmarks.cache", "--serve-echo", echo]
         other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
         stack.callback(stop, other)
-        wait_serving(cache, alive=lambda: daemon.poll() is None, timeout_s=60)
         if other.stdout is None or other.stdout.readline() != b"ready\n":
             raise RuntimeError("the echo did not start")
         channels = [stack.enter_context(grpc.insecure_channel(at, options=CHANNEL)) for at in (cache, echo)]

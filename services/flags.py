@@ -119,7 +119,7 @@ class FlagParser:
                 raw, origin = environ[variable], variable
                 raw = raw.split(",") if many else raw
             if raw is None:
-                values[name] = default
+                values[name] = _parsed(parse, default, flag) if isinstance(default, str) else default
                 continue
             parsed = [_parsed(parse, text, origin) for text in (raw if many else [raw])]
             values[name] = parsed if many else parsed[0]

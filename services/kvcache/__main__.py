@@ -43,10 +43,12 @@ async def _serve(config: Config, stop: asyncio.Event) -> None:
             session_ttl_s=limits.default_ttl_s,
             drain_s=limits.drain_s,
             cache_ttl_s=limits.cache_ttl_s,
+            eviction=limits.eviction,
             max_sessions=limits.max_sessions,
             max_sequences=limits.max_sequences,
             sequence_ttl_s=limits.sequence_ttl_s,
             event_ring=limits.event_ring,
+            grace_s=config.grace_s,
             tls=config.tls is not None,
             insecure=config.insecure,
         )

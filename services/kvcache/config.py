@@ -77,7 +77,6 @@ class Config:
         )
         flags.add("--event-ring", whole(1, 10**8), 65536, "pages whose coming and going is remembered", metavar="N")
         values = flags.parse(arguments, environ)
-        memory = values["memory"]
         config = cls(
             listeners=values["listen"],
             tls=tls_of(values),
@@ -85,7 +84,7 @@ class Config:
             grace_s=values["grace"],
             arena_dir=values["arena_dir"],
             limits=Limits(
-                budget_bytes=byte_size(memory) if isinstance(memory, str) else memory,
+                budget_bytes=values["memory"],
                 pool_pages=values["pool_pages"],
                 default_ttl_s=values["session_ttl"],
                 drain_s=values["drain"],

@@ -47,35 +47,6 @@ class Pair:
         assert not self.cache.Fsck(kvcache_pb2.FsckRequest()).violations
 
 
-def request(prompt: str | list[int], max_tokens: int, **options: Any) -> engine_pb2.GenerateRequest:
-    """A greedy request that eos does not end, unless options say otherwise."""
-    if isinstance(prompt, str):
-        given = engine_pb2.Prompt(text=prompt)
-    else:
-        given = engine_pb2.Prompt(tokens=engine_pb2.TokenIds(ids=prompt))
-    stopping = {"max_tokens": max_tokens, "ignore_eos": True, **options.pop("stopping", {})}
-    sampling = {"temperature": 0.0, **options.pop("sampling", {})}
-    return engine_pb2.GenerateRequest(
-        prompt=given,
-        sampling=engine_pb2.Sampling(**sampling),
-        stopping=engine_pb2.Stopping(**stopping),
-        **options,
-    )
-
-
-def collect(stream: Any) -> tuple[str, list[int], engine_pb2.Finish]:
-    """Text, tokens and finish of a whole stream."""
-    text, tokens, finish = "", list[int](), None
-    for response in stream:
-        assert finish is None, "something came behind the finish"
-        text += response.text
-        tokens += response.token_ids
-        if response.HasField("finish"):
-            finish = response.finish
-    assert finish is not None, "the stream ended without a finish"
-    return text, tokens, finish
-
-
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
     """Shared by the tests of a module; each leaves it clean."""

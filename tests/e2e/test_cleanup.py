@@ -12,7 +12,8 @@ import pytest
 
 from rocmforge.engine.v1 import engine_pb2
 from services import rpc
-from tests.e2e.conftest import Pair, collect, request
+from tests.e2e.conftest import Pair
+from tests.generation import collect, request
 
 PROMPT = "KING RICHARD III:\n" + "A horse! a horse! my kingdom for a horse! " * 12
 

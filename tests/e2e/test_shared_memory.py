@@ -9,7 +9,8 @@ import numpy as np
 
 from rocmforge.engine.v1 import engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2
-from tests.e2e.conftest import MODEL, Pair, collect, request
+from tests.e2e.conftest import MODEL, Pair
+from tests.generation import collect, request
 from tests.models.plain_forward import forward
 from tests.processes import engine
 

@@ -17,7 +17,7 @@ from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from services.engine.config import BUNDLED_MODEL
-from tests.engine.running import collect, request
+from tests.generation import collect, request
 from tests.processes import ROOT, Service, engine, kvcache
 
 PROMPT = "KING HENRY:\nOnce more unto the breach, dear friends; or close the wall up with our English dead.\n"

@@ -17,7 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services import rpc
 from services.errors import ServiceError
-from tests.engine.running import RunningEngine, collect, refused, request
+from tests.engine.running import RunningEngine, refused
+from tests.generation import collect, request
 
 PROTO = Path(__file__).parents[2] / "protos/rocmforge/engine/v1/engine.proto"
 
