@@ -148,7 +148,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 class Session:
-    """An attached session whose sequences step as an engine's do: a page of tokens and a page more, each call."""
+    """An attached session whose sequences step as an engine's do: each reports the token it ran, and grows when the
+    next one needs a page. They are out of step with each other, so that in every call one in sixteen completes one.
+    """
 
     def __init__(self, stub: Any) -> None:
         self.stub = stub
@@ -174,6 +176,11 @@ class Session:
             for at, name in enumerate(self.names)
         ]
         self.stub.AllocatePages(pb.AllocatePagesRequest(session_id=self.id, demands=demands))
+        appends = [
+            pb.SequenceTokens(sequence_id=name, tokens=[number, *range(at % PAGE)])
+            for at, name in enumerate(self.names)
+        ]
+        self.stub.AppendTokens(pb.AppendTokensRequest(session_id=self.id, appends=appends))
         self._step = 0
 
     def remove(self) -> None:
@@ -181,9 +188,6 @@ class Session:
         self.stub.RemoveSequences(pb.RemoveSequencesRequest(session_id=self.id, sequence_ids=self.names))
         self.stub.EvictPages(pb.EvictPagesRequest(pool_id="bench"))
 
-    def tokens(self, at: int) -> list[int]:
-        """The page of tokens that sequence ``at`` runs in this step."""
-        return [self._step * 7 + at + token for token in range(PAGE)]
 
     def request(self, op: str) -> Message:
         """The next step's request."""
@@ -192,17 +196,17 @@ class Session:
             return pb.RemoveSequencesRequest(session_id=self.id, sequence_ids=self.names)
         if op == "AppendTokens":
             appends = [
-                pb.SequenceTokens(sequence_id=name, start=step * PAGE, tokens=self.tokens(at))
+                pb.SequenceTokens(sequence_id=name, start=step + at % PAGE + 1, tokens=[step * 7 + at])
                 for at, name in enumerate(self.names)
             ]
             return pb.AppendTokensRequest(session_id=self.id, appends=appends)
         demands = [
             pb.SequenceDemand(
                 sequence_id=name,
-                start=step * PAGE,
-                tokens=self.tokens(at),
-                total_pages=step + 2,
-                known_pages=step + 1,
+                start=(start := step + at % PAGE + 1),
+                tokens=[step * 7 + at],
+                total_pages=(start + 1) // PAGE + 1,
+                known_pages=start // PAGE + 1,
             )
             for at, name in enumerate(self.names)
         ]
@@ -221,7 +225,7 @@ def measure_call(session: Session, echo: Echo, op: str, batch: int, calls: int) 
     ours, theirs = list[float](), list[float]()
     steps = 1 if op == "RemoveSequences" else 40
     while len(ours) < calls + 20:
-        session.open(batch, 1 if op == "AllocatePages" else steps)
+        session.open(batch, 2 if op == "AllocatePages" else 1 + -(-(steps + PAGE) // PAGE))
         for _ in range(steps):
             request = session.request(op)
             took, response = timed(partial(getattr(session.stub, op), request))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from dataclasses import field as member
+from typing import NamedTuple
 
 from services.errors import ExceedsPool, FieldInvalid, QuotaExceeded, SequenceExists, SequenceMismatch, TooManySequences
 from services.kvcache.pool import Pool
@@ -15,8 +15,7 @@ from services.kvcache.sequence import Sequence, digest_fork, digest_opening, tok
 from services.kvcache.sessions import Session
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """See SequenceDemand in the proto. ``prompt`` is None when nothing is opened."""
 
     sequence_id: str
@@ -37,42 +36,42 @@ class Copy:
     target: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """The pages behind those the engine knew, as (id, generation)."""
 
     first_index: int
     pages: list[tuple[int, int]]
     cached_tokens: int
-    copies: list[Copy] = member(default_factory=list)
+    copies: list[Copy]
 
 
 def serve(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
     """Open, report and grow. Raises the item reasons of AllocatePages."""
-    sequence = session.find(demand.sequence_id)
+    sequence_id, prompt, salt, start, tokens, wanted, known = demand
+    sequence = session.find(sequence_id)
     if sequence is None:
         return _open(session, pool, demand, now)
-    if demand.prompt is not None:
-        digest = digest_opening(prompt_array(demand.prompt), demand.salt)
-        if digest != sequence.opening_digest:
-            raise SequenceMismatch(f"sequence {sequence.id!r} is open with another prompt or salt", field="opening")
-    pool.check_tokens(sequence, demand.start, demand.tokens)
+    if prompt is not None and digest_opening(prompt_array(prompt), salt) != sequence.opening_digest:
+        raise SequenceMismatch(f"sequence {sequence_id!r} is open with another prompt or salt", field="opening")
+    new = pool.check_tokens(sequence, start, tokens)
     held, counted = len(sequence.pages), sequence.page_count
-    total = max(held, demand.total_pages)
-    _check_known_pages(demand.known_pages, total)
-    # Room for more than is resident means that the tail is going to be written: not while others hold it too.
-    resident = max(len(sequence.tokens), demand.start + len(demand.tokens))
-    unshares = demand.total_pages * pool.layout.page_size > resident and pool.tail_is_shared(sequence)
+    total = max(held, wanted)
+    _check_known_pages(known, total)
+    # Room for more than is resident means that the tail is going to be written: not while others hold it too. New
+    # tokens were found to go into a tail of its own.
+    unshares = not new and wanted * pool.page_size > len(sequence.tokens) and pool.tail_is_shared(sequence)
     more = total - held + unshares
-    # A token behind what was copied lets go of the copy's source, before anything is taken.
-    source = sequence.copy[1] if sequence.copy is not None and resident > len(sequence.tokens) else None
-    _check_quota(session, more - (source is not None), total)
-    pool.check_growth(sequence.id, total, more - (source is not None and pool.table.holder_count(source) == 1))
+    if more:
+        # A token behind what was copied lets go of the copy's source, before anything is taken.
+        source = sequence.copy[1] if sequence.copy is not None and new else None
+        _check_quota(session, more - (source is not None), total)
+        pool.check_growth(sequence.id, total, more - (source is not None and pool.table.holder_count(source) == 1))
 
-    pool.append(sequence, demand.start, demand.tokens)
+    if new:
+        pool.append(sequence, new)
     if unshares:
         pool.unshare_tail(sequence)
-    return _grow(session, pool, sequence, total, demand.known_pages, now, counted)
+    return _grow(session, pool, sequence, total, known, now, counted)
 
 
 def _open(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
@@ -98,10 +97,11 @@ def _open(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
 def append(session: Session, pool: Pool, sequence_id: str, start: int, tokens: list[int], now: float) -> Sequence:
     """Report without growing. Raises the item reasons of AppendTokens."""
     sequence = session.sequence(sequence_id)
-    pool.check_tokens(sequence, start, tokens)
+    new = pool.check_tokens(sequence, start, tokens)
 
     counted = sequence.page_count
-    pool.append(sequence, start, tokens)
+    if new:
+        pool.append(sequence, new)
     session.held_pages += sequence.page_count - counted
     pool.touch(sequence, now)
     return sequence
@@ -132,15 +132,16 @@ def _grow(
     session: Session, pool: Pool, sequence: Sequence, total: int, known: int, now: float, counted: int = 0
 ) -> Grant:
     """Grow and answer; ``counted`` is what the session's quota counts of the sequence so far."""
-    pool.grow(sequence, total)
+    if len(sequence.pages) < total:
+        pool.grow(sequence, total)
     pool.touch(sequence, now)
     session.held_pages += sequence.page_count - counted
     pages = [pool.reference(page) for page in sequence.pages[known:]]
-    copies = []
-    if sequence.copy is not None:
-        at, source = sequence.copy
-        copies.append(Copy(at, pool.reference(source), pool.reference(sequence.pages[at])))
-    return Grant(known, pages, sequence.cached_tokens, copies)
+    if sequence.copy is None:
+        return Grant(known, pages, sequence.cached_tokens, [])
+    at, source = sequence.copy
+    copy = Copy(at, pool.reference(source), pool.reference(sequence.pages[at]))
+    return Grant(known, pages, sequence.cached_tokens, [copy])
 
 
 def _check_room_for_sequence(session: Session) -> None:

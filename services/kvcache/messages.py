@@ -59,18 +59,18 @@ def pool_stats_message(pool: Pool, sessions: int) -> pb.PoolStats:
     )
 
 
-def grant_message(sequence_id: str, grant: Grant) -> pb.SequenceGrant:
-    """A grant that was given."""
-    return pb.SequenceGrant(
-        sequence_id=sequence_id,
-        first_index=grant.first_index,
-        pages=[page_message(reference) for reference in grant.pages],
-        cached_tokens=grant.cached_tokens,
-        copies=[
-            pb.PageCopy(index=copy.index, source=page_message(copy.source), target=page_message(copy.target))
-            for copy in grant.copies
-        ],
-    )
+def fill_grant(message: pb.SequenceGrant, grant: Grant) -> None:
+    """Write what was granted into the message of its sequence."""
+    first_index, pages, cached_tokens, copies = grant
+    if first_index:
+        message.first_index = first_index
+    if cached_tokens:
+        message.cached_tokens = cached_tokens
+    for page_id, generation in pages:
+        message.pages.add(page_id=page_id, generation=generation)
+    for copy in copies:
+        source, target = page_message(copy.source), page_message(copy.target)
+        message.copies.add(index=copy.index, source=source, target=target)
 
 
 def page_answer_message(answer: PageAnswer) -> pb.PageExplanation:
@@ -110,21 +110,34 @@ def snapshot_messages(cache: KvCache, pool_id: str) -> Iterator[pb.CacheLinks]:
                 yield links_message(pool.id, chunk)
 
 
-def read_demand(item: pb.SequenceDemand, field: str) -> Demand:
-    """One demand of AllocatePages. Raises FieldInvalid; ``field`` is its place in the request."""
-    opening = item.opening if item.HasField("opening") else None
-    check_name(item.sequence_id, f"{field}.sequence_id")
-    if opening is not None:
-        check_name(opening.salt, f"{field}.opening.salt", least=0)
-    return Demand(
-        sequence_id=item.sequence_id,
-        prompt=list(opening.prompt) if opening is not None else None,
-        salt=opening.salt if opening is not None else "",
-        start=item.start,
-        tokens=list(item.tokens),
-        total_pages=item.total_pages,
-        known_pages=item.known_pages,
-    )
+def read_demands(items: Any) -> list[Demand]:
+    """The demands of AllocatePages. Raises FieldInvalid."""
+    check_items(len(items), "demands")
+    demands: list[Demand] = []
+    for item in items:
+        sequence_id = item.sequence_id
+        if not 1 <= len(sequence_id) <= MAX_NAME:
+            check_name(sequence_id, f"demands[{len(demands)}].sequence_id")
+        prompt, salt = None, ""
+        if item.HasField("opening"):
+            opening = item.opening
+            prompt, salt = list(opening.prompt), opening.salt
+            check_name(salt, f"demands[{len(demands)}].opening.salt", least=0)
+        tokens = list(item.tokens)
+        demands.append(Demand(sequence_id, prompt, salt, item.start, tokens, item.total_pages, item.known_pages))
+    return demands
+
+
+def read_appends(items: Any) -> list[tuple[str, int, list[int]]]:
+    """(sequence id, start, tokens) of each item of AppendTokens. Raises FieldInvalid."""
+    check_items(len(items), "appends")
+    appends: list[tuple[str, int, list[int]]] = []
+    for item in items:
+        sequence_id = item.sequence_id
+        if not 1 <= len(sequence_id) <= MAX_NAME:
+            check_name(sequence_id, f"appends[{len(appends)}].sequence_id")
+        appends.append((sequence_id, item.start, list(item.tokens)))
+    return appends
 
 
 def read_layout(message: pb.PageLayout) -> PageLayout:
@@ -180,9 +193,11 @@ def check_items(count: int, field: str) -> None:
 def read_ids(ids: Any, field: str) -> list[str]:
     """A batch of ids. Raises FieldInvalid."""
     check_items(len(ids), field)
-    for at, name in enumerate(ids):
-        check_name(name, f"{field}[{at}]")
-    return list(ids)
+    names = list(ids)
+    for at, name in enumerate(names):
+        if not 1 <= len(name) <= MAX_NAME:
+            check_name(name, f"{field}[{at}]")
+    return names
 
 
 def read_cursor(text: str) -> int:

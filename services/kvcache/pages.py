@@ -83,6 +83,11 @@ class PageTable:
         """Who holds the page."""
         return frozenset(self._holders[page] or ())
 
+    def is_shared(self, page: int) -> bool:
+        """Whether more than one hold the page."""
+        holders = self._holders[page]
+        return holders is not None and len(holders) > 1
+
     def holder_count(self, page: int) -> int:
         """How many hold the page."""
         return len(self._holders[page] or ())

@@ -16,12 +16,25 @@ from services.kvcache.prefix import ChainHash, PrefixIndex
 from services.kvcache.sequence import Sequence, token_array
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What an engine needs to open an arena on a GPU: which one, by ordinal and PCI bus id, and the IPC handle."""
+
+    ordinal: int
+    id: str
+    handle: bytes
+
+
 class Arena(Protocol):
     """The memory of a pool. Made and closed by the server; the pool only says where it is."""
 
     @property
     def file_path(self) -> str:
         """The file that engines map; empty for device memory."""
+
+    @property
+    def device(self) -> DeviceMemory | None:
+        """Where it lies on a GPU; None for a file."""
 
     @property
     def size_bytes(self) -> int:
@@ -72,6 +85,7 @@ class Pool:
     ) -> None:
         self.id = pool_id
         self.layout = layout
+        self.page_size = layout.page_size
         self.arena = arena
         self.index = PrefixIndex(total_pages, chain_hash, lambda kind, link: events.add(pool_id, kind, link))
         self.table = PageTable(total_pages, make_queue(eviction, total_pages, self.index))
@@ -86,26 +100,28 @@ class Pool:
 
     def match(self, prompt: array[int], salt: str) -> list[int]:
         """Cached pages of the prompt's whole pages, never the one with its last token. Changes nothing."""
-        size = self.layout.page_size
+        size = self.page_size
         whole = (len(prompt) - 1) // size
         return self.index.match(salt, (prompt[at * size : (at + 1) * size].tobytes() for at in range(whole)))
 
-    def check_tokens(self, sequence: Sequence, start: int, tokens: list[int]) -> None:
-        """Whether ``tokens`` may stand at ``start``. Raises PositionMismatch or FieldInvalid."""
+    def check_tokens(self, sequence: Sequence, start: int, tokens: list[int]) -> array[int]:
+        """Those of ``tokens`` that are not recorded yet, if all of them may stand at ``start``.
+
+        Raises PositionMismatch or FieldInvalid.
+        """
         resident, end = len(sequence.tokens), start + len(tokens)
         if start > resident:
             raise PositionMismatch(
                 f"sequence {sequence.id!r}: start is {start} and {resident} tokens are resident: a gap",
                 resident_tokens=resident,
             )
-        capacity = len(sequence.pages) * self.layout.page_size
+        capacity = len(sequence.pages) * self.page_size
         if end > capacity:
             raise PositionMismatch(
                 f"sequence {sequence.id!r}: tokens up to {end} and its pages hold {capacity}", capacity_tokens=capacity
             )
         try:
-            known = token_array(tokens[: resident - start])
-            token_array(tokens)
+            given = token_array(tokens)
         except OverflowError as error:
             raise FieldInvalid("tokens: a token is not a uint32", field="tokens") from error
         if end > resident and self.tail_is_shared(sequence):
@@ -113,10 +129,14 @@ class Pool:
                 f"sequence {sequence.id!r}: its last page is shared; ask for total_pages to have a copy to write in",
                 resident_tokens=resident,
             )
+        if start == resident:
+            return given
+        known = given[: resident - start]
         if known != sequence.tokens[start : start + len(known)]:
             raise PositionMismatch(
                 f"sequence {sequence.id!r}: tokens from {start} on differ from those recorded", resident_tokens=resident
             )
+        return given[resident - start :]
 
     def check_growth(self, sequence_id: str, total_pages: int, more: int, *, spoken_for: int = 0) -> None:
         """Whether a sequence can have ``more`` pages and so ``total_pages``; ``spoken_for`` cached ones it matched.
@@ -155,7 +175,7 @@ class Pool:
             self.table.hold(page, sequence)
         sequence.pages.extend(matched)
         sequence.published = len(matched)
-        sequence.cached_tokens = len(matched) * self.layout.page_size
+        sequence.cached_tokens = len(matched) * self.page_size
         sequence.tokens.extend(prompt[: sequence.cached_tokens])
         self.totals.lookup_tokens += len(prompt)
         self.totals.hit_tokens += sequence.cached_tokens
@@ -175,8 +195,8 @@ class Pool:
 
     def tail_is_shared(self, sequence: Sequence) -> bool:
         """Whether the page that the next token goes into holds tokens already and has other holders."""
-        index, slot = divmod(len(sequence.tokens), self.layout.page_size)
-        return slot > 0 and self.table.holder_count(sequence.pages[index]) > 1
+        index, slot = divmod(len(sequence.tokens), self.page_size)
+        return slot > 0 and self.table.is_shared(sequence.pages[index])
 
     def unshare_tail(self, sequence: Sequence) -> None:
         """Give the sequence a page of its own for its shared tail; checked to be possible.
@@ -184,22 +204,21 @@ class Pool:
         It goes on holding the shared page, as the source of a copy that the engine has yet to make: nobody may write
         there before. The engine has made it when it reports a token that lies in the fresh page.
         """
-        index = len(sequence.tokens) // self.layout.page_size
+        index = len(sequence.tokens) // self.page_size
         sequence.copy = (index, sequence.pages[index])
         sequence.pages[index] = self._take(sequence)
 
-    def append(self, sequence: Sequence, start: int, tokens: list[int]) -> None:
-        """Record checked tokens, and publish the pages they complete."""
-        new = tokens[len(sequence.tokens) - start :]
-        source = self._let_go_of_copy(sequence) if new else None
-        if source is not None:
+    def append(self, sequence: Sequence, new: array[int]) -> None:
+        """Record what ``check_tokens`` returned, at least one token, and publish the pages they complete."""
+        if sequence.copy is not None and (source := self._let_go_of_copy(sequence)) is not None:
             self.table.free(source)
-        sequence.tokens.extend(new)
-        size = self.layout.page_size
-        while not sequence.chain_broken and (sequence.published + 1) * size <= len(sequence.tokens):
+        tokens, size = sequence.tokens, self.page_size
+        tokens.extend(new)
+        complete = len(tokens) // size
+        while sequence.published < complete and not sequence.chain_broken:
             at = sequence.published
             parent = sequence.pages[at - 1] if at else None
-            chunk = sequence.tokens[at * size : (at + 1) * size].tobytes()
+            chunk = tokens[at * size : (at + 1) * size].tobytes()
             if self.index.publish(sequence.pages[at], parent, chunk, sequence.salt):
                 sequence.published += 1
                 self.totals.published_pages += 1
@@ -227,13 +246,14 @@ class Pool:
 
     def touch(self, sequence: Sequence, now: float) -> None:
         """Count an access; ``sequences`` stays ordered by the last one."""
-        sequence.record_access(now)
+        sequence.last_access = now
+        sequence.access_count += 1
         del self.sequences[sequence]
         self.sequences[sequence] = None
 
     def pages_for(self, tokens: int) -> int:
         """Pages that so many tokens fill."""
-        return -(-tokens // self.layout.page_size)
+        return -(-tokens // self.page_size)
 
     def reference(self, page: int) -> tuple[int, int]:
         """A page's id and generation."""
@@ -311,7 +331,7 @@ class Pool:
         """Every violation found in this pool; empty when it is sound."""
         yield from self.table.check()
         yield from self.index.check()
-        size = self.layout.page_size
+        size = self.page_size
         holders: dict[int, set[Sequence]] = {}
         for sequence in self.sequences:
             if len(set(sequence.pages)) != len(sequence.pages):

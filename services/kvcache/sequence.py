@@ -65,11 +65,6 @@ class Sequence:
         """Pages it keeps from others: its block table, and a page it still has to copy."""
         return len(self.pages) + (self.copy is not None)
 
-    def record_access(self, now: float) -> None:
-        """Count a read or an append."""
-        self.last_access = now
-        self.access_count += 1
-
 
 def digest_opening(prompt: array[int], salt: str) -> bytes:
     """What tells a replayed opening from another one with the same id."""

@@ -88,49 +88,41 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def AllocatePages(self, request: pb.AllocatePagesRequest, context: Any) -> pb.AllocatePagesResponse:
         """See the proto."""
-        messages.check_items(len(request.demands), "demands")
+        demands = messages.read_demands(request.demands)
         removed = messages.read_ids(request.remove_sequence_ids, "remove_sequence_ids")
-        demands = [messages.read_demand(item, f"demands[{at}]") for at, item in enumerate(request.demands)]
         results, pool = self._cache.allocate(request.session_id, demands, removed)
-        grants = []
+        response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
+        add = response.grants.add
         for demand, result in zip(demands, results, strict=True):
             if isinstance(result, ServiceError):
-                grants.append(pb.SequenceGrant(sequence_id=demand.sequence_id, error=rpc.status_of(result, DOMAIN)))
-                continue
-            grants.append(messages.grant_message(demand.sequence_id, result))
-        return pb.AllocatePagesResponse(epoch=self._cache.epoch, grants=grants, available_pages=pool.available_pages)
+                add(sequence_id=demand.sequence_id, error=rpc.status_of(result, DOMAIN))
+            else:
+                messages.fill_grant(add(sequence_id=demand.sequence_id), result)
+        return response
 
     @maps_errors
     async def AppendTokens(self, request: pb.AppendTokensRequest, context: Any) -> pb.AppendTokensResponse:
         """See the proto."""
-        messages.check_items(len(request.appends), "appends")
-        for at, item in enumerate(request.appends):
-            messages.check_name(item.sequence_id, f"appends[{at}].sequence_id")
-        appends = [(item.sequence_id, item.start, list(item.tokens)) for item in request.appends]
-        progress = []
-        for item, result in zip(request.appends, self._cache.append(request.session_id, appends), strict=True):
+        appends = messages.read_appends(request.appends)
+        results = self._cache.append(request.session_id, appends)
+        response = pb.AppendTokensResponse(epoch=self._cache.epoch)
+        add = response.progress.add
+        for (name, _, _), result in zip(appends, results, strict=True):
             if isinstance(result, ServiceError):
-                error = rpc.status_of(result, DOMAIN)
-                progress.append(pb.SequenceProgress(sequence_id=item.sequence_id, error=error))
-                continue
-            progress.append(
-                pb.SequenceProgress(
-                    sequence_id=item.sequence_id,
-                    total_tokens=len(result.tokens),
-                    published_pages=result.published,
-                )
-            )
-        return pb.AppendTokensResponse(epoch=self._cache.epoch, progress=progress)
+                add(sequence_id=name, error=rpc.status_of(result, DOMAIN))
+            else:
+                add(sequence_id=name, total_tokens=len(result.tokens), published_pages=result.published)
+        return response
 
     @maps_errors
     async def RemoveSequences(self, request: pb.RemoveSequencesRequest, context: Any) -> pb.RemoveSequencesResponse:
         """See the proto."""
         ids = messages.read_ids(request.sequence_ids, "sequence_ids")
         removed, pool = self._cache.remove(request.session_id, ids)
-        sequences = [pb.RemovedSequence(sequence_id=i, removed=r) for i, r in zip(ids, removed, strict=True)]
-        return pb.RemoveSequencesResponse(
-            epoch=self._cache.epoch, sequences=sequences, available_pages=pool.available_pages
-        )
+        response = pb.RemoveSequencesResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
+        for sequence_id, was_there in zip(ids, removed, strict=True):
+            response.sequences.add(sequence_id=sequence_id, removed=was_there)
+        return response
 
     @maps_errors
     async def GetSequence(self, request: pb.GetSequenceRequest, context: Any) -> pb.GetSequenceResponse:
@@ -189,9 +181,10 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         messages.check_name(request.parent_sequence_id, "parent_sequence_id")
         messages.check_name(request.child_sequence_id, "child_sequence_id")
         grant, child = self._cache.fork(request.session_id, request.parent_sequence_id, request.child_sequence_id)
-        return pb.ForkSequenceResponse(
-            epoch=self._cache.epoch, grant=messages.grant_message(child.id, grant), total_tokens=len(child.tokens)
-        )
+        response = pb.ForkSequenceResponse(epoch=self._cache.epoch, total_tokens=len(child.tokens))
+        response.grant.sequence_id = child.id
+        messages.fill_grant(response.grant, grant)
+        return response
 
     @maps_errors
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:

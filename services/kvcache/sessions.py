@@ -37,6 +37,7 @@ class Session:
     max_sequences: int
     max_pages: int | None = None
     attached: bool = False
+    attach_until: float = 0.0  # while it has not attached to GPU memory, others wait for it until then
     sequences: dict[str, Sequence] = field(default_factory=dict)
     removed: OrderedDict[str, None] = field(default_factory=OrderedDict)
     held_pages: int = 0  # what the quota counts: the sum of its sequences' page_count
@@ -52,9 +53,10 @@ class Session:
 
     def find(self, sequence_id: str) -> Sequence | None:
         """The live sequence; None for an id never seen, which may be opened. Raises SequenceRemoved."""
-        if sequence_id in self.removed:
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None and sequence_id in self.removed:
             raise SequenceRemoved(f"sequence {sequence_id!r} was removed; open another id", sequence_id=sequence_id)
-        return self.sequences.get(sequence_id)
+        return sequence
 
     def sequence(self, sequence_id: str) -> Sequence:
         """The live sequence. Raises SequenceRemoved or SequenceUnknown."""
