@@ -1,4 +1,7 @@
-"""BLAS computes on the calling thread here: other tests keep the cores busy, and its own threads spin for them."""
+"""What tests of kernels share: the devices they run on, and BLAS on the calling thread alone.
+
+Other tests keep the cores busy, and BLAS's own threads spin for them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,16 @@ from collections.abc import Iterator
 import pytest
 from threadpoolctl import threadpool_limits
 
+from tests.kernels import devices
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     with threadpool_limits(1, user_api="blas"):
         yield
+
+
+@pytest.fixture(params=devices.NAMES)
+def device(request: pytest.FixtureRequest) -> devices.Device:
+    """Return each device in turn."""
+    return devices.get(request.param)
