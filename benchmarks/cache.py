@@ -247,6 +247,7 @@ class NoArena:
     """An arena of a pool whose pages nobody touches."""
 
     file_path = ""
+    device = None
     size_bytes = 0
 
     def canary_offset(self, slot: int) -> int:
@@ -279,7 +280,7 @@ def measure_pages(pages: int) -> PageRow:
         epoch=1,
         clock=time.monotonic,
         random_bytes=bytes,
-        make_arena=lambda layout, count, slots: NoArena(),
+        make_arena=lambda *_: NoArena(),
         alive=lambda process: None,
     )
     layout = PageLayout(page_size=PAGE, layers=1, kv_heads=1, head_dim=8, dtype="f16")

@@ -64,8 +64,9 @@ class _NoArena:
     """Pages nowhere: the replay is of decisions, and nothing is ever written in a page."""
 
     file_path = ""
+    device = None
 
-    def __init__(self, layout: PageLayout, pages: int, slots: int) -> None:
+    def __init__(self, layout: PageLayout, pages: int, slots: int, device: int | None) -> None:
         self.size_bytes = pages * layout.page_bytes
         self._canary = b""
 

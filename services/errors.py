@@ -93,6 +93,18 @@ class AttachMismatch(ServiceError):
     code, reason = "FAILED_PRECONDITION", "ATTACH_MISMATCH"
 
 
+class AttachBusy(ServiceError):
+    """Another session is attaching to GPU memory, which only one does at a time."""
+
+    code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "ATTACH_BUSY", 0.2
+
+
+class GpuError(ServiceError):
+    """The GPU's runtime refused a call; the message has its words."""
+
+    code, reason = "INTERNAL", "GPU_ERROR"
+
+
 class SequenceUnknown(ServiceError):
     """No such sequence in the session."""
 

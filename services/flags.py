@@ -63,6 +63,17 @@ def seconds(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
+def one_of(*words: str) -> Callable[[str], str]:
+    """A parser of one word of a few."""
+
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"want {' or '.join(words)}")
+        return text
+
+    return parse
+
+
 def switch(text: str) -> bool:
     """A parser of yes and no."""
     if text.lower() in ("1", "true", "yes", "on"):

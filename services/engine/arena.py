@@ -18,6 +18,11 @@ Pages: TypeAlias = NDArray[np.float32]
 
 CANARY_BYTES = 32
 
+#: Bytes of one element of K or V.
+ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
+
+_SCALE_BYTES = 4
+
 
 def page_shape(geometry: Geometry) -> tuple[int, int, int, int, int]:
     """The dimensions of one page."""
@@ -25,21 +30,14 @@ def page_shape(geometry: Geometry) -> tuple[int, int, int, int, int]:
 
 
 def page_bytes_of(geometry: Geometry) -> int:
-    """The size of one page of f32."""
-    count = 4
-    for dimension in page_shape(geometry):
-        count *= dimension
-    return count
+    """The size of one page; int8 pages end with one f32 scale for each [layer][k, v][kv_head]."""
+    heads = geometry.layers * 2 * geometry.kv_heads
+    scales = heads * _SCALE_BYTES if geometry.dtype == "int8" else 0
+    return heads * geometry.page_size * geometry.head_dim * ITEM_BYTES[geometry.dtype] + scales
 
 
-def map_pages(
-    path: Path, geometry: Geometry, *, total_pages: int, page_bytes: int, size_bytes: int, canary_offset: int
-) -> tuple[Pages, bytes]:
-    """Map an arena file and answer its canary; returns the pages and the canary read.
-
-    The pages come first; at ``canary_offset`` are 32 bytes of the daemon's, whose complement is written right behind
-    them. Raises AttachMismatch when the file cannot be had or is not what was announced.
-    """
+def check_announced(geometry: Geometry, total_pages: int, page_bytes: int, size_bytes: int, canary_offset: int) -> None:
+    """Whether an arena can be what it was announced to be. Raises AttachMismatch."""
     expected = page_bytes_of(geometry)
     if page_bytes != expected:
         raise AttachMismatch(f"the arena's pages have {page_bytes} bytes, the model's {expected}")
@@ -47,6 +45,17 @@ def map_pages(
         raise AttachMismatch(
             f"{total_pages} pages of {expected} bytes, a canary at {canary_offset}: they do not fit {size_bytes} bytes"
         )
+
+
+def map_pages(
+    path: Path, geometry: Geometry, *, total_pages: int, page_bytes: int, size_bytes: int, canary_offset: int
+) -> tuple[Pages, bytes]:
+    """Map an arena file of f32 pages and answer its canary; returns the pages and the canary read.
+
+    The pages come first; at ``canary_offset`` are 32 bytes of the daemon's, whose complement is written right behind
+    them. Raises AttachMismatch when the file cannot be had or is not what was announced.
+    """
+    check_announced(geometry, total_pages, page_bytes, size_bytes, canary_offset)
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -60,7 +69,7 @@ def map_pages(
     seen = memory[canary_offset : canary_offset + CANARY_BYTES]
     memory[canary_offset + CANARY_BYTES : canary_offset + 2 * CANARY_BYTES] = bytes(byte ^ 0xFF for byte in seen)
     # The array keeps the mapping alive, and is all that does.
-    pages = np.frombuffer(memory, np.float32, total_pages * expected // 4)
+    pages = np.frombuffer(memory, np.float32, total_pages * page_bytes // 4)
     return pages.reshape(total_pages, *page_shape(geometry)), seen
 
 

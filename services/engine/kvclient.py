@@ -21,9 +21,11 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services import rpc
 from services.engine.arena import Pages, map_pages, process_identity
+from services.engine.devicearena import DevicePages, map_device_pages
 from services.engine.lease import Lease, LeaseKeeper
 from services.engine.pagesource import Demand, Exchange, Geometry, Grant
 from services.errors import AttachMismatch, InvalidConfiguration, KvCacheDown, ServiceError, SessionExpired
+from services.gpu import Gpu
 from services.serving import MAX_MESSAGE_BYTES
 
 log = structlog.get_logger()
@@ -43,11 +45,14 @@ _CHANNEL_OPTIONS = [
 ]
 
 
+_DATA_TYPES = {"f32": pb.DATA_TYPE_F32, "f16": pb.DATA_TYPE_F16, "bf16": pb.DATA_TYPE_BF16, "int8": pb.DATA_TYPE_INT8}
+
+
 @dataclass(frozen=True, slots=True)
 class _Session:
     id: str
     lease: Lease
-    memory: Pages
+    memory: Pages | DevicePages
 
 
 class GrpcPageSource:
@@ -55,6 +60,8 @@ class GrpcPageSource:
 
     ``pool_id`` says whose K and V may be shared: engines with the same one must have the same weights. The lease is
     ``ttl_s`` seconds, or what the daemon gives; a pool that this session makes has ``pool_pages`` pages, likewise.
+    With ``gpu`` the pages are in its memory, otherwise in the host's. Raises InvalidConfiguration for pages of a type
+    that is not served there.
     """
 
     def __init__(
@@ -66,9 +73,10 @@ class GrpcPageSource:
         client_name: str = "",
         pool_pages: int | None = None,
         ttl_s: float | None = None,
+        gpu: Gpu | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if geometry.dtype != "f32":
+        if geometry.dtype not in (_DATA_TYPES if gpu else ("f32",)):
             raise InvalidConfiguration(f"pages of {geometry.dtype} are not served by this backend")
         self.target = target
         self._pool_id = pool_id
@@ -76,6 +84,7 @@ class GrpcPageSource:
         self._client_name = client_name
         self._pool_pages = pool_pages
         self._ttl_s = ttl_s
+        self._gpu = gpu
         self._clock = clock
         self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         self._stub = kvcache_pb2_grpc.KvCacheServiceStub(self._channel)
@@ -102,8 +111,11 @@ class GrpcPageSource:
         return session.lease.epoch if session else 0
 
     @property
-    def memory(self) -> Pages:
-        """The pages, ``[page, layer, (k, v), kv_head, slot, head_dim]``. Raises SessionExpired without a session."""
+    def memory(self) -> Pages | DevicePages:
+        """The pages, ``[page, layer, (k, v), kv_head, slot, head_dim]``; DevicePages on a GPU, for this session only.
+
+        Raises SessionExpired without a session.
+        """
         return self._live().memory
 
     def may_launch(self) -> bool:
@@ -137,7 +149,7 @@ class GrpcPageSource:
     # --- the session ----------------------------------------------------------------------------------------------
 
     def reopen(self) -> None:
-        """Open a session, map its memory and prove it. No step may be under way.
+        """Open a session, map its memory and prove it. No step may be under way, and no view of the memory be kept.
 
         Raises KvCacheDown when nobody answers, AttachMismatch when the memory is not what it should be, and whatever
         OpenSession is refused with.
@@ -145,22 +157,24 @@ class GrpcPageSource:
         self._end()
         sent_at = self._clock()
         opened = self._call(self._stub.OpenSession, self._opening(), MAX_CALL_S)
+        memory: Pages | DevicePages | None = None
         try:
-            memory, seen = _map(opened.arena, self._geometry)
+            memory, seen = self._map(opened.arena)
             lease = Lease(opened.epoch, opened.ttl.ToNanoseconds() / 1e9, sent_at)
             sent_at = self._clock()
             attach = pb.AttachSessionRequest(session_id=opened.session_id, seen=seen)
             lease.renewed(sent_at, self._call(self._stub.AttachSession, attach, _call_s(lease)).epoch)
         except ServiceError:
+            _unmap(memory)
             self._close_session(opened.session_id)
             raise
-        self._session, self._total_pages = _Session(opened.session_id, lease, memory), len(memory)
+        self._session, self._total_pages = _Session(opened.session_id, lease, memory), opened.arena.total_pages
         log.info(
             "session_opened",
             target=self.target,
-            pool_id=self._pool_id,
+            pool_id=opened.pool_id,
             epoch=f"{lease.epoch:016x}",
-            pages=len(memory),
+            pages=self._total_pages,
             ttl_s=lease.ttl_s,
         )
         self._keeper.start()
@@ -176,6 +190,7 @@ class GrpcPageSource:
         """Let go of the session, if any: it may be over already, or nobody may be there to be told."""
         session, self._session = self._session, None
         if session is not None:
+            _unmap(session.memory)  # first: a daemon without sessions may free it
             self._close_session(session.id)
 
     def _close_session(self, session_id: str) -> None:
@@ -194,14 +209,35 @@ class GrpcPageSource:
                 layers=geometry.layers,
                 kv_heads=geometry.kv_heads,
                 head_dim=geometry.head_dim,
-                data_type=pb.DATA_TYPE_F32,
+                data_type=_DATA_TYPES[geometry.dtype],
             ),
             pool_pages=self._pool_pages,
             process=_process(),
+            device_ordinal=self._gpu.ordinal if self._gpu else None,
         )
         if self._ttl_s is not None:
             request.ttl.FromNanoseconds(int(self._ttl_s * 1e9))
         return request
+
+    def _map(self, arena: pb.Arena) -> tuple[Pages | DevicePages, bytes]:
+        announced = {
+            "total_pages": arena.total_pages,
+            "page_bytes": arena.page_bytes,
+            "size_bytes": arena.size_bytes,
+            "canary_offset": arena.canary_offset,
+        }
+        if self._gpu is None and arena.file_path:
+            return map_pages(Path(arena.file_path), self._geometry, **announced)
+        if self._gpu is not None and arena.device_ipc_handle:
+            return map_device_pages(
+                arena.device_ipc_handle,
+                self._geometry,
+                self._gpu,
+                device_ordinal=arena.device_ordinal if arena.HasField("device_ordinal") else None,
+                device_id=arena.device_id,
+                **announced,
+            )
+        raise AttachMismatch("the daemon offers memory of a kind this backend cannot map")
 
     def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
         try:
@@ -276,17 +312,10 @@ def _error_of(failure: grpc.RpcError, target: str) -> ServiceError:
     return error
 
 
-def _map(arena: pb.Arena, geometry: Geometry) -> tuple[Pages, bytes]:
-    if not arena.file_path:
-        raise AttachMismatch("the daemon offers memory of a kind this backend cannot map")
-    return map_pages(
-        Path(arena.file_path),
-        geometry,
-        total_pages=arena.total_pages,
-        page_bytes=arena.page_bytes,
-        size_bytes=arena.size_bytes,
-        canary_offset=arena.canary_offset,
-    )
+def _unmap(memory: Pages | DevicePages | None) -> None:
+    """Let go of memory on a GPU; a mapped file goes when its last array does."""
+    if isinstance(memory, DevicePages):
+        memory.close()
 
 
 def _process() -> pb.ProcessIdentity | None:

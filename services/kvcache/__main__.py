@@ -37,6 +37,7 @@ async def _serve(config: Config, stop: asyncio.Event) -> None:
             "kvcache_serving",
             epoch=f"{daemon.epoch:016x}",
             listen=daemon.bound,
+            device=config.device,
             arena_dir=str(config.arena_dir),
             budget_bytes=limits.budget_bytes,
             pool_pages=limits.pool_pages,

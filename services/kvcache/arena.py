@@ -28,6 +28,8 @@ class FileArena:
     Raises ExceedsBudget when the file system has no room for it.
     """
 
+    device = None
+
     def __init__(self, directory: Path, name: str, layout: PageLayout, total_pages: int, canary_slots: int) -> None:
         self._canaries = total_pages * layout.page_bytes
         self._size = self._canaries + canary_slots * CANARY_SLOT_BYTES

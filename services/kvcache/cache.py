@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from services.errors import (
+    AttachBusy,
     AttachMismatch,
     CapacityExceeded,
     FieldInvalid,
@@ -33,6 +34,10 @@ from services.kvcache.sessions import Process, Session, Sessions
 
 MIN_TTL_S, MAX_TTL_S = 1.0, 600.0
 
+#: A session has the way to GPU memory for itself until it has attached, and for so long at most: ROCm itself gives an
+#: open 10 s. Opens from several processes at a time are not to be relied on.
+ATTACH_S = 10.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -54,7 +59,8 @@ class KvCache:
     """Sessions, pools and what is quarantined.
 
     ``random_bytes`` makes session ids and canaries; ``clock`` is monotonic, in seconds; ``make_arena`` and ``alive``
-    are the ways to memory and to the process table.
+    are the ways to memory and to the process table. ``devices`` is how many GPUs there are to put pools on; with None
+    pools are in the host's memory.
     """
 
     def __init__(
@@ -67,8 +73,10 @@ class KvCache:
         make_arena: ArenaMaker,
         alive: Aliveness,
         chain_hash: ChainHash = blake2b_chain,
+        devices: int | None = None,
     ) -> None:
         self.limits = limits
+        self._devices = devices
         self.epoch = epoch
         self.started_at = clock()
         self.expired_sessions = 0
@@ -100,10 +108,11 @@ class KvCache:
         max_pages: int | None = None,
         ttl_s: float | None = None,
         process: Process | None = None,
+        device: int | None = None,
     ) -> Session:
         """A new session on the pool, which is made if need be. The session's canary is in its arena then.
 
-        Raises FieldInvalid, LayoutMismatch, InvalidConfiguration, ExceedsBudget, TooManySessions.
+        Raises FieldInvalid, LayoutMismatch, InvalidConfiguration, ExceedsBudget, TooManySessions, AttachBusy, GpuError.
         """
         ttl = self.limits.default_ttl_s if ttl_s is None else ttl_s
         if not MIN_TTL_S <= ttl <= MAX_TTL_S:
@@ -112,13 +121,15 @@ class KvCache:
             raise TooManySessions(f"{len(self._sessions)} sessions are open, the limit", limit=self.limits.max_sessions)
         if max_pages == 0:
             raise FieldInvalid("max_pages is 0; a session needs at least one page", field="max_pages")
-        pool = self.pools.get_or_make(pool_id, layout, pool_pages, lambda pool: self.session_count(pool) > 0)
         now = self._clock()
-        taken = {session.canary_slot for session in self._sessions.all() if session.pool_id == pool_id}
+        self._check_device(device)
+        self._check_turn(process, now)
+        pool = self.pools.get_or_make(pool_id, layout, pool_pages, device, self._is_used)
+        taken = {session.canary_slot for session in self._sessions.all() if session.pool_id == pool.id}
         session = Session(
             id=f"{self.epoch:016x}-{self._random_bytes(16).hex()}",
             client_name=client_name,
-            pool_id=pool_id,
+            pool_id=pool.id,
             ttl_s=ttl,
             deadline=now + ttl,
             process=process,
@@ -126,6 +137,7 @@ class KvCache:
             canary_slot=next(slot for slot in range(self.limits.max_sessions) if slot not in taken),
             max_sequences=self.limits.max_sequences,
             max_pages=max_pages,
+            attach_until=now + ATTACH_S if device is not None else 0.0,
         )
         pool.arena.write_canary(session.canary_slot, session.canary)
         pool.last_used = now
@@ -140,8 +152,34 @@ class KvCache:
         answer = self.pool_of(session).arena.read_answer(session.canary_slot)
         if answer != bytes(byte ^ 0xFF for byte in session.canary):
             raise AttachMismatch("the canary's complement did not arrive in the arena: the mapping is not shared")
-        session.attached = True
+        session.attached, session.attach_until = True, 0.0
         return session
+
+    def _check_device(self, device: int | None) -> None:
+        count = self._devices
+        if count is None and device is not None:
+            raise FieldInvalid(
+                f"device_ordinal is {device}; this daemon's pages are in the host's memory: leave it unset, or start "
+                "the daemon with --device gpu",
+                field="device_ordinal",
+            )
+        if count is not None and (device is None or device >= count):
+            raise FieldInvalid(
+                f"device_ordinal is {'unset' if device is None else device}; this daemon's pages are on GPUs, and it "
+                f"has {count}: it must be 0 to {count - 1}",
+                field="device_ordinal",
+                limit=count - 1,
+            )
+
+    def _check_turn(self, process: Process | None, now: float) -> None:
+        for other in self._sessions.all():
+            # An engine that opens again has given its last attempt up: it never saw the reply.
+            if other.attach_until > now and (process is None or other.process != process):
+                raise AttachBusy("another engine is attaching to GPU memory, which only one does at a time")
+
+    def _is_used(self, pool: Pool) -> bool:
+        """Whether somebody maps the pool's memory, or may: a lost session that is not proven gone."""
+        return self.session_count(pool) > 0 or self._quarantine.waits_for(pool)
 
     def renew_session(self, session_id: str) -> Session:
         """Extend a lease. Raises SessionExpired."""
@@ -168,7 +206,7 @@ class KvCache:
             unsafe += pool.release(sequence, now, lost=lost)
         session.sequences.clear()
         pool.last_used = now
-        self._quarantine.add(pool, unsafe, session.process, now + self.limits.drain_s)
+        self._quarantine.add(pool, unsafe, session.process, now + self.limits.drain_s, mapped=lost)
         self._quarantine.ended(session.id, now + self.limits.drain_s if lost else now)
 
     # --- sequences ---
@@ -181,11 +219,13 @@ class KvCache:
         Raises SessionExpired, SessionNotAttached.
         """
         session, pool = self._use_attached(session_id)
-        self._remove(session, removed)
+        if removed:
+            self._remove(session, removed)
+        now = self._clock()
         results: list[Grant | ServiceError] = []
         for item in demands:
             try:
-                results.append(demand.serve(session, pool, item, self._clock()))
+                results.append(demand.serve(session, pool, item, now))
             except ServiceError as error:
                 pool.totals.refused_demands += isinstance(error, CapacityExceeded | QuotaExceeded)
                 results.append(error)
@@ -197,10 +237,11 @@ class KvCache:
         Raises SessionExpired, SessionNotAttached.
         """
         session, pool = self._use_attached(session_id)
+        now = self._clock()
         results: list[Sequence | ServiceError] = []
         for sequence_id, start, tokens in appends:
             try:
-                results.append(demand.append(session, pool, sequence_id, start, tokens, self._clock()))
+                results.append(demand.append(session, pool, sequence_id, start, tokens, now))
             except ServiceError as error:
                 results.append(error)
         return results
@@ -220,11 +261,11 @@ class KvCache:
         return self._remove(session, sequence_ids), self.pool_of(session)
 
     def _remove(self, session: Session, sequence_ids: list[str]) -> list[bool]:
-        pool, removed = self.pool_of(session), list[bool]()
+        pool, now, removed = self.pool_of(session), self._clock(), list[bool]()
         for sequence_id in sequence_ids:
             sequence = session.forget(sequence_id)
             if sequence is not None:
-                pool.release(sequence, self._clock())
+                pool.release(sequence, now)
             removed.append(sequence is not None)
         return removed
 
@@ -300,6 +341,10 @@ class KvCache:
         sessions = self.session_count(pool)
         if sessions:
             raise PoolInUse(f"pool {pool_id!r} has {sessions} sessions", field="pool_id", sessions=sessions)
+        if self._quarantine.waits_for(pool):
+            raise PoolInUse(
+                f"pool {pool_id!r}: the engine of a lost session may still have its memory mapped", field="pool_id"
+            )
         self.pools.drop(pool)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.flags import FlagParser, add_serving_flags, byte_size, seconds, tls_of, whole
+from services.flags import FlagParser, add_serving_flags, byte_size, one_of, seconds, tls_of, whole
 from services.kvcache.arena import default_directory
 from services.kvcache.cache import MAX_TTL_S, MIN_TTL_S, Limits
 from services.kvcache.eviction import POLICIES, policy_name
@@ -15,6 +15,8 @@ from services.kvcache.pools import MAX_PAGES
 from services.serving import Listener, Tls, check_exposure
 
 PORT = 50052
+CPU, GPU = "cpu", "gpu"
+DEVICES = (CPU, GPU)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,7 @@ class Config:
     tls: Tls | None
     insecure: bool
     grace_s: float
+    device: str
     arena_dir: Path
     limits: Limits
 
@@ -37,8 +40,21 @@ class Config:
             "ROCMFORGE_KVCACHE",
         )
         add_serving_flags(flags, "kvcache.sock", PORT)
+        flags.add(
+            "--device",
+            one_of(*DEVICES),
+            CPU,
+            "where pages lie: `cpu`, in files that engines map, or `gpu`, in the memory of the GPU each engine is on",
+            metavar="D",
+        )
         flags.add("--arena-dir", _directory, default_directory(), "directory of the arena files", metavar="DIR")
-        flags.add("--memory", byte_size, "256MiB", "memory budget of all pools", metavar="SIZE")
+        flags.add(
+            "--memory",
+            byte_size,
+            "256MiB",
+            "memory budget of all pools; with --device gpu, on each GPU",
+            metavar="SIZE",
+        )
         flags.add(
             "--pool-pages",
             whole(1, MAX_PAGES),
@@ -82,6 +98,7 @@ class Config:
             tls=tls_of(values),
             insecure=values["insecure"],
             grace_s=values["grace"],
+            device=values["device"],
             arena_dir=values["arena_dir"],
             limits=Limits(
                 budget_bytes=values["memory"],

@@ -56,7 +56,25 @@ def pool_stats_message(pool: Pool, sessions: int) -> pb.PoolStats:
         evicted_pages=totals.evicted_pages,
         expired_pages=totals.expired_pages,
         refused_demands=totals.refused_demands,
+        device_ordinal=pool.arena.device.ordinal if pool.arena.device else None,
     )
+
+
+def arena_message(pool: Pool, canary_slot: int) -> pb.Arena:
+    """Where a pool's memory is, to the session with that canary."""
+    arena = pool.arena
+    message = pb.Arena(
+        size_bytes=arena.size_bytes,
+        page_bytes=pool.layout.page_bytes,
+        total_pages=pool.table.total,
+        canary_offset=arena.canary_offset(canary_slot),
+    )
+    if arena.device is None:
+        message.file_path = arena.file_path
+    else:
+        message.device_ipc_handle = arena.device.handle
+        message.device_ordinal, message.device_id = arena.device.ordinal, arena.device.id
+    return message
 
 
 def fill_grant(message: pb.SequenceGrant, grant: Grant) -> None:

@@ -18,12 +18,20 @@ CANARY_SLOT_BYTES = 2 * CANARY_BYTES
 #: A page of the table costs host memory too, some hundred bytes.
 MAX_PAGES = 1 << 22
 
-#: ``(layout, total_pages, canary_slots)`` to memory; raises ExceedsBudget when the machine has none.
-ArenaMaker = Callable[[PageLayout, int, int], Arena]
+#: ``(layout, total_pages, canary_slots, device)`` to memory, on a GPU or, with None, shared by mapping. Raises
+#: ExceedsBudget when the machine has none.
+ArenaMaker = Callable[[PageLayout, int, int, int | None], Arena]
+
+
+def pool_name(pool_id: str, device: int | None) -> str:
+    """What a pool is called: one on a GPU is another than its namesake on the next GPU."""
+    return pool_id if device is None else f"{pool_id}/gpu{device}"
 
 
 class Pools:
-    """Pools by id. The sum of their arenas never exceeds ``budget_bytes``, checked before anything is allocated."""
+    """Pools by name. The sum of the arenas in one memory (the host's, or a GPU's) never exceeds ``budget_bytes``,
+    checked before anything is allocated.
+    """
 
     def __init__(
         self,
@@ -55,15 +63,24 @@ class Pools:
         """Bytes of all arenas."""
         return sum(pool.arena.size_bytes for pool in self)
 
-    def get_or_make(self, pool_id: str, layout: PageLayout, pages: int | None, is_used: Callable[[Pool], bool]) -> Pool:
-        """The pool of that id, made when there is none.
+    def get_or_make(
+        self,
+        pool_id: str,
+        layout: PageLayout,
+        pages: int | None,
+        device: int | None,
+        is_used: Callable[[Pool], bool],
+    ) -> Pool:
+        """The pool of that id on that device (None: the host's memory), made when there is none.
 
-        ``is_used`` tells pools with sessions; others give way to a new pool, the longest unused first, since an
-        upgraded model comes with a new pool id. Raises LayoutMismatch, InvalidConfiguration, ExceedsBudget.
+        ``is_used`` tells pools whose memory is or may be mapped; others give way to a new pool in the same memory, the
+        longest unused first, since an upgraded model comes with a new pool id. Raises LayoutMismatch,
+        InvalidConfiguration, ExceedsBudget, GpuError.
         """
+        pool_id = pool_name(pool_id, device)
         pool = self._by_id.get(pool_id)
         if pool is None:
-            return self._make(pool_id, layout, pages, is_used)
+            return self._make(pool_id, layout, pages, device, is_used)
         if pool.layout != layout:
             raise LayoutMismatch(
                 f"layout: pool {pool_id!r} has {pool.layout}; this session wants {layout}", field="layout"
@@ -74,7 +91,14 @@ class Pools:
             )
         return pool
 
-    def _make(self, pool_id: str, layout: PageLayout, pages: int | None, is_used: Callable[[Pool], bool]) -> Pool:
+    def _make(
+        self,
+        pool_id: str,
+        layout: PageLayout,
+        pages: int | None,
+        device: int | None,
+        is_used: Callable[[Pool], bool],
+    ) -> Pool:
         canaries = self._canary_slots * CANARY_SLOT_BYTES
         if pages is None:
             pages = self._default_pages
@@ -83,11 +107,12 @@ class Pools:
         if not 1 <= pages <= MAX_PAGES:
             raise InvalidConfiguration(f"pool_pages is {pages}; it must be 1 to {MAX_PAGES}", field="pool_pages")
         wanted = pages * layout.page_bytes + canaries
+        there = [pool for pool in self if _device_of(pool) == device]
         idle = sorted(
-            (pool for pool in self if not is_used(pool) and not pool.table.quarantined_count),
+            (pool for pool in there if not is_used(pool) and not pool.table.quarantined_count),
             key=lambda pool: pool.last_used,
         )
-        room = self.budget_bytes - self.arena_bytes
+        room = self.budget_bytes - sum(pool.arena.size_bytes for pool in there)
         if wanted > room + sum(pool.arena.size_bytes for pool in idle):
             raise ExceedsBudget(
                 f"pool {pool_id!r} wants {wanted} bytes ({pages} pages of {layout.page_bytes} and {canaries} for "
@@ -100,7 +125,7 @@ class Pools:
             if wanted > room:
                 room += old.arena.size_bytes
                 self._drop(old)
-        arena = self._make_arena(layout, pages, self._canary_slots)
+        arena = self._make_arena(layout, pages, self._canary_slots, device)
         try:
             pool = Pool(pool_id, layout, pages, arena, self._chain, self._events, self._eviction)
         except BaseException:
@@ -143,5 +168,12 @@ class Pools:
         """Violations in any pool, or of the budget."""
         for pool in self:
             yield from (f"pool {pool.id}: {violation}" for violation in pool.check())
-        if self.arena_bytes > self.budget_bytes:
-            yield f"the arenas have {self.arena_bytes} bytes, the budget is {self.budget_bytes}"
+        for device in {_device_of(pool) for pool in self}:
+            size = sum(pool.arena.size_bytes for pool in self if _device_of(pool) == device)
+            if size > self.budget_bytes:
+                where = "the host" if device is None else f"GPU {device}"
+                yield f"the arenas of {where} have {size} bytes, the budget is {self.budget_bytes}"
+
+
+def _device_of(pool: Pool) -> int | None:
+    return pool.arena.device.ordinal if pool.arena.device else None

@@ -1,7 +1,8 @@
-"""Pages of lost sessions that nobody may have yet.
+"""Pages of lost sessions that nobody may have yet, and pools whose memory one may still have mapped.
 
 An engine that lost its lease may still have a kernel in flight, and nothing can unmap it. Its unfinished pages wait
-here until its process is proven gone or a drain period is over; they never go straight to another sequence.
+here until its process is proven gone or a drain period is over; they never go straight to another sequence. As long
+the pool's memory stays too: freeing what another process has mapped is undefined on a GPU.
 """
 
 from __future__ import annotations
@@ -38,13 +39,21 @@ class Quarantine:
         return process is not None and self._alive(process) is False
 
     def add(
-        self, pool: Pool, pages: list[int], process: Process | None, until: float = math.inf, session_id: str = ""
+        self,
+        pool: Pool,
+        pages: list[int],
+        process: Process | None,
+        until: float = math.inf,
+        session_id: str = "",
+        *,
+        mapped: bool = False,
     ) -> None:
         """Keep quarantined pages until the process is gone or the clock reads ``until``.
 
         Without ``until`` they are of a session that lives on, and may write as long as it does: ``ended`` tells when.
+        ``mapped``: the pool's memory is waited for even if no page is, because the process may have it mapped.
         """
-        if pages:
+        if pages or mapped:
             self._batches.append(_Batch(pool, pages, process, until, session_id))
 
     def ended(self, session_id: str, until: float) -> None:
@@ -62,6 +71,10 @@ class Quarantine:
             else:
                 waiting.append(batch)
         self._batches = waiting
+
+    def waits_for(self, pool: Pool) -> bool:
+        """Whether something may still be mapping or writing the pool's memory."""
+        return any(batch.pool is pool for batch in self._batches)
 
     def pages(self, pool: Pool) -> list[int]:
         """The pages of a pool that wait here."""

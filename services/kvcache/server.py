@@ -13,10 +13,14 @@ from collections.abc import Callable
 import structlog
 
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from services.errors import GpuError, InvalidConfiguration
+from services.gpu import Gpu, Runtime
 from services.kvcache.arena import FileArena, prepare_directory
 from services.kvcache.cache import KvCache
-from services.kvcache.config import Config
+from services.kvcache.config import GPU, Config
+from services.kvcache.devicearena import DeviceArena
 from services.kvcache.layout import PageLayout
+from services.kvcache.pool import Arena
 from services.kvcache.process import ProcessTable
 from services.kvcache.servicer import SERVICE, KvCacheServicer
 from services.serving import Serving
@@ -27,16 +31,32 @@ SWEEP_INTERVAL_S = 0.5
 
 
 class Daemon:
-    """Start it, use ``bound`` to reach it, stop it. Tests start the same object on a free port."""
+    """Start it, use ``bound`` to reach it, stop it. Tests start the same object on a free port.
 
-    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
+    With ``config.device`` gpu it raises InvalidConfiguration when there is no GPU to be used.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        load_runtime: Callable[[], Runtime] = Runtime.load,
+    ) -> None:
         self.config = config
         self.epoch = secrets.randbits(64)
         names = (f"{os.getpid()}-{self.epoch:016x}-{number}" for number in itertools.count())
+        gpus = _gpus(load_runtime) if config.device == GPU else None
 
-        def make_arena(layout: PageLayout, pages: int, canary_slots: int) -> FileArena:
-            arena = FileArena(config.arena_dir, next(names), layout, pages, canary_slots)
-            log.info("arena_made", path=arena.file_path, bytes=arena.size_bytes, pages=pages, layout=str(layout))
+        def make_arena(layout: PageLayout, pages: int, canary_slots: int, device: int | None) -> Arena:
+            arena: Arena
+            if gpus is None or device is None:
+                arena = FileArena(config.arena_dir, next(names), layout, pages, canary_slots)
+                where = {"path": arena.file_path}
+            else:
+                arena = DeviceArena(gpus[device], layout, pages, canary_slots)
+                where = {"device": str(device), "device_id": gpus[device].id}
+            log.info("arena_made", **where, bytes=arena.size_bytes, pages=pages, layout=str(layout))
             return arena
 
         self.cache = KvCache(
@@ -46,6 +66,7 @@ class Daemon:
             random_bytes=secrets.token_bytes,
             make_arena=make_arena,
             alive=ProcessTable().alive,
+            devices=None if gpus is None else len(gpus),
         )
         self._servicer = KvCacheServicer(self.cache)
         self._serving = Serving(SERVICE, config.listeners, tls=config.tls, insecure=config.insecure)
@@ -58,8 +79,9 @@ class Daemon:
 
     async def start(self) -> None:
         """Serve. Raises InvalidConfiguration when an address or the arena directory cannot be had."""
-        for name in prepare_directory(self.config.arena_dir):
-            log.info("stale_arena_removed", name=name)
+        if self.config.device != GPU:
+            for name in prepare_directory(self.config.arena_dir):
+                log.info("stale_arena_removed", name=name)
         kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server(self._servicer, self._serving.server)
         await self._serving.start()
         self._sweeper = asyncio.create_task(self._sweep())
@@ -84,3 +106,12 @@ class Daemon:
             except Exception:
                 # A sweep that fails must not end all sweeping: leases would never expire again.
                 log.exception("sweep_failed")
+
+
+def _gpus(load_runtime: Callable[[], Runtime]) -> list[Gpu]:
+    """All that this process may use; each is first touched when a pool is made on it. Raises InvalidConfiguration."""
+    try:
+        runtime = load_runtime()
+        return [runtime.gpu(ordinal) for ordinal in range(runtime.count())]
+    except (InvalidConfiguration, GpuError) as error:
+        raise InvalidConfiguration(f"--device {GPU}: {error.message}", field="--device") from error

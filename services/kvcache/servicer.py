@@ -50,21 +50,16 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             max_pages=request.max_pages if request.HasField("max_pages") else None,
             ttl_s=request.ttl.ToNanoseconds() / 1e9 if request.HasField("ttl") else None,
             process=messages.read_process(request.process),
+            device=request.device_ordinal if request.HasField("device_ordinal") else None,
         )
         pool = self._cache.pool_of(session)
-        arena = pb.Arena(
-            file_path=pool.arena.file_path,
-            size_bytes=pool.arena.size_bytes,
-            page_bytes=pool.layout.page_bytes,
-            total_pages=pool.table.total,
-            canary_offset=pool.arena.canary_offset(session.canary_slot),
-        )
         return pb.OpenSessionResponse(
             epoch=self._cache.epoch,
             session_id=session.id,
             ttl=messages.duration_message(session.ttl_s),
-            arena=arena,
+            arena=messages.arena_message(pool, session.canary_slot),
             layout=messages.layout_message(pool.layout),
+            pool_id=pool.id,
         )
 
     @maps_errors

@@ -7,6 +7,7 @@ import itertools
 
 from services.kvcache.cache import KvCache, Limits
 from services.kvcache.layout import PageLayout
+from services.kvcache.pool import DeviceMemory
 from services.kvcache.pools import CANARY_BYTES, CANARY_SLOT_BYTES
 from services.kvcache.prefix import ChainHash, blake2b_chain
 from services.kvcache.sessions import Process, Session
@@ -19,7 +20,8 @@ class FakeArena:
 
     file_path = "/nowhere"
 
-    def __init__(self, layout: PageLayout, pages: int, slots: int) -> None:
+    def __init__(self, layout: PageLayout, pages: int, slots: int, device: int | None = None) -> None:
+        self.device = None if device is None else DeviceMemory(device, f"0000:{device:02x}:00.0", bytes(64))
         self.size_bytes = pages * layout.page_bytes + slots * CANARY_SLOT_BYTES
         self.canaries: dict[int, bytes] = {}
         self.answers: dict[int, bytes] = {}
@@ -55,7 +57,13 @@ class World:
     """A KvCache with everything around it in the test's hands."""
 
     def __init__(
-        self, pages: int, *, page_size: int = 4, chain_hash: ChainHash = blake2b_chain, **limits: object
+        self,
+        pages: int,
+        *,
+        page_size: int = 4,
+        chain_hash: ChainHash = blake2b_chain,
+        devices: int | None = None,
+        **limits: object,
     ) -> None:
         self.layout = dataclasses.replace(LAYOUT, page_size=page_size)
         self.now = 1000.0
@@ -71,10 +79,11 @@ class World:
             make_arena=self._make_arena,
             alive=self.processes.alive,
             chain_hash=chain_hash,
+            devices=devices,
         )
 
-    def _make_arena(self, layout: PageLayout, pages: int, slots: int) -> FakeArena:
-        self.arenas.append(FakeArena(layout, pages, slots))
+    def _make_arena(self, layout: PageLayout, pages: int, slots: int, device: int | None) -> FakeArena:
+        self.arenas.append(FakeArena(layout, pages, slots, device))
         return self.arenas[-1]
 
     def attached(self, pool_id: str = "pool", pid: int | None = None, **options: object) -> Session:

@@ -353,6 +353,7 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
     ("ListSequences", lambda r: refused(lambda: r.stub.ListSequences(pb.ListSequencesRequest(cursor="x"))), "INVALID_ARGUMENT", "FIELD_INVALID", "cursor", "'x'"),
     ("ListSequences", lambda r: refused(lambda: r.stub.ListSequences(pb.ListSequencesRequest(session_id="x"))), "FAILED_PRECONDITION", "SESSION_EXPIRED", "", "open a new one"),
     ("AllocatePages", lambda r: over_quota(r), "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED", "", "quota is 2"),
+    ("OpenSession", lambda r: open_with(r, device_ordinal=0), "INVALID_ARGUMENT", "FIELD_INVALID", "device_ordinal", "leave it unset"),
     ("OpenSession", lambda r: open_with(r, max_pages=0), "INVALID_ARGUMENT", "FIELD_INVALID", "max_pages", "at least one"),
     ("ForkSequence", lambda r: fork(r, "live", ""), "INVALID_ARGUMENT", "FIELD_INVALID", "child_sequence_id", "1 to 128"),
     ("ForkSequence", lambda r: fork(r, "live", "other"), "ALREADY_EXISTS", "SEQUENCE_EXISTS", "child_sequence_id", "'other'"),
@@ -397,4 +398,7 @@ def test_every_documented_reason_is_reached() -> None:
     # Its limit needs tens of thousands of sequences; test_cache reaches it with a small one.
     reached["AllocatePages"].add("TOO_MANY_SEQUENCES")
     reached["ForkSequence"].add("TOO_MANY_SEQUENCES")
+    # test_devicearena provokes these on GPUs.
+    reached["OpenSession"] |= {"ATTACH_BUSY", "GPU_ERROR"}
+    reached["AttachSession"].add("GPU_ERROR")
     assert reached == documented

@@ -1,0 +1,78 @@
+"""Pages in the memory of a GPU: one allocation of the runtime, that engines open by its IPC handle.
+
+It is exported once, whole, and neither moved nor freed while a session may have it mapped. The daemon itself touches
+nothing in it but the canaries.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from services.errors import ExceedsBudget, GpuError
+from services.gpu import Gpu
+from services.kvcache.layout import PageLayout
+from services.kvcache.pool import DeviceMemory
+from services.kvcache.pools import CANARY_BYTES, CANARY_SLOT_BYTES
+
+log = structlog.get_logger()
+
+
+class DeviceArena:
+    """``total_pages`` pages, then ``canary_slots`` canaries with room for their answers; see ``pool.Arena``.
+
+    Raises ExceedsBudget when the GPU has no room for it, GpuError when its runtime fails.
+    """
+
+    file_path = ""
+
+    def __init__(self, gpu: Gpu, layout: PageLayout, total_pages: int, canary_slots: int) -> None:
+        self._gpu = gpu
+        self._canaries = total_pages * layout.page_bytes
+        self._size = self._canaries + canary_slots * CANARY_SLOT_BYTES
+        free, total = gpu.memory()
+        try:
+            if self._size > free:
+                raise MemoryError
+            self._pointer = gpu.allocate(self._size)
+        except MemoryError as error:
+            raise ExceedsBudget(
+                f"the arena of {self._size} bytes does not fit GPU {gpu.ordinal}: {free} of its {total} bytes are free",
+                field="pool_pages",
+                wanted_bytes=self._size,
+                free_bytes=free,
+                total_bytes=total,
+            ) from error
+        try:
+            self._device = DeviceMemory(gpu.ordinal, gpu.id, gpu.export(self._pointer))
+        except BaseException:
+            gpu.free(self._pointer)
+            raise
+
+    @property
+    def device(self) -> DeviceMemory:
+        """Which GPU, and the handle to open it with."""
+        return self._device
+
+    @property
+    def size_bytes(self) -> int:
+        """All of it: the pages and the canaries behind them."""
+        return self._size
+
+    def canary_offset(self, slot: int) -> int:
+        """Byte offset of a canary slot."""
+        return self._canaries + slot * CANARY_SLOT_BYTES
+
+    def write_canary(self, slot: int, canary: bytes) -> None:
+        """Write a session's canary and clear its answer. Raises GpuError."""
+        self._gpu.write(self._pointer + self.canary_offset(slot), canary + bytes(CANARY_BYTES))
+
+    def read_answer(self, slot: int) -> bytes:
+        """What the engine wrote behind its canary. Raises GpuError."""
+        return self._gpu.read(self._pointer + self.canary_offset(slot) + CANARY_BYTES, CANARY_BYTES)
+
+    def close(self) -> None:
+        """Give the memory back. A GPU that fails even that is past helping: it is logged, and others go on."""
+        try:
+            self._gpu.free(self._pointer)
+        except GpuError as error:
+            log.error("arena_not_freed", device=self._gpu.ordinal, bytes=self._size, detail=error.message)
