@@ -54,13 +54,17 @@ def serve(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
     if prompt is not None and digest_opening(prompt_array(prompt), salt) != sequence.opening_digest:
         raise SequenceMismatch(f"sequence {sequence_id!r} is open with another prompt or salt", field="opening")
     new = pool.check_tokens(sequence, start, tokens)
-    held, counted = len(sequence.pages), sequence.page_count
-    total = max(held, wanted)
-    _check_known_pages(known, total)
+    held = len(sequence.pages)
+    total = wanted if wanted > held else held
+    if known > total:
+        raise _unknown_pages(known, total)
     # Room for more than is resident means that the tail is going to be written: not while others hold it too. New
     # tokens were found to go into a tail of its own.
-    unshares = not new and wanted * pool.page_size > len(sequence.tokens) and pool.tail_is_shared(sequence)
+    unshares = (
+        sequence.forked and not new and wanted * pool.page_size > len(sequence.tokens) and pool.tail_is_shared(sequence)
+    )
     more = total - held + unshares
+    counted = sequence.page_count
     if more:
         # A token behind what was copied lets go of the copy's source, before anything is taken.
         source = sequence.copy[1] if sequence.copy is not None and new else None
@@ -71,6 +75,9 @@ def serve(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
         pool.append(sequence, new)
     if unshares:
         pool.unshare_tail(sequence)
+    if known == total and not more and sequence.page_count == counted and sequence.copy is None:
+        pool.touch(sequence, now)
+        return Grant(known, [], sequence.cached_tokens, [])
     return _grow(session, pool, sequence, total, known, now, counted)
 
 
@@ -83,7 +90,8 @@ def _open(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
     prompt = prompt_array(demand.prompt)
     matched = pool.match(prompt, demand.salt)
     total = max(len(matched), demand.total_pages)
-    _check_known_pages(demand.known_pages, total)
+    if demand.known_pages > total:
+        raise _unknown_pages(demand.known_pages, total)
     _check_quota(session, total, total)
     pool.check_growth(demand.sequence_id, total, total - len(matched), spoken_for=pool.cached_among(matched))
 
@@ -132,11 +140,12 @@ def _grow(
     session: Session, pool: Pool, sequence: Sequence, total: int, known: int, now: float, counted: int = 0
 ) -> Grant:
     """Grow and answer; ``counted`` is what the session's quota counts of the sequence so far."""
-    if len(sequence.pages) < total:
+    table = sequence.pages
+    if len(table) < total:
         pool.grow(sequence, total)
     pool.touch(sequence, now)
     session.held_pages += sequence.page_count - counted
-    pages = [pool.reference(page) for page in sequence.pages[known:]]
+    pages = pool.references(table[known:]) if known < total else []
     if sequence.copy is None:
         return Grant(known, pages, sequence.cached_tokens, [])
     at, source = sequence.copy
@@ -177,6 +186,5 @@ def prompt_array(prompt: list[int], field: str = "opening.prompt") -> array[int]
         raise FieldInvalid(f"{field}: a token is not a uint32", field=field) from error
 
 
-def _check_known_pages(known: int, total: int) -> None:
-    if known > total:
-        raise FieldInvalid(f"known_pages is {known} and the sequence has {total} pages", field="known_pages")
+def _unknown_pages(known: int, total: int) -> FieldInvalid:
+    return FieldInvalid(f"known_pages is {known} and the sequence has {total} pages", field="known_pages")

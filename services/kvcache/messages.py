@@ -80,6 +80,7 @@ def arena_message(pool: Pool, canary_slot: int) -> pb.Arena:
 def fill_grant(message: pb.SequenceGrant, grant: Grant) -> None:
     """Write what was granted into the message of its sequence."""
     first_index, pages, cached_tokens, copies = grant
+    # Setting a field costs more than looking whether there is anything to set.
     if first_index:
         message.first_index = first_index
     if cached_tokens:
@@ -139,10 +140,11 @@ def read_demands(items: Any) -> list[Demand]:
         prompt, salt = None, ""
         if item.HasField("opening"):
             opening = item.opening
-            prompt, salt = list(opening.prompt), opening.salt
+            prompt, salt = opening.prompt[:], opening.salt
             check_name(salt, f"demands[{len(demands)}].opening.salt", least=0)
-        tokens = list(item.tokens)
-        demands.append(Demand(sequence_id, prompt, salt, item.start, tokens, item.total_pages, item.known_pages))
+        demands.append(
+            Demand(sequence_id, prompt, salt, item.start, item.tokens[:], item.total_pages, item.known_pages)
+        )
     return demands
 
 
@@ -154,7 +156,7 @@ def read_appends(items: Any) -> list[tuple[str, int, list[int]]]:
         sequence_id = item.sequence_id
         if not 1 <= len(sequence_id) <= MAX_NAME:
             check_name(sequence_id, f"appends[{len(appends)}].sequence_id")
-        appends.append((sequence_id, item.start, list(item.tokens)))
+        appends.append((sequence_id, item.start, item.tokens[:]))
     return appends
 
 

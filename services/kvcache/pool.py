@@ -13,7 +13,7 @@ from services.kvcache.eviction import make_queue
 from services.kvcache.layout import PageLayout
 from services.kvcache.pages import PageState, PageTable
 from services.kvcache.prefix import ChainHash, PrefixIndex
-from services.kvcache.sequence import Sequence, token_array
+from services.kvcache.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,8 @@ class Pool:
 
         Raises PositionMismatch or FieldInvalid.
         """
-        resident, end = len(sequence.tokens), start + len(tokens)
+        recorded = sequence.tokens
+        resident, end = len(recorded), start + len(tokens)
         if start > resident:
             raise PositionMismatch(
                 f"sequence {sequence.id!r}: start is {start} and {resident} tokens are resident: a gap",
@@ -121,10 +122,10 @@ class Pool:
                 f"sequence {sequence.id!r}: tokens up to {end} and its pages hold {capacity}", capacity_tokens=capacity
             )
         try:
-            given = token_array(tokens)
+            given = array("I", tokens)
         except OverflowError as error:
             raise FieldInvalid("tokens: a token is not a uint32", field="tokens") from error
-        if end > resident and self.tail_is_shared(sequence):
+        if sequence.forked and end > resident and self.tail_is_shared(sequence):
             raise PositionMismatch(
                 f"sequence {sequence.id!r}: its last page is shared; ask for total_pages to have a copy to write in",
                 resident_tokens=resident,
@@ -132,7 +133,7 @@ class Pool:
         if start == resident:
             return given
         known = given[: resident - start]
-        if known != sequence.tokens[start : start + len(known)]:
+        if known != recorded[start : start + len(known)]:
             raise PositionMismatch(
                 f"sequence {sequence.id!r}: tokens from {start} on differ from those recorded", resident_tokens=resident
             )
@@ -183,6 +184,7 @@ class Pool:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a new sequence share the pages of all the parent's resident tokens."""
         self.sequences[child] = None
+        parent.forked = child.forked = True
         child.pages.extend(parent.pages[: self.pages_for(len(parent.tokens))])
         if parent.copy is not None:
             # The parent's engine may not have made its copy yet: what is resident is surely in the source.
@@ -195,6 +197,8 @@ class Pool:
 
     def tail_is_shared(self, sequence: Sequence) -> bool:
         """Whether the page that the next token goes into holds tokens already and has other holders."""
+        if not sequence.forked:
+            return False
         index, slot = divmod(len(sequence.tokens), self.page_size)
         return slot > 0 and self.table.is_shared(sequence.pages[index])
 
@@ -254,6 +258,11 @@ class Pool:
     def pages_for(self, tokens: int) -> int:
         """Pages that so many tokens fill."""
         return -(-tokens // self.page_size)
+
+    def references(self, pages: list[int]) -> list[tuple[int, int]]:
+        """Ids and generations of pages."""
+        generation = self.table.generation
+        return [(page, generation(page)) for page in pages]
 
     def reference(self, page: int) -> tuple[int, int]:
         """A page's id and generation."""
@@ -345,6 +354,9 @@ class Pool:
                 holders.setdefault(source, set()).add(sequence)
                 if source in sequence.pages or index != len(sequence.tokens) // size:
                     yield f"{sequence!r} copies page {source} to index {index}"
+            index, slot = divmod(len(sequence.tokens), size)
+            if slot and not sequence.forked and self.table.is_shared(sequence.pages[index]):
+                yield f"{sequence!r} was no side of a fork and shares its tail"
             for at, page in enumerate(sequence.pages):
                 holders.setdefault(page, set()).add(sequence)
                 chunk = sequence.tokens[at * size : (at + 1) * size].tobytes()

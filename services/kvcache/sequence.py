@@ -18,7 +18,8 @@ class Sequence:
     """A block table, the tokens resident in it, and when it was used.
 
     ``published`` leading pages carry links of the prefix cache; ``chain_broken`` says that no further page can (a link
-    of another chain has the hash, see ``prefix``). ``copy`` is (index, page): the fresh page at that index gets its
+    of another chain has the hash, see ``prefix``). ``forked`` says that it has been a side of a fork: no other sequence
+    shares a page that is not full. ``copy`` is (index, page): the fresh page at that index gets its
     content from this one, which the sequence holds until it reports a token behind the copied ones. Instances are the
     holders in the page table: compared by identity.
     """
@@ -29,6 +30,7 @@ class Sequence:
         "chain_broken",
         "copy",
         "created_at",
+        "forked",
         "id",
         "last_access",
         "opening_digest",
@@ -49,6 +51,7 @@ class Sequence:
         self.published = 0
         self.cached_tokens = 0
         self.chain_broken = False
+        self.forked = False
         self.copy: tuple[int, int] | None = None
         self.created_at = now
         self.last_access = now
@@ -63,7 +66,7 @@ class Sequence:
     @property
     def page_count(self) -> int:
         """Pages it keeps from others: its block table, and a page it still has to copy."""
-        return len(self.pages) + (self.copy is not None)
+        return len(self.pages) if self.copy is None else len(self.pages) + 1
 
 
 def digest_opening(prompt: array[int], salt: str) -> bytes:

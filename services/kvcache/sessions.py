@@ -76,10 +76,11 @@ class Session:
 
     def forget(self, sequence_id: str) -> Sequence | None:
         """Take a sequence out for good: its id never opens again in this session, whether it was live or not."""
-        self.removed[sequence_id] = None
-        self.removed.move_to_end(sequence_id)
-        if len(self.removed) > REMEMBERED_REMOVALS:
-            self.removed.popitem(last=False)
+        removed = self.removed
+        removed.pop(sequence_id, None)
+        removed[sequence_id] = None
+        if len(removed) > REMEMBERED_REMOVALS:
+            removed.popitem(last=False)
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is not None:
             self.held_pages -= sequence.page_count
