@@ -160,7 +160,7 @@ class Cpu:
 
     def number(self, array: Array) -> int:
         """Return the worker's number of ``array``; KernelError if it is not there, or no longer."""
-        if array._worker is not self._running:
+        if array._worker is not self._running or array._worker.ended:
             raise KernelError("an array of another device, or of this one before a kernel's fault ended its process")
         return array.number
 

@@ -162,8 +162,7 @@ Memory &memory_of(int number) {
 
 std::string parameter_name(Parameter parameter) {
     if (parameter.kind == 'p') return "a pointer";
-    if (parameter.kind == 'f') return "a float";
-    return "an integer of " + std::to_string(parameter.size) + " bytes";
+    return std::string(parameter.kind == 'f' ? "a float of " : "an integer of ") + std::to_string(parameter.size) + " bytes";
 }
 
 struct Arguments {
@@ -171,12 +170,16 @@ struct Arguments {
     std::vector<void *> pointers;
 
     Arguments(const Entry &entry, std::istream &words) {
-        std::string word;
+        std::vector<std::string> given_words;
+        for (std::string word; words >> word;) given_words.push_back(word);
+        if (given_words.size() != (size_t)entry.count)
+            throw std::runtime_error("the kernel takes " + std::to_string(entry.count) + " arguments, " +
+                                     std::to_string(given_words.size()) + " given");
         of_arguments.clear();
-        while (words >> word) {
+        for (const std::string &word : given_words) {
             size_t number = values.size();
             unsigned long long value = 0;
-            Parameter given = {word[0], 8};
+            Parameter given = {word[0], (int)sizeof(void *)};
             int memory = 0;
             if (given.kind == 'p') {
                 memory = std::stoi(word.substr(1));
@@ -186,7 +189,6 @@ struct Arguments {
                 for (int i = given.size; i-- > 0;)
                     value = value << 8 | std::stoul(word.substr((size_t)(1 + 2 * i), 2), nullptr, 16);
             }
-            if (number >= (size_t)entry.count) throw wrong_count(entry, number + 1);
             Parameter wanted = entry.parameters[number];
             if (wanted.kind != given.kind || wanted.size != given.size)
                 throw std::runtime_error("argument " + std::to_string(number) + " is " + parameter_name(given) +
@@ -194,14 +196,7 @@ struct Arguments {
             values.push_back(value);
             of_arguments.push_back(memory);
         }
-        if (values.size() != (size_t)entry.count) throw wrong_count(entry, values.size());
         for (unsigned long long &value : values) pointers.push_back(&value);
-    }
-
-  private:
-    static std::runtime_error wrong_count(const Entry &entry, size_t given) {
-        return std::runtime_error("the kernel takes " + std::to_string(entry.count) + " arguments, at least " +
-                                  std::to_string(given) + " given");
     }
 };
 
