@@ -1,0 +1,9 @@
+// A code object as the stand-in's compiler writes it and its runtime loads it: this, and a shared library for the CPU.
+#pragma once
+#include <cstdint>
+
+struct CodeHeader {
+    char magic[16];
+    uint64_t bytes;  // of the library behind it
+};
+constexpr char CODE_MAGIC[16] = "HIP STAND-IN 01";
