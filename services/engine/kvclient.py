@@ -164,7 +164,7 @@ class GrpcPageSource:
             sent_at = self._clock()
             attach = pb.AttachSessionRequest(session_id=opened.session_id, seen=seen)
             lease.renewed(sent_at, self._call(self._stub.AttachSession, attach, _call_s(lease)).epoch)
-        except ServiceError:
+        except BaseException:
             _unmap(memory)
             self._close_session(opened.session_id)
             raise
