@@ -1,9 +1,14 @@
-"""The GPU that this test run may use, real or stand-in, and the environment of processes that use it too."""
+"""GPUs for tests: real ones where there are any, otherwise those of the stand-in for ROCm in tests/rocm.
+
+With ROCMFORGE_TEST_GPU set only real ones count, and a run that finds none fails: see tests/conftest.py.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,16 @@ from services.errors import InvalidConfiguration
 from services.gpu import Gpu, Runtime
 
 ROOT = Path(__file__).parents[1]
+STANDIN_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine with ``devices`` GPUs; a process that shall use them inherits ``environment``."""
+
+    environment: Mapping[str, str]
+    devices: int
+    is_real: bool
 
 
 @functools.cache
@@ -24,22 +39,33 @@ def _found() -> Runtime | str:
     return runtime
 
 
-def runtime_or_skip() -> Runtime:
-    """The runtime, if it has a GPU; skips the test if not."""
+def gpu_or_skip() -> Gpu:
+    """A GPU that this process may use itself; skips the test when there is none."""
     found = _found()
     if isinstance(found, str):
         pytest.skip(f"no GPU: {found}")
-    return found
+    return found.gpu(0)
 
 
-def gpu_or_skip(ordinal: int = 0) -> Gpu:
-    """A GPU; skips the test when there are not so many."""
-    runtime = runtime_or_skip()
-    if ordinal >= runtime.count():
-        pytest.skip(f"no GPU {ordinal}: there are {runtime.count()}")
-    return runtime.gpu(ordinal)
+def host(devices: int) -> Host:
+    """A machine for processes of their own; skips the test when real GPUs are asked for, or fewer are real."""
+    found = _found()
+    if isinstance(found, Runtime):
+        if found.count() < devices:
+            pytest.skip(f"no GPU {devices - 1}: there are {found.count()}")
+        return Host(environment(os.environ), found.count(), True)
+    if os.environ.get("ROCMFORGE_TEST_GPU"):
+        pytest.skip(f"no GPU: {found}")
+    from tests.rocm import standin
+
+    try:
+        machine = standin.environment(devices=devices, memory=STANDIN_BYTES)
+    except standin.Unavailable as error:
+        pytest.skip(f"no GPU, and no stand-in for one: {error}")
+    return Host(environment(machine), devices, False)
 
 
-def environment(**changes: str) -> dict[str, str]:
-    """For a process that imports this project from its source tree."""
-    return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/protos", **changes}
+def environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The same, for a process that imports this project from its source tree."""
+    path = os.pathsep.join(filter(None, [base.get("PYTHONPATH"), str(ROOT), str(ROOT / "protos")]))
+    return {**base, "PYTHONPATH": path}

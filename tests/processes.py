@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,14 @@ START_S = 60.0
 
 
 class Service:
-    """One ``python -m MODULE ARGUMENTS`` with its log in a file; ``address`` is the unix socket it listens on."""
+    """One ``python -m MODULE ARGUMENTS`` with its log in a file; ``address`` is the unix socket it listens on.
 
-    def __init__(self, module: str, socket: Path, arguments: list[str], log: Path) -> None:
+    It inherits ``environment``, or that of the tests.
+    """
+
+    def __init__(
+        self, module: str, socket: Path, arguments: list[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.module = module
         self.address = f"unix:{socket}"
         self.log_path = log
@@ -34,7 +39,7 @@ class Service:
             stdout=self._log,
             stderr=self._log,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            env={**(os.environ if environment is None else environment), "OPENBLAS_NUM_THREADS": "1"},
         )
         self.channel = grpc.insecure_channel(self.address, options=[("grpc.max_reconnect_backoff_ms", 200)])
 
@@ -81,10 +86,16 @@ class Service:
 
 
 @contextlib.contextmanager
-def kvcache(directory: Path, *arguments: str, name: str = "kvcache", wait: bool = True) -> Iterator[Service]:
+def kvcache(
+    directory: Path,
+    *arguments: str,
+    name: str = "kvcache",
+    wait: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Service]:
     """A daemon with its socket and arenas below ``directory``."""
-    arenas = ["--arena-dir", str(directory / "arena")]
-    service = Service("services.kvcache", directory / f"{name}.sock", [*arenas, *arguments], directory / f"{name}.log")
+    flags = ["--arena-dir", str(directory / "arena"), *arguments]
+    service = Service("services.kvcache", directory / f"{name}.sock", flags, directory / f"{name}.log", environment)
     try:
         yield service.wait_serving() if wait else service
     finally:

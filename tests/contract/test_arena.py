@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -87,7 +88,12 @@ def swap_in_process(arena: Arena, at: int, data: bytes) -> bytes:
     assert arena.device
     words = [str(arena.device.ordinal), arena.device.handle.hex(), str(at), data.hex()]
     done = subprocess.run(
-        [sys.executable, "-c", PEER, *words], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", PEER, *words],
+        cwd=ROOT,
+        env=environment(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return bytes.fromhex(done.stdout)
