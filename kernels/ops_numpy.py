@@ -38,6 +38,38 @@ TILE_QUERIES = 4
 GATHERED_ROWS = 16
 
 
+def weight(tensor: F32, dtype: str) -> F32:
+    """A weight as the functions below take it: a copy. ``dtype`` is ``f32``; raises ValueError for others."""
+    if dtype != "f32":
+        raise ValueError(f"weights of {dtype} are not computed with on a CPU, only f32")
+    return np.array(tensor, np.float32, order="C")
+
+
+def indices(values: I64) -> I64:
+    """Tokens, rows, pages or slots as the functions below take them."""
+    return values
+
+
+def fitted(pages: F32, layers: int, kv_heads: int, head_dim: int) -> F32:
+    """The arena as the functions below take it. Raises ValueError when it is not of such pages."""
+    pages = np.asarray(pages)  # a memory map would make every index below slower
+    if pages.dtype != np.float32 or pages.ndim != 6 or not pages.flags.c_contiguous:
+        raise ValueError(f"pages are not a contiguous float32 array of 6 dimensions but {pages.dtype}")
+    if pages.shape[1:] != (layers, 2, kv_heads, pages.shape[4], head_dim):
+        raise ValueError(f"pages of shape {list(pages.shape)} do not fit the model")
+    return pages
+
+
+def extent(pages: F32) -> tuple[int, int]:
+    """How many pages there are, and tokens in each."""
+    return pages.shape[0], pages.shape[4]
+
+
+def take(x: F32, rows: I64) -> F32:
+    """Those rows of ``x`` ``[n, ...]``: tokens of an embedding, or the tokens whose logits are wanted."""
+    return x[rows]
+
+
 def rms_norm(x: F32, weight: F32, eps: float, residual: F32 | None = None) -> tuple[F32, F32]:
     """Add ``residual`` to ``x`` and scale each row by its root mean square; all ``[n, hidden]``, weight ``[hidden]``.
 
@@ -78,6 +110,19 @@ def write_kv(k: F32, v: F32, pages: F32, layer: int, page: I64, slot: I64) -> No
     pages[page, layer, 1, :, slot] = v
 
 
+def rope_write_kv(
+    qkv: F32, cosine: F32, sine: F32, pages: F32, layer: int, page: I64, slot: I64, query_heads: int
+) -> F32:
+    """Rotate queries and keys of ``qkv`` ``[n, query_heads + 2 kv_heads, head_dim]``, and store keys and values.
+
+    The heads are queries, then keys, then values. Returns the queries, ``[n, query_heads, head_dim]``.
+    """
+    kv_heads = pages.shape[3]
+    rotated = rope(qkv[:, : query_heads + kv_heads], cosine, sine)
+    write_kv(rotated[:, query_heads:], qkv[:, query_heads + kv_heads :], pages, layer, page, slot)
+    return rotated[:, :query_heads]
+
+
 def silu_mul(gate_up: F32) -> F32:
     """``silu(gate) * up`` ``[n, m]`` of ``gate_up`` ``[n, 2 m]``, the gate in the first half."""
     half = gate_up.shape[-1] // 2
@@ -104,8 +149,11 @@ def zero_page(pages: F32, page: int) -> None:
 # --- linear ----------------------------------------------------------------------------------------------------------
 
 
-def linear(x: F32, weight: F32) -> F32:
-    """``x @ weight.T`` ``[n, outputs]`` for ``x`` ``[n, inputs]``, ``weight`` ``[outputs, inputs]``, C-contiguous."""
+def linear(x: F32, weight: F32, widen: bool = False) -> F32:
+    """``x @ weight.T`` ``[n, outputs]`` for ``x`` ``[n, inputs]``, ``weight`` ``[outputs, inputs]``, C-contiguous.
+
+    ``widen`` asks for float32 whatever the type of ``x``, which here it always is.
+    """
     n, outputs = len(x), len(weight)
     y = np.empty((n, outputs), np.float32)
     *larger, tile = _product_rows(*weight.shape)
