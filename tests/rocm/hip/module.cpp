@@ -27,6 +27,7 @@ struct Function {
 };
 struct Module {
     void *library;
+    int file;  // open as long as the library is: the loader takes one path for one library
     int device;
     std::map<std::string, Function *> functions;
 };
@@ -56,17 +57,17 @@ Error load(Module **module, const char *image, size_t most) {
     bool written = write(file, image, header.bytes) == (ssize_t)header.bytes;
     void *library =
         written ? dlopen(("/proc/self/fd/" + std::to_string(file)).c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
-    close(file);
     auto *entry = library ? (const executor::Entry *)dlsym(library, "executor_entries") : nullptr;
     auto *wave = library ? (const int *)dlsym(library, "executor_wave") : nullptr;
     if (!entry || !wave) {
         complain("cannot load a module: %s", library ? "it has no kernels" : dlerror());
         if (library) dlclose(library);
+        close(file);
         return INVALID_IMAGE;
     }
     constexpr char WAVE_OPERATION[] = "wait_wave";
     bool asks = memmem(image, header.bytes, WAVE_OPERATION, sizeof WAVE_OPERATION - 1);
-    *module = new Module{library, current_device(), {}};
+    *module = new Module{library, file, current_device(), {}};
     std::lock_guard<std::mutex> hold(lock);
     for (; entry->name; entry++) {
         auto *function = new Function{entry, *wave, current_device(), asks};
@@ -181,6 +182,7 @@ HIP_API int hipModuleUnload(Module *module) {
     if (!modules().erase(module)) return told(INVALID_HANDLE);
     for (auto &entry : module->functions) functions().erase(entry.second);
     dlclose(module->library);
+    close(module->file);
     return SUCCESS;
 }
 HIP_API int hipModuleGetFunction(Function **function, Module *module, const char *name) {
