@@ -1,7 +1,7 @@
 # The same targets serve a newcomer, a developer and .ci/run. `make` alone lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench-cache help setup protos run up down test lint lint-style lint-types lint-protos bench-step clean
+.PHONY: bench-cache help setup protos run up down test test-gpu lint lint-style lint-types lint-protos bench-step clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -57,6 +57,9 @@ down: setup ## Stop what `make up` started
 
 test: setup ## Run the tests
 	@$(PY) -m pytest tests
+
+test-gpu: setup ## Run the tests that a GPU is for, on this machine's; fails when it has none
+	@ROCMFORGE_TEST_GPU=1 $(PY) -m pytest tests/gpu tests/kernels
 
 lint: lint-style lint-types lint-protos ## Check style, types and protos (make -k lint: all three, whatever fails)
 

@@ -2,6 +2,9 @@
 
 A test that needs a device skips with a reason that begins with "no GPU". Any other skip means that CI is missing
 something, and would otherwise pass for ever without having run.
+
+With ROCMFORGE_TEST_GPU set a GPU is what the run is for: having none ("no GPU: ...") is no excuse then. Having too few
+("no GPU 1: ...") still is.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import os
 import pytest
 
 ALLOWED = "no GPU"
+NONE = "no GPU:"
+WANTED = "ROCMFORGE_TEST_GPU"
 
 _unexplained: list[str] = []
 
@@ -20,7 +25,8 @@ def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
     if not report.skipped or hasattr(report, "wasxfail"):
         return
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    if not reason.removeprefix("Skipped: ").startswith(ALLOWED):
+    reason = reason.removeprefix("Skipped: ")
+    if not reason.startswith(ALLOWED) or (os.environ.get(WANTED) and reason.startswith(NONE)):
         _unexplained.append(f"{report.nodeid}: {reason}")
 
 
@@ -34,15 +40,20 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
     _note(report)
 
 
+def _strict() -> bool:
+    return bool(os.environ.get("CI") or os.environ.get(WANTED))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a CI run that skipped what it should not."""
-    if _unexplained and os.environ.get("CI"):
+    """Fail a run that skipped what it should not, in CI or where a GPU is wanted."""
+    if _unexplained and _strict():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """List those skips, as errors where they are errors."""
-    if _unexplained and os.environ.get("CI"):
-        terminalreporter.section(f'skipped, and not for "{ALLOWED}": CI fails on these', red=True)
+    if _unexplained and _strict():
+        where = "a run for the GPU" if os.environ.get(WANTED) else "CI"
+        terminalreporter.section(f'skipped, and not for "{ALLOWED}": {where} fails on these', red=True)
         for line in _unexplained:
             terminalreporter.line(line)

@@ -13,14 +13,13 @@ import pytest
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
 
-def run_pytest(folder: Path, body: str, ci: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(folder: Path, body: str, ci: str, gpu: str = "") -> subprocess.CompletedProcess[str]:
     """Run pytest on one test file, beside our conftest.py and nothing else of ours."""
     shutil.copy(CONFTEST, folder / "conftest.py")
     (folder / "test_sample.py").write_text(f"import pytest\n\n{body}\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", "."]
-    return subprocess.run(
-        [*command, "."], cwd=folder, env={**os.environ, "CI": ci}, capture_output=True, text=True, timeout=60
-    )
+    environment = {**os.environ, "CI": ci, "ROCMFORGE_TEST_GPU": gpu}
+    return subprocess.run([*command, "."], cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
 SKIPPED = "@pytest.mark.skip(reason='{}')\ndef test_one():\n    pass\n"
@@ -43,3 +42,13 @@ def test_only_a_missing_gpu_excuses_a_skip_in_ci(tmp_path: Path, body: str, ci: 
     done = run_pytest(tmp_path, body, ci)
     assert done.returncode == code, done.stdout + done.stderr
     assert ("CI fails on these" in done.stdout) == (code == 1), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [("no GPU: cupy is not installed", 1), ("no GPU 1: there are 1", 0), ("no network", 1)],
+)
+def test_a_run_for_the_gpu_fails_without_one(tmp_path: Path, reason: str, code: int) -> None:
+    done = run_pytest(tmp_path, SKIPPED.format(reason) + "\ndef test_two():\n    pass\n", "", gpu="1")
+    assert done.returncode == code, done.stdout + done.stderr
+    assert ("a run for the GPU fails on these" in done.stdout) == (code == 1), done.stdout
