@@ -48,6 +48,7 @@ template <class T> RF_INLINE T shuffle_xor(T value, int mask) { return __shfl_xo
 template <class T> RF_INLINE T shuffle(T value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 template <class T> RF_INLINE T shuffle_down(T value, int by) { return __shfl_down_sync(0xffffffffu, value, by); }
 template <class T> RF_INLINE T shuffle_up(T value, int by) { return __shfl_up_sync(0xffffffffu, value, by); }
+#define ballot rf_ballot_  // NVRTC declares one of its own
 RF_INLINE u64 ballot(bool predicate) { return (u64)__ballot_sync(0xffffffffu, predicate); }
 RF_INLINE void sync_wave() { __syncwarp(); }
 #elif defined(RF_HIP)
@@ -121,6 +122,50 @@ template <class Type, int Count> struct alignas(sizeof(typename Type::Bits) * Co
     typename Type::Bits bits[Count];
 };
 
+// `Count` numbers at `at`, which is aligned to all of them, or to 16 bytes if they are more.
+template <class Type, int Count> RF_INLINE void load_numbers(const typename Type::Bits *at, float *values) {
+    const int each = Count * (int)sizeof(typename Type::Bits) > 16 ? 16 / (int)sizeof(typename Type::Bits) : Count;
+#pragma unroll
+    for (int i = 0; i < Count; i += each) {
+        Pack<Type, each> pack = *(const Pack<Type, each> *)(at + i);
+#pragma unroll
+        for (int j = 0; j < each; j++) values[i + j] = Type::load(pack.bits[j]);
+    }
+}
+template <class Type, int Count> RF_INLINE void store_numbers(typename Type::Bits *at, const float *values) {
+    const int each = Count * (int)sizeof(typename Type::Bits) > 16 ? 16 / (int)sizeof(typename Type::Bits) : Count;
+#pragma unroll
+    for (int i = 0; i < Count; i += each) {
+        Pack<Type, each> pack;
+#pragma unroll
+        for (int j = 0; j < each; j++) pack.bits[j] = Type::store(values[i + j]);
+        *(Pack<Type, each> *)(at + i) = pack;
+    }
+}
+
+// Copy `bytes` from `source` to `target`, which do not overlap, as the thread numbered `first` of `threads` that share
+// the work: in units of 16 bytes if both places and the size are multiples of that, else of 4 or 1.
+template <class Unit> RF_INLINE void copy_units(const u8 *source, u8 *target, i64 bytes, i64 first, i64 threads) {
+    const Unit *from = (const Unit *)source;
+    Unit *to = (Unit *)target;
+    const i64 units = bytes / (i64)sizeof(Unit);
+    for (i64 at = first; at < units; at += 4 * threads) {
+        Unit held[4];  // all loads are under way before the first store
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (at + i * threads < units) held[i] = from[at + i * threads];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (at + i * threads < units) to[at + i * threads] = held[i];
+    }
+}
+RF_INLINE void copy_bytes(const u8 *source, u8 *target, i64 bytes, i64 first, i64 threads) {
+    const u64 common = (u64)source | (u64)target | (u64)bytes;
+    if (common % 16 == 0) copy_units<uint4>(source, target, bytes, first, threads);
+    else if (common % 4 == 0) copy_units<u32>(source, target, bytes, first, threads);
+    else copy_units<u8>(source, target, bytes, first, threads);
+}
+
 // --- sums and maxima --------------------------------------------------------------------------------------------------
 
 RF_INLINE float wave_sum(float value) {
@@ -152,4 +197,102 @@ RF_INLINE float block_max(float value, float *scratch) {
     for (int wave = 0; wave < (int)(blockDim.x / RF_WAVE); wave++) most = fmaxf(most, scratch[wave]);
     __syncthreads();
     return most;
+}
+
+// --- matrix units: every lane of the wave calls these ---------------------------------------------------------------
+
+// Two 16-bit numbers in a register, the first in its low half.
+template <class Type> RF_INLINE u32 two_of(float low, float high) {
+    return (u32)Type::store(low) | (u32)Type::store(high) << 16;
+}
+#if defined(RF_CUDA) && __CUDA_ARCH__ >= 800
+template <> RF_INLINE u32 two_of<F16>(float low, float high) {
+    u32 two;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+    return two;
+}
+template <> RF_INLINE u32 two_of<BF16>(float low, float high) {
+    u32 two;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+    return two;
+}
+#endif
+
+#if (defined(RF_CUDA) && __CUDA_ARCH__ >= 800) || (defined(RF_CPU) && RF_WAVE == 32)
+// c[16][8] += a[16][16] b[16][8], laid out as PTX has it for mma.m16n8k16. Lane 4 g + t holds, of a, two in a register:
+// columns 2 t and 2 t + 1 of row g, of row g + 8, then columns 2 t + 8 and 2 t + 9 of row g, of row g + 8; of b, column g:
+// rows 2 t and 2 t + 1, then 2 t + 8 and 2 t + 9; of c, columns 2 t and 2 t + 1 of row g, then of row g + 8.
+template <class Type> RF_INLINE void multiply_16x8x16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]);
+// Four tiles of 8 x 8 16-bit numbers out of shared memory: lane l says where row l % 8 of tile l / 8 is, 16 bytes, and
+// gets of each tile the numbers 2 (l % 4) and the next of row l / 4; `transposed`: those rows of column l / 4.
+RF_INLINE void load_tiles(u32 (&tiles)[4], const void *row);
+RF_INLINE void load_tiles_transposed(u32 (&tiles)[4], const void *row);
+
+#if defined(RF_CUDA)
+#define RF_MULTIPLY_16X8X16(Type, name)                                                                                 \
+    template <> RF_INLINE void multiply_16x8x16<Type>(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {            \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 "                                              \
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                           \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                            \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                                        \
+    }
+RF_MULTIPLY_16X8X16(F16, "f16")
+RF_MULTIPLY_16X8X16(BF16, "bf16")
+RF_INLINE void load_tiles(u32 (&tiles)[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
+                 : "r"((u32)__cvta_generic_to_shared(row))
+                 : "memory");
+}
+RF_INLINE void load_tiles_transposed(u32 (&tiles)[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
+                 : "r"((u32)__cvta_generic_to_shared(row))
+                 : "memory");
+}
+#else
+template <class Type> RF_INLINE void multiply_16x8x16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    u64 rows[2] = {(u64)a[1] << 32 | a[0], (u64)a[3] << 32 | a[2]}, columns = (u64)b[1] << 32 | b[0];
+    for (int part = 0; part < 4; part++) {
+        u64 of_a[2], of_b[2];
+        for (int i = 0; i < 2; i++) of_a[i] = shuffle(rows[i], 4 * g + part);
+        for (int i = 0; i < 2; i++) of_b[i] = shuffle(columns, 4 * (2 * t + i) + part);
+        for (int k = 0; k < 4; k++)
+            for (int row = 0; row < 2; row++)
+                for (int column = 0; column < 2; column++)
+                    c[2 * row + column] += Type::load((u16)(of_a[k / 2] >> (32 * row + 16 * (k % 2)))) *
+                                           Type::load((u16)(of_b[column] >> (16 * k)));
+    }
+}
+RF_INLINE void load_tiles(u32 (&tiles)[4], const void *row) {
+    int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) tiles[i] = ((const u32 *)shuffle((u64)row, 8 * i + lane / 4))[lane % 4];
+}
+RF_INLINE void load_tiles_transposed(u32 (&tiles)[4], const void *row) {
+    int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) {
+        u32 low = ((const u16 *)shuffle((u64)row, 8 * i + lane % 4 * 2))[lane / 4];
+        tiles[i] = low | (u32)((const u16 *)shuffle((u64)row, 8 * i + lane % 4 * 2 + 1))[lane / 4] << 16;
+    }
+}
+#endif
+#endif
+
+// 16 bytes from global to shared memory, both aligned to them. They are there for this thread after wait_copies, for the
+// block after a barrier behind it.
+RF_INLINE void copy_16(void *shared, const void *global) {
+#if defined(RF_CUDA) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :
+                 : "r"((u32)__cvta_generic_to_shared(shared)), "l"(global)
+                 : "memory");
+#else
+    *(uint4 *)shared = *(const uint4 *)global;
+#endif
+}
+RF_INLINE void wait_copies() {
+#if defined(RF_CUDA) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" : : : "memory");
+#endif
 }

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 F32: TypeAlias = NDArray[np.float32]
+I8: TypeAlias = NDArray[np.int8]
 I64: TypeAlias = NDArray[np.int64]
 
 #: Rows of the one product `linear` is made of.
@@ -110,6 +111,26 @@ def write_kv(k: F32, v: F32, pages: F32, layer: int, page: I64, slot: I64) -> No
     pages[page, layer, 1, :, slot] = v
 
 
+def write_kv_int8(k: F32, v: F32, values: I8, scales: F32, layer: int, page: I64, slot: I64) -> None:
+    """Store ``k`` and ``v`` as `write_kv` does, as multiples -127 to 127 of a scale.
+
+    ``values`` ``[page, layer, (k, v), kv_head, slot, head_dim]``; ``scales`` ``[page, layer, (k, v), kv_head]``, the
+    largest magnitude written so far, divided by 127. A page's slots are written in order. Slot 0 begins a new scale;
+    one that grows later has what is there rounded again.
+    """
+    for number in dict.fromkeys(page.tolist()):
+        rows = np.flatnonzero(page == number)
+        written = slot[rows[0]]
+        new = np.stack([k[rows], v[rows]]).swapaxes(1, 2)  # [(k, v), kv_head, token, head_dim]
+        before = scales[number, layer] if written else np.zeros(new.shape[:2], np.float32)
+        now = np.maximum(np.abs(new).max(axis=(2, 3)) / np.float32(127), before)
+        inverse = np.divide(np.float32(1), now, out=np.zeros_like(now), where=now > 0)[..., None, None]
+        there = values[number, layer, :, :, :written]
+        there[...] = np.rint(there * (before[..., None, None] * inverse))
+        values[number, layer][:, :, slot[rows]] = np.clip(np.rint(new * inverse), -127, 127)
+        scales[number, layer] = now
+
+
 def rope_write_kv(
     qkv: F32, cosine: F32, sine: F32, pages: F32, layer: int, page: I64, slot: I64, query_heads: int
 ) -> F32:
@@ -144,6 +165,16 @@ def copy_page(pages: F32, source: int, target: int) -> None:
 def zero_page(pages: F32, page: int) -> None:
     """Set every byte of ``page`` to zero."""
     pages[page] = 0
+
+
+def pack_pages(pages: F32, numbers: I64) -> F32:
+    """Return those pages one after another, ``[n, ...]``."""
+    return pages[numbers]
+
+
+def unpack_pages(pages: F32, numbers: I64, packed: F32) -> None:
+    """Make the pages ``numbers``, no two alike, those of ``packed``."""
+    pages[numbers] = packed
 
 
 # --- linear ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ A kernel says in its own comments what it may be compiled with, and which of tha
     // defines: RF_TYPE=F32|F16|BF16 RF_PAGE_SIZE=1..
     // variants: RF_TYPE=F16|BF16 RF_PAGE_SIZE=16
 
-``1..`` is any whole number from 1 on. A line of variants stands for all its combinations; there may be several lines.
+``1..`` is any whole number from 1 on. A line of variants stands for all its combinations; there may be several lines,
+and one that names nothing is the source as it is.
 ``RF_WAVE`` is the device's, and is named nowhere.
 """
 

@@ -1,0 +1,100 @@
+// Root mean square normalisation of rows, after adding a residual or not: ops_numpy.rms_norm.
+//
+// A block takes a row: grid rows, block any whole number of waves, best one thread for each 16 or 32 bytes of the row,
+// and chosen by the width alone, so that a row's bits depend on nothing else.
+//
+// defines: RF_TYPE=F32|F16|BF16
+// variants: RF_TYPE=F32|F16|BF16
+#include "common.h"
+
+#if !defined(RF_TYPE)
+#error "norm: RF_TYPE must be defined"
+#endif
+
+typedef RF_TYPE::Bits Bits;
+// Packs of a row that a thread keeps; those beyond are read again.
+static const int HELD = 4;
+
+// `Count` numbers at `at` of a row plus its residual, as `sum` has them in the end: rounded.
+template <int Count> RF_INLINE void take(const Bits *x, const Bits *residual, i64 at, float *values) {
+    load_numbers<RF_TYPE, Count>(x + at, values);
+    if (!residual) return;
+    float more[Count];
+    load_numbers<RF_TYPE, Count>(residual + at, more);
+#pragma unroll
+    for (int i = 0; i < Count; i++) values[i] = RF_TYPE::load(RF_TYPE::store(values[i] + more[i]));
+}
+
+template <int Count> RF_INLINE float squares(const float *values) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Count; i++) sum += values[i] * values[i];
+    return sum;
+}
+
+template <int Count> RF_INLINE void scaled(const float *values, float scale, const Bits *weight, i64 at, Bits *out) {
+    float factors[Count], results[Count];
+    load_numbers<RF_TYPE, Count>(weight + at, factors);
+#pragma unroll
+    for (int i = 0; i < Count; i++) results[i] = values[i] * scale * factors[i];
+    store_numbers<RF_TYPE, Count>(out + at, results);
+}
+
+// A thread takes packs of `Count` numbers, a block's width apart.
+template <int Count>
+RF_INLINE void norm_row(
+    const Bits *x, const Bits *residual, const Bits *weight, Bits *out, Bits *sum, i32 width, float eps, float *scratch
+) {
+    const i32 packs = width / Count;
+    float held[HELD][Count];
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        const i32 pack = i * blockDim.x + threadIdx.x;
+        if (pack < packs) take<Count>(x, residual, (i64)pack * Count, held[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        const i32 pack = i * blockDim.x + threadIdx.x;
+        if (pack >= packs) continue;
+        if (sum) store_numbers<RF_TYPE, Count>(sum + (i64)pack * Count, held[i]);
+        total += squares<Count>(held[i]);
+    }
+    for (i32 pack = HELD * blockDim.x + threadIdx.x; pack < packs; pack += blockDim.x) {
+        float values[Count];
+        take<Count>(x, residual, (i64)pack * Count, values);
+        if (sum) store_numbers<RF_TYPE, Count>(sum + (i64)pack * Count, values);
+        total += squares<Count>(values);
+    }
+
+    const float scale = rsqrtf(block_sum(total, scratch) / (float)width + eps);
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        const i32 pack = i * blockDim.x + threadIdx.x;
+        if (pack < packs) scaled<Count>(held[i], scale, weight, (i64)pack * Count, out);
+    }
+    for (i32 pack = HELD * blockDim.x + threadIdx.x; pack < packs; pack += blockDim.x) {
+        float values[Count];
+        // What was a residual may be the sum by now.
+        load_numbers<RF_TYPE, Count>((sum ? sum : x) + (i64)pack * Count, values);
+        scaled<Count>(values, scale, weight, (i64)pack * Count, out);
+    }
+}
+
+// x, residual, out and sum: [rows, width]. residual and sum are both null or both there, and may be the same memory.
+// weight: [width]. Packs of 16 bytes if all that is given allows it.
+RF_KERNEL rms_norm(
+    const Bits *x, const Bits *residual, const Bits *weight, Bits *out, Bits *sum, i32 width, float eps
+) {
+    __shared__ float scratch[32];
+    const int count = 16 / (int)sizeof(Bits);
+    const i64 row = (i64)blockIdx.x * width;
+    const Bits *residual_row = residual ? residual + row : nullptr;
+    Bits *sum_row = sum ? sum + row : nullptr;
+    const u64 places = (u64)x | (u64)residual | (u64)weight | (u64)out | (u64)sum;
+    if (places % 16 == 0 && width % count == 0) {
+        norm_row<count>(x + row, residual_row, weight, out + row, sum_row, width, eps, scratch);
+    } else {
+        norm_row<1>(x + row, residual_row, weight, out + row, sum_row, width, eps, scratch);
+    }
+}
