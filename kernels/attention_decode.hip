@@ -1,0 +1,583 @@
+// Attention of the few newest tokens of a row over its paged keys: bound by the bytes of K and V, each read once.
+//
+// A block takes an item: keys begin to end of one row, for one kv head and all the queries of a tile, RF_ROWS of them.
+// Its waves take the keys of the item in turn, a step each, every wave with a softmax of its own (Milakov and Gimelshein,
+// "Online normalizer calculation for softmax"), and put the results together at the end. A row whose keys are more than
+// one item leaves partial results to attention_combine.hip.
+//
+// The queries of a row are numbered q = token * RF_GROUP + head of the group. No slot is read that holds no key of the
+// row: behind the last key, lanes read the last one again, and its weight is 0.
+//
+// defines: RF_TYPE=F32|F16|BF16 RF_KV=F32|F16|BF16|INT8 RF_HEAD_DIM=64|80|96|128|256 RF_PAGE_SIZE=1.. RF_GROUP=1..
+// defines: RF_ROWS=1|2|4|8|16 RF_MATRIX=0|1
+// variants: RF_TYPE=F16|BF16 RF_KV=F16 RF_HEAD_DIM=128 RF_PAGE_SIZE=16 RF_GROUP=4 RF_ROWS=4
+// variants: RF_TYPE=BF16 RF_KV=BF16|INT8 RF_HEAD_DIM=64|80|96|128|256 RF_PAGE_SIZE=16 RF_GROUP=7 RF_ROWS=1|8
+// variants: RF_TYPE=F32 RF_KV=F32|INT8 RF_HEAD_DIM=64|128|256 RF_PAGE_SIZE=24 RF_GROUP=1 RF_ROWS=1|8
+#include "common.h"
+
+#if !defined(RF_TYPE) || !defined(RF_KV) || !defined(RF_HEAD_DIM) || !defined(RF_PAGE_SIZE) || !defined(RF_GROUP)
+#error "attention_decode: RF_TYPE, RF_KV, RF_HEAD_DIM, RF_PAGE_SIZE and RF_GROUP must be defined"
+#endif
+// Queries of a tile: 8 or 16 with a matrix unit, else at most 8.
+#ifndef RF_ROWS
+#define RF_ROWS 8
+#endif
+// 1: by multiply_16x8x16, for RF_TYPE of 16 bits and RF_KV the same or INT8. 0: one number at a time.
+#ifndef RF_MATRIX
+#define RF_MATRIX 0
+#endif
+
+typedef RF_KV::Bits Stored;
+static const int WAVES = 4;
+static const int THREADS = WAVES * RF_WAVE;
+static const int DIM = RF_HEAD_DIM;
+#if defined(RF_CUDA)
+#ifndef RF_BLOCKS
+#define RF_BLOCKS 3
+#endif
+#define BOUNDS __launch_bounds__(WAVES * RF_WAVE, RF_BLOCKS)  // blocks of a multiprocessor, which bounds the registers
+#else
+#define BOUNDS __launch_bounds__(WAVES * RF_WAVE)
+#endif
+static const int ITEM = 5;  // row, first query, begin, end, number of the partial result or -1
+static const bool SCALED = sizeof(Stored) == 1;
+// Below any score, and finite: the maximum of a wave that has seen no key.
+#define LOWEST -3.0e38f
+// The maximum a wave goes by may be this much too low, in powers of two: the sums need a new scale less often.
+#define SLACK 8.0f
+
+RF_INLINE float power_of_two(float exponent) {
+#if defined(RF_CUDA)
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
+    return power;
+#elif defined(RF_HIP)
+    return __builtin_amdgcn_exp2f(exponent);
+#else
+    return exp2f(exponent);
+#endif
+}
+
+// Where the keys of a row lie, for one layer and kv head.
+struct Keys {
+    const u8 *k, *v;              // of slot 0 in page 0
+    const float *k_scale, *v_scale;  // of page 0
+    const i32 *table;
+    i64 page_bytes;
+    int last;  // the last key that may be read
+
+    RF_INLINE int page_of(int key) const { return table[min(key, last) / RF_PAGE_SIZE]; }
+    RF_INLINE i64 place_of(int key, int page) const {
+        return page * page_bytes + (u32)min(key, last) % RF_PAGE_SIZE * (u32)(DIM * sizeof(Stored));
+    }
+    static RF_INLINE float scale_of(const float *scales, i64 page_bytes, int page) {
+        return *(const float *)((const u8 *)scales + page * page_bytes);
+    }
+};
+
+// Numbers that a lane loads together, as words: 2, 4, 8, 16 or 32 bytes.
+template <int Count> struct Loaded {
+    static const int BYTES = Count * sizeof(Stored);
+    u32 words[BYTES < 4 ? 1 : BYTES / 4];
+
+    RF_INLINE void load(const u8 *from) {
+        if constexpr (BYTES == 2) {
+            words[0] = *(const u16 *)from;
+        } else if constexpr (BYTES == 4) {
+            words[0] = *(const u32 *)from;
+        } else if constexpr (BYTES == 8) {
+            uint2 two = *(const uint2 *)from;
+            words[0] = two.x, words[1] = two.y;
+        } else {
+#pragma unroll
+            for (int i = 0; i < BYTES / 16; i++) {
+                uint4 four = ((const uint4 *)from)[i];
+                words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
+            }
+        }
+    }
+    RF_INLINE float number(int i) const {
+        if constexpr (sizeof(Stored) == 4) return float_of(words[i]);
+        else if constexpr (SCALED) return (float)(i8)(words[i / 4] >> (8 * (i % 4)));
+        else return RF_KV::load((u16)(words[i / 2] >> (16 * (i % 2))));
+    }
+};
+
+#if RF_MATRIX == 1
+static_assert(sizeof(RF_TYPE::Bits) == 2, "a matrix unit multiplies 16-bit numbers");
+static_assert(RF_ROWS == 8 || RF_ROWS == 16, "a tile of queries is 8 or 16 rows");
+
+// INT8 numbers are exact as BF16, whatever RF_TYPE is: the products of an outlier's scale do not overflow there.
+template <class Type, class Kv> struct Factor { typedef Type Is; };
+template <class Type> struct Factor<Type, INT8> { typedef BF16 Is; };
+typedef Factor<RF_TYPE, RF_KV>::Is Number;
+
+// Bytes 0 and 2 of `spread`, INT8, as two BF16 numbers. The low seven bits are the mantissa of 128 + them; the sign bit
+// is worth -128 and makes the subtrahend 256 instead of 128.
+RF_INLINE u32 two_of_bytes(u32 spread) {
+    u32 low = (spread & 0x007f007fu) | 0x43004300u, high = (spread & 0x00800080u) | 0x43004300u;
+#if defined(RF_CUDA)
+    u32 two;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(two) : "r"(high), "r"(0xbf80bf80u), "r"(low));
+    return two;
+#else
+    float first = bfloat_to_float((u16)low) - bfloat_to_float((u16)high);
+    return two_of<BF16>(first, bfloat_to_float((u16)(low >> 16)) - bfloat_to_float((u16)(high >> 16)));
+#endif
+}
+// The bytes of b behind those of a are 0 to 7; the result has those that the digits of `selector` name.
+RF_INLINE u32 bytes_of(u32 a, u32 b, u32 selector) {
+#if defined(RF_CUDA)
+    return __byte_perm(a, b, selector);
+#else
+    u64 both = (u64)b << 32 | a;
+    u32 result = 0;
+    for (int i = 0; i < 4; i++) result |= (u32)(both >> (8 * (selector >> (4 * i) & 7)) & 255) << (8 * i);
+    return result;
+#endif
+}
+
+// Numbers 2 i and 2 i + 1 of one key.
+template <int Count> RF_INLINE u32 pair_of(const Loaded<Count> &from, int i) {
+    if constexpr (SCALED) return two_of_bytes(bytes_of(from.words[i / 2], 0, i % 2 ? 0x0302u : 0x0100u));
+    else return from.words[i];
+}
+// Number i of one key and of another.
+template <int Count> RF_INLINE u32 pair_of(const Loaded<Count> &from, const Loaded<Count> &other, int i) {
+    if constexpr (SCALED)
+        return two_of_bytes(bytes_of(from.words[i / 4], other.words[i / 4], (u32)(i % 4) | (u32)(i % 4 + 4) << 8));
+    else return bytes_of(from.words[i / 2], other.words[i / 2], i % 2 ? 0x7632u : 0x5410u);
+}
+
+// A step of 16 keys, in registers from memory to the multipliers. What a lane 4 g + t loads is never passed on:
+// - scores[q][key] = sum over d of Q[q][d] K[key][d]. The order of the sum is free, so that the lanes of a key take 8
+//   numbers each that lie together, two products' worth.
+// - out[d][q] = sum over keys of V[key][d] P[q][key]. The scores lie as P must. The order of d is free, so that the lanes
+//   of a key take 8 numbers each that lie together, four products' worth of rows.
+struct Step {
+    static const int KEYS = 16;
+    static const int SETS = RF_ROWS / 8;        // queries g and, in the second, g + 8
+    static const int K_WHOLE = DIM / 32;        // loads of 8 numbers by 4 lanes
+    static const bool K_REST = DIM % 32 != 0;   // and one of 4 numbers
+    static const int V_WHOLE = DIM / 64;        // loads of 8 numbers by 8 lanes
+    static const int V_REST = DIM % 64 / 8;     // and one of so many numbers
+    // Keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of the step are those of whose scores a lane has; keys g, g + 8 it loads of K.
+    static const bool ONE_PAGE = RF_PAGE_SIZE % KEYS == 0;
+    static const int K_PAGES = ONE_PAGE ? 1 : 2, V_PAGES = ONE_PAGE ? 1 : 4;
+    static_assert(DIM % 32 % 16 == 0 && V_REST != 6, "a head dim of loads that are powers of two");
+
+    int g, t;
+    u32 q[DIM / 16][SETS * 2];
+    float out[DIM / 16][SETS][4];
+    float best[SETS], total[SETS];
+    int limit[SETS];
+    Loaded<8> k[2][K_WHOLE], v[4][V_WHOLE ? V_WHOLE : 1];
+    Loaded<4> k_rest[2];
+    Loaded<V_REST ? V_REST : 2> v_rest[4];
+    int k_page[K_PAGES], v_page[V_PAGES];
+    float k_scale[V_PAGES], v_scale[V_PAGES];
+
+    typedef float Weights[SETS][4];  // of the keys score_key(i)
+
+    static RF_INLINE int score_key(int i, int t) { return i / 2 * 8 + 2 * t + i % 2; }
+
+    RF_INLINE void begin(int lane) {
+        g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            best[set] = LOWEST, total[set] = 0.0f;
+#pragma unroll
+            for (int m = 0; m < DIM / 16; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) out[m][set][i] = 0.0f;
+        }
+    }
+    // The row of the tile that a set of this lane is of.
+    RF_INLINE int row_of(int set) const { return g + 8 * set; }
+    RF_INLINE void load_query(int set, const RF_TYPE::Bits *from) {
+#pragma unroll
+        for (int step = 0; step < DIM / 16; step++) {
+            int d = step < 2 * K_WHOLE ? 32 * (step / 2) + 8 * t + 4 * (step % 2) : 32 * K_WHOLE + 4 * t;
+            Pack<RF_TYPE, 4> four = *(const Pack<RF_TYPE, 4> *)(from + d);
+            u32 first = two_of<Number>(RF_TYPE::load(four.bits[0]), RF_TYPE::load(four.bits[1]));
+            u32 second = two_of<Number>(RF_TYPE::load(four.bits[2]), RF_TYPE::load(four.bits[3]));
+            q[step][set] = first, q[step][SETS + set] = second;
+        }
+    }
+    RF_INLINE void find_pages(const Keys &keys, int first) {
+#pragma unroll
+        for (int i = 0; i < V_PAGES; i++) v_page[i] = keys.page_of(ONE_PAGE ? first : first + score_key(i, t));
+#pragma unroll
+        for (int i = 0; i < K_PAGES; i++) k_page[i] = ONE_PAGE ? v_page[0] : keys.page_of(first + g + 8 * i);
+    }
+    RF_INLINE void load_keys(const Keys &keys, int first) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u8 *from = keys.k + keys.place_of(first + g + 8 * i, k_page[i % K_PAGES]);
+#pragma unroll
+            for (int c = 0; c < K_WHOLE; c++) k[i][c].load(from + (32 * c + 8 * t) * sizeof(Stored));
+            if constexpr (K_REST) k_rest[i].load(from + (32 * K_WHOLE + 4 * t) * sizeof(Stored));
+        }
+        if constexpr (SCALED)
+#pragma unroll
+            for (int i = 0; i < V_PAGES; i++) k_scale[i] = Keys::scale_of(keys.k_scale, keys.page_bytes, v_page[i]);
+    }
+    RF_INLINE void load_values(const Keys &keys, int first) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u8 *from = keys.v + keys.place_of(first + score_key(i, t), v_page[i % V_PAGES]);
+#pragma unroll
+            for (int c = 0; c < V_WHOLE; c++) v[i][c].load(from + (64 * c + 8 * g) * sizeof(Stored));
+            if constexpr (V_REST) v_rest[i].load(from + (64 * V_WHOLE + V_REST * g) * sizeof(Stored));
+        }
+        if constexpr (SCALED)
+#pragma unroll
+            for (int i = 0; i < V_PAGES; i++) v_scale[i] = Keys::scale_of(keys.v_scale, keys.page_bytes, v_page[i]);
+    }
+    RF_INLINE void multiply_keys(Weights &weight) const {
+        float c[2][4] = {};
+#pragma unroll
+        for (int step = 0; step < DIM / 16; step++) {
+            u32 a[4] = {q[step][0], SETS == 2 ? q[step][1] : 0, q[step][SETS], SETS == 2 ? q[step][SETS + 1] : 0};
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                u32 b[2];
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    b[half] = step < 2 * K_WHOLE ? pair_of(k[i][step / 2], step % 2 * 2 + half) : pair_of(k_rest[i], half);
+                multiply_16x8x16<Number>(c[i], a, b);
+            }
+        }
+#pragma unroll
+        for (int set = 0; set < SETS; set++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                weight[set][i] = c[i / 2][2 * set + i % 2];
+                if constexpr (SCALED) weight[set][i] *= k_scale[i % V_PAGES];
+            }
+    }
+    template <int Count> RF_INLINE void multiply_values(const Loaded<Count> &v0, const Loaded<Count> &v1,
+                                                        const Loaded<Count> &v2, const Loaded<Count> &v3,
+                                                        const u32 (&p)[SETS][2], int tile) {
+#pragma unroll
+        for (int i = 0; i < Count / 2; i++) {
+            u32 a[4] = {pair_of(v0, v1, 2 * i), pair_of(v0, v1, 2 * i + 1), pair_of(v2, v3, 2 * i),
+                        pair_of(v2, v3, 2 * i + 1)};
+#pragma unroll
+            for (int set = 0; set < SETS; set++) multiply_16x8x16<Number>(out[tile + i][set], a, p[set]);
+        }
+    }
+    RF_INLINE void weigh(Weights &weight, int first, float scale) {
+        float highest[SETS];
+        bool higher = false;
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            highest[set] = LOWEST;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                weight[set][i] = first + score_key(i, t) <= limit[set] ? weight[set][i] * scale : -RF_INFINITY;
+                highest[set] = fmaxf(highest[set], weight[set][i]);
+            }
+            higher = higher || highest[set] > best[set] + SLACK;
+        }
+        if (ballot(higher)) {
+#pragma unroll
+            for (int set = 0; set < SETS; set++) {
+                float now = fmaxf(highest[set], best[set]);
+                now = fmaxf(now, shuffle_xor(now, 1));
+                now = fmaxf(now, shuffle_xor(now, 2));
+                float shrink = power_of_two(best[set] - now);
+                best[set] = now;
+                total[set] *= shrink;
+                // Queries 2 t and 2 t + 1 are those that `out` has here.
+                float of_out[2] = {shuffle(shrink, 8 * t), shuffle(shrink, 8 * t + 4)};
+#pragma unroll
+                for (int m = 0; m < DIM / 16; m++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) out[m][set][i] *= of_out[i % 2];
+            }
+        }
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                weight[set][i] = power_of_two(weight[set][i] - best[set]);
+                total[set] += weight[set][i];
+                if constexpr (SCALED) weight[set][i] *= v_scale[i % V_PAGES];
+            }
+        }
+    }
+    RF_INLINE void multiply_values(const Weights &weight) {
+        u32 p[SETS][2];
+#pragma unroll
+        for (int set = 0; set < SETS; set++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) p[set][i] = two_of<Number>(weight[set][2 * i], weight[set][2 * i + 1]);
+#pragma unroll
+        for (int c = 0; c < V_WHOLE; c++) multiply_values(v[0][c], v[1][c], v[2][c], v[3][c], p, 4 * c);
+        if constexpr (V_REST) multiply_values(v_rest[0], v_rest[1], v_rest[2], v_rest[3], p, 4 * V_WHOLE);
+    }
+    // Bring together what the lanes of a query have.
+    RF_INLINE void finish() {
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            total[set] += shuffle_xor(total[set], 1);
+            total[set] += shuffle_xor(total[set], 2);
+        }
+    }
+    RF_INLINE bool tells(int) const { return t == 0; }
+    template <class Put> RF_INLINE void put_out(Put put) const {
+#pragma unroll
+        for (int set = 0; set < SETS; set++)
+#pragma unroll
+            for (int m = 0; m < DIM / 16; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    int d = m < 4 * V_WHOLE ? m / 4 * 64 + 8 * g + m % 4 * 2
+                                            : V_WHOLE * 64 + V_REST * g + (m - 4 * V_WHOLE) * 2;
+                    put(8 * set + 2 * t + i % 2, d + i / 2, out[m][set][i]);
+                }
+    }
+};
+
+#else
+
+static_assert(RF_ROWS <= 8, "a tile of queries is at most 8 rows");
+
+// A step of DEEP keys for each group of LANES lanes, 8 numbers of a key to a lane. Every group has a softmax of its own.
+struct Step {
+    static const int LANES = DIM <= 64 ? 8 : DIM <= 128 ? 16 : 32;
+    static const int GROUPS = RF_WAVE / LANES, DEEP = 4;
+    static const int KEYS = GROUPS * DEEP;
+    static const int SETS = RF_ROWS;
+    static_assert(DIM % 8 == 0 && DIM <= 8 * LANES, "a head dim that the lanes of a key can hold");
+
+    int group, d;  // the first number of this lane; of those behind the head's end it loads others, and puts none
+    bool idle;
+    float q[SETS][8], out[SETS][8];
+    float best[SETS], total[SETS];
+    int limit[SETS];
+    Loaded<8> k[DEEP], v[DEEP];
+    int page[DEEP];
+    float k_scale[SCALED ? DEEP : 1], v_scale[SCALED ? DEEP : 1];
+
+    RF_INLINE void begin(int lane) {
+        group = lane / LANES, d = lane % LANES * 8;
+        idle = d >= DIM;
+        if (idle) d = 0;
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            best[set] = LOWEST, total[set] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 8; i++) out[set][i] = 0.0f;
+        }
+    }
+    RF_INLINE int row_of(int set) const { return set; }
+    RF_INLINE void load_query(int set, const RF_TYPE::Bits *from) {
+        static const int TOGETHER = 16 / sizeof(RF_TYPE::Bits);
+#pragma unroll
+        for (int i = 0; i < 8; i += TOGETHER) {
+            Pack<RF_TYPE, TOGETHER> pack = *(const Pack<RF_TYPE, TOGETHER> *)(from + d + i);
+#pragma unroll
+            for (int j = 0; j < TOGETHER; j++) q[set][i + j] = idle ? 0.0f : RF_TYPE::load(pack.bits[j]);
+        }
+    }
+    RF_INLINE void find_pages(const Keys &keys, int first) {
+#pragma unroll
+        for (int i = 0; i < DEEP; i++) page[i] = keys.page_of(first + i * GROUPS + group);
+    }
+    RF_INLINE void load_keys(const Keys &keys, int first) {
+#pragma unroll
+        for (int i = 0; i < DEEP; i++) {
+            k[i].load(keys.k + keys.place_of(first + i * GROUPS + group, page[i]) + d * sizeof(Stored));
+            if constexpr (SCALED) k_scale[i] = Keys::scale_of(keys.k_scale, keys.page_bytes, page[i]);
+        }
+    }
+    RF_INLINE void load_values(const Keys &keys, int first) {
+#pragma unroll
+        for (int i = 0; i < DEEP; i++) {
+            v[i].load(keys.v + keys.place_of(first + i * GROUPS + group, page[i]) + d * sizeof(Stored));
+            if constexpr (SCALED) v_scale[i] = Keys::scale_of(keys.v_scale, keys.page_bytes, page[i]);
+        }
+    }
+    typedef float Weights[SETS][DEEP];
+    RF_INLINE void multiply_keys(Weights &weight) const {
+#pragma unroll
+        for (int i = 0; i < DEEP; i++) {
+#pragma unroll
+            for (int set = 0; set < SETS; set++) weight[set][i] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                float number = k[i].number(j);
+#pragma unroll
+                for (int set = 0; set < SETS; set++) weight[set][i] = fmaf(q[set][j], number, weight[set][i]);
+            }
+        }
+#pragma unroll
+        for (int mask = LANES / 2; mask > 0; mask /= 2)
+#pragma unroll
+            for (int set = 0; set < SETS; set++)
+#pragma unroll
+                for (int i = 0; i < DEEP; i++) weight[set][i] += shuffle_xor(weight[set][i], mask);
+        if constexpr (SCALED)
+#pragma unroll
+            for (int set = 0; set < SETS; set++)
+#pragma unroll
+                for (int i = 0; i < DEEP; i++) weight[set][i] *= k_scale[i];
+    }
+    RF_INLINE void weigh(Weights &weight, int first, float scale) {
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            float highest = LOWEST;
+#pragma unroll
+            for (int i = 0; i < DEEP; i++) {
+                bool seen = first + i * GROUPS + group <= limit[set];
+                weight[set][i] = seen ? weight[set][i] * scale : -RF_INFINITY;
+                highest = fmaxf(highest, weight[set][i]);
+            }
+            if (highest > best[set] + SLACK) {
+                float shrink = power_of_two(best[set] - highest);
+                best[set] = highest;
+                total[set] *= shrink;
+#pragma unroll
+                for (int j = 0; j < 8; j++) out[set][j] *= shrink;
+            }
+#pragma unroll
+            for (int i = 0; i < DEEP; i++) {
+                weight[set][i] = power_of_two(weight[set][i] - best[set]);
+                total[set] += weight[set][i];
+                if constexpr (SCALED) weight[set][i] *= v_scale[i];
+            }
+        }
+    }
+    RF_INLINE void multiply_values(const Weights &weight) {
+#pragma unroll
+        for (int i = 0; i < DEEP; i++)
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                float number = v[i].number(j);
+#pragma unroll
+                for (int set = 0; set < SETS; set++) out[set][j] = fmaf(weight[set][i], number, out[set][j]);
+            }
+    }
+    RF_INLINE void finish() {
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            float most = best[set];
+#pragma unroll
+            for (int mask = LANES; mask < RF_WAVE; mask *= 2) most = fmaxf(most, shuffle_xor(most, mask));
+            float shrink = power_of_two(best[set] - most);
+            best[set] = most;
+            total[set] *= shrink;
+#pragma unroll
+            for (int j = 0; j < 8; j++) out[set][j] *= shrink;
+#pragma unroll
+            for (int mask = LANES; mask < RF_WAVE; mask *= 2) {
+                total[set] += shuffle_xor(total[set], mask);
+#pragma unroll
+                for (int j = 0; j < 8; j++) out[set][j] += shuffle_xor(out[set][j], mask);
+            }
+        }
+    }
+    RF_INLINE bool tells(int) const { return group == 0 && d == 0 && !idle; }
+    template <class Put> RF_INLINE void put_out(Put put) const {
+        if (group > 0 || idle) return;
+#pragma unroll
+        for (int set = 0; set < SETS; set++)
+#pragma unroll
+            for (int j = 0; j < 8; j++) put(set, d + j, out[set][j]);
+    }
+};
+
+#endif
+
+// q and out: [tokens, kv_heads * RF_GROUP, RF_HEAD_DIM], q with q_stride numbers from token to token. Row r of the batch
+// has the tokens offsets[r] to offsets[r + 1], the first at position starts[r], and its pages are tables[r * table_stride
+// ...]. scale: of the scores, times log2(e). A partial result is, for each query from the item's number on and each kv
+// head, RF_HEAD_DIM sums in `partials` and (maximum, sum of weights) in `stats`.
+RF_KERNEL BOUNDS attention_decode(
+    const RF_TYPE::Bits *__restrict__ q, i64 q_stride, const u8 *__restrict__ pages, i64 page_bytes, i32 layers, i32 layer,
+    i32 kv_heads, const i32 *__restrict__ tables, i32 table_stride, const i32 *__restrict__ starts,
+    const i32 *__restrict__ offsets, const i32 *__restrict__ items, float scale, RF_TYPE::Bits *__restrict__ out,
+    float *__restrict__ partials, float *__restrict__ stats) {
+    __shared__ float sum[RF_ROWS * DIM];
+    __shared__ float bests[WAVES][RF_ROWS], totals[WAVES][RF_ROWS];
+
+    int lane = threadIdx.x % RF_WAVE, wave = threadIdx.x / RF_WAVE;
+    int head = blockIdx.x % kv_heads;
+    const i32 *item = items + (i64)(blockIdx.x / kv_heads) * ITEM;
+    int row = item[0], query = item[1], begin = item[2], end = item[3], partial = item[4];
+    int token = offsets[row], start = starts[row];
+    int count = min((offsets[row + 1] - token) * RF_GROUP - query, RF_ROWS);
+
+    Keys keys;
+    i64 of_head = (i64)RF_PAGE_SIZE * DIM * sizeof(Stored);
+    keys.k = pages + ((i64)layer * 2 * kv_heads + head) * of_head;
+    keys.v = keys.k + kv_heads * of_head;
+    keys.k_scale = (const float *)(pages + (i64)layers * 2 * kv_heads * of_head) + (i64)layer * 2 * kv_heads + head;
+    keys.v_scale = keys.k_scale + kv_heads;
+    keys.table = tables + (i64)row * table_stride;
+    keys.page_bytes = page_bytes;
+    keys.last = end - 1;
+
+    Step step;
+    step.begin(lane);
+#pragma unroll
+    for (int set = 0; set < Step::SETS; set++) {
+        int number = query + min(step.row_of(set), count - 1);
+        step.limit[set] = min(start + number / RF_GROUP, end - 1);
+        step.load_query(set, q + (token + number / RF_GROUP) * q_stride + (head * RF_GROUP + number % RF_GROUP) * DIM);
+    }
+    int first = begin + wave * Step::KEYS;
+    if (first < end) {
+        step.find_pages(keys, first);
+        step.load_keys(keys, first);
+        step.load_values(keys, first);
+        step.find_pages(keys, first + WAVES * Step::KEYS);
+    }
+    // Behind the end, the last key is loaded once more, and not used.
+    for (; first < end; first += WAVES * Step::KEYS) {
+        int next = first + WAVES * Step::KEYS;
+        Step::Weights weight;
+        step.multiply_keys(weight);
+        step.load_keys(keys, next);
+        step.weigh(weight, first, scale);
+        step.multiply_values(weight);
+        step.load_values(keys, next);
+        step.find_pages(keys, next + WAVES * Step::KEYS);
+    }
+    step.finish();
+
+#pragma unroll
+    for (int set = 0; set < Step::SETS; set++)
+        if (step.tells(set)) {
+            bests[wave][step.row_of(set)] = step.best[set];
+            totals[wave][step.row_of(set)] = step.total[set];
+        }
+    __syncthreads();
+    for (int turn = 0; turn < WAVES; turn++) {
+        if (wave == turn)
+            step.put_out([&](int of, int d, float value) {
+                float most = bests[0][of];
+                for (int other = 1; other < WAVES; other++) most = fmaxf(most, bests[other][of]);
+                value *= power_of_two(bests[wave][of] - most);
+                sum[of * DIM + d] = turn ? sum[of * DIM + d] + value : value;
+            });
+        __syncthreads();
+    }
+
+    for (int i = threadIdx.x; i < count * DIM; i += THREADS) {
+        int of = i / DIM, d = i % DIM, number = query + of;
+        float most = bests[0][of], total = 0.0f;
+        for (int other = 1; other < WAVES; other++) most = fmaxf(most, bests[other][of]);
+        for (int other = 0; other < WAVES; other++) total += totals[other][of] * power_of_two(bests[other][of] - most);
+        if (partial < 0) {
+            i64 place = ((i64)(token + number / RF_GROUP) * kv_heads + head) * RF_GROUP + number % RF_GROUP;
+            out[place * DIM + d] = RF_TYPE::store(sum[i] / total);
+        } else {
+            i64 place = ((i64)partial + of) * kv_heads + head;
+            partials[place * DIM + d] = sum[i];
+            if (d == 0) stats[place * 2] = most, stats[place * 2 + 1] = total;
+        }
+    }
+}
