@@ -90,20 +90,25 @@ FOR_EACH_CPU void from_floats(void *to, const float *from, size_t count, int typ
     }
 }
 
-// c[i + 4 columns of `stride`] += a[i, p] * b[p, column], for ROWS rows that stay in the first cache.
-constexpr int ROWS = 256, COLUMNS = 4;
+// c[i, column] += a[i, p] * b[p, column] for p in order, of ROWS rows at most, which stay in the first cache. What an
+// element gets does not depend on which others are there.
+constexpr int ROWS = 256, COLUMNS = 4, DEPTH = 4;
 FOR_EACH_CPU void multiply_tile(
     float *__restrict c, size_t stride, const float *a, size_t a_stride, const float *b, size_t b_stride, int rows, int k) {
-    float *c0 = c, *c1 = c + stride, *c2 = c + 2 * stride, *c3 = c + 3 * stride;
-    for (int p = 0; p < k; p++) {
-        const float *column = a + (size_t)p * a_stride;
-        float b0 = b[p], b1 = b[p + b_stride], b2 = b[p + 2 * b_stride], b3 = b[p + 3 * b_stride];
-        for (int i = 0; i < rows; i++) {
-            c0[i] += column[i] * b0;
-            c1[i] += column[i] * b1;
-            c2[i] += column[i] * b2;
-            c3[i] += column[i] * b3;
+    int p = 0;
+    for (; p + DEPTH <= k; p += DEPTH) {
+        const float *a0 = a + (size_t)p * a_stride, *a1 = a0 + a_stride, *a2 = a1 + a_stride, *a3 = a2 + a_stride;
+        for (int j = 0; j < COLUMNS; j++) {
+            float *to = c + (size_t)j * stride;
+            const float *with = b + (size_t)j * b_stride + p;
+            float b0 = with[0], b1 = with[1], b2 = with[2], b3 = with[3];
+            for (int i = 0; i < rows; i++) to[i] = to[i] + a0[i] * b0 + a1[i] * b1 + a2[i] * b2 + a3[i] * b3;
         }
+    }
+    for (; p < k; p++) {
+        const float *a0 = a + (size_t)p * a_stride;
+        for (int j = 0; j < COLUMNS; j++)
+            for (int i = 0; i < rows; i++) c[(size_t)j * stride + (size_t)i] += a0[i] * b[(size_t)j * b_stride + (size_t)p];
     }
 }
 
