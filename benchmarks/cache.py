@@ -188,29 +188,24 @@ class Session:
         self.stub.RemoveSequences(pb.RemoveSequencesRequest(session_id=self.id, sequence_ids=self.names))
         self.stub.EvictPages(pb.EvictPagesRequest(pool_id="bench"))
 
-
     def request(self, op: str) -> Message:
         """The next step's request."""
         step, self._step = self._step, self._step + 1
         if op == "RemoveSequences":
             return pb.RemoveSequencesRequest(session_id=self.id, sequence_ids=self.names)
+        starts = [step + at % PAGE + 1 for at in range(len(self.names))]
+        tokens = [step * 7 + at for at in range(len(self.names))]
         if op == "AppendTokens":
-            appends = [
-                pb.SequenceTokens(sequence_id=name, start=step + at % PAGE + 1, tokens=[step * 7 + at])
-                for at, name in enumerate(self.names)
-            ]
-            return pb.AppendTokensRequest(session_id=self.id, appends=appends)
-        demands = [
-            pb.SequenceDemand(
-                sequence_id=name,
-                start=(start := step + at % PAGE + 1),
-                tokens=[step * 7 + at],
-                total_pages=(start + 1) // PAGE + 1,
-                known_pages=start // PAGE + 1,
-            )
-            for at, name in enumerate(self.names)
-        ]
-        return pb.AllocatePagesRequest(session_id=self.id, demands=demands)
+            steps = pb.SequenceSteps(sequence_ids=self.names, starts=starts, tokens=tokens)
+            return pb.AppendTokensRequest(session_id=self.id, steps=steps)
+        steps = pb.SequenceSteps(
+            sequence_ids=self.names,
+            starts=starts,
+            tokens=tokens,
+            total_pages=[(start + 1) // PAGE + 1 for start in starts],
+            known_pages=[start // PAGE + 1 for start in starts],
+        )
+        return pb.AllocatePagesRequest(session_id=self.id, steps=steps)
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -225,7 +220,7 @@ def measure_call(session: Session, echo: Echo, op: str, batch: int, calls: int) 
     ours, theirs = list[float](), list[float]()
     steps = 1 if op == "RemoveSequences" else 40
     while len(ours) < calls + 20:
-        session.open(batch, 2 if op == "AllocatePages" else 1 + -(-(steps + PAGE) // PAGE))
+        session.open(batch, 1 + -(-(steps + PAGE) // PAGE) if op == "AppendTokens" else 2)
         for _ in range(steps):
             request = session.request(op)
             took, response = timed(partial(getattr(session.stub, op), request))

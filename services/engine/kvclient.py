@@ -7,10 +7,12 @@ third of its ttl.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +135,15 @@ class GrpcPageSource:
     def exchange(self, demands: Items[Demand], removed: Items[str]) -> Exchange:
         """Send one AllocatePages. Raises SessionExpired without a session."""
         session = self._live()
+        # The daemon serves steps before demands; the order asked for is kept by taking only those in front.
+        steps = list(takewhile(lambda demand: demand.opening is None, demands))
         request = pb.AllocatePagesRequest(
-            session_id=session.id, demands=[_demand(demand) for demand in demands], remove_sequence_ids=removed
+            session_id=session.id,
+            steps=_steps(steps) if steps else None,
+            demands=[_demand(demand) for demand in demands[len(steps) :]],
+            remove_sequence_ids=removed,
         )
-        return _Call(self, session, request)
+        return _Call(self, session, request, [(step.sequence_id, step.known_pages) for step in steps])
 
     def send(self, request: pb.AllocatePagesRequest, session: _Session) -> Any:
         """Start one attempt at a call of the session; the future of its reply."""
@@ -257,8 +264,15 @@ class GrpcPageSource:
 class _Call:
     """An AllocatePages call under way. Sent again as it is when nobody answers: a replay changes nothing more."""
 
-    def __init__(self, source: GrpcPageSource, session: _Session, request: pb.AllocatePagesRequest) -> None:
-        self._source, self._session, self._request = source, session, request
+    def __init__(
+        self,
+        source: GrpcPageSource,
+        session: _Session,
+        request: pb.AllocatePagesRequest,
+        steps: list[tuple[str, int]],
+    ) -> None:
+        """``steps`` are the ids and known pages of the request's steps."""
+        self._source, self._session, self._request, self._steps = source, session, request, steps
         self._send()
 
     def _send(self) -> None:
@@ -278,7 +292,14 @@ class _Call:
                 if not isinstance(error, KvCacheDown) or attempt + 1 == ATTEMPTS:
                     raise error from failure
         self._session.lease.renewed(self._sent_at, reply.epoch)
-        return [_grant(grant) for grant in reply.grants]
+        told = deque(reply.step_grants)
+        grants = []
+        for sequence_id, known_pages in self._steps:
+            if told and told[0].sequence_id == sequence_id:
+                grants.append(_grant(told.popleft()))
+            else:
+                grants.append(Grant(sequence_id, known_pages))  # nothing to tell: it has what it asked for
+        return grants + [_grant(grant) for grant in reply.grants]
 
 
 def _call_s(lease: Lease) -> float:
@@ -295,6 +316,17 @@ def _demand(demand: Demand) -> pb.SequenceDemand:
         tokens=demand.tokens,
         total_pages=demand.total_pages,
         known_pages=demand.known_pages,
+    )
+
+
+def _steps(demands: list[Demand]) -> pb.SequenceSteps:
+    return pb.SequenceSteps(
+        sequence_ids=[demand.sequence_id for demand in demands],
+        starts=[demand.start for demand in demands],
+        tokens=[token for demand in demands for token in demand.tokens],
+        token_counts=[len(demand.tokens) for demand in demands],
+        total_pages=[demand.total_pages for demand in demands],
+        known_pages=[demand.known_pages for demand in demands],
     )
 
 

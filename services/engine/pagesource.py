@@ -54,8 +54,8 @@ class Demand:
 class Grant:
     """The answer to one demand. An ``error`` means that nothing of the demand was done.
 
-    ``pages`` continue the block table at ``first_index``; ``cached_tokens`` is a multiple of the page size and counts
-    the leading tokens whose K and V are already there.
+    ``pages`` continue the block table at ``first_index``. ``cached_tokens``, told when a sequence is opened, counts the
+    leading tokens whose K and V are already there, a multiple of the page size.
     """
 
     sequence_id: str

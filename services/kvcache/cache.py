@@ -31,6 +31,7 @@ from services.kvcache.prefix import ChainHash, blake2b_chain
 from services.kvcache.quarantine import Aliveness, Quarantine
 from services.kvcache.sequence import Sequence
 from services.kvcache.sessions import Process, Session, Sessions
+from services.kvcache.steps import Steps, append_on, grow_on
 
 MIN_TTL_S, MAX_TTL_S = 1.0, 600.0
 
@@ -245,6 +246,29 @@ class KvCache:
             except ServiceError as error:
                 results.append(error)
         return results
+
+    def step(
+        self, session_id: str, steps: Steps | None, removed: list[str]
+    ) -> tuple[list[tuple[str, Grant | ServiceError]], Pool]:
+        """Remove, then let sequences go on: report and grow. Who has anything to hear, by id.
+
+        Raises SessionExpired, SessionNotAttached.
+        """
+        session, pool = self._use_attached(session_id)
+        if removed:
+            self._remove(session, removed)
+        told = grow_on(session, pool, steps, self._clock()) if steps is not None else []
+        refused = (isinstance(answer, CapacityExceeded | QuotaExceeded) for _, answer in told)
+        pool.totals.refused_demands += sum(refused)
+        return told, pool
+
+    def append_steps(self, session_id: str, steps: Steps) -> list[tuple[str, ServiceError]]:
+        """Record resident tokens of sequences that go on; those that failed, by id, changed nothing.
+
+        Raises SessionExpired, SessionNotAttached.
+        """
+        session, pool = self._use_attached(session_id)
+        return append_on(session, pool, steps, self._clock())
 
     def fork(self, session_id: str, parent_id: str, child_id: str) -> tuple[Grant, Sequence]:
         """Share a sequence's pages with a new one, copy on write; the new one's grant.

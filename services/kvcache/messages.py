@@ -17,6 +17,7 @@ from services.kvcache.explain import PageAnswer
 from services.kvcache.layout import PageLayout
 from services.kvcache.pool import Pool
 from services.kvcache.sessions import Process
+from services.kvcache.steps import Steps
 
 MAX_ITEMS = 4096
 MAX_NAME = 128
@@ -158,6 +159,28 @@ def read_appends(items: Any) -> list[tuple[str, int, list[int]]]:
             check_name(sequence_id, f"appends[{len(appends)}].sequence_id")
         appends.append((sequence_id, item.start, item.tokens[:]))
     return appends
+
+
+def read_steps(steps: pb.SequenceSteps, *, growing: bool) -> Steps:
+    """The columns of a step, with those that tell of pages when it is ``growing``. Raises FieldInvalid."""
+    ids = steps.sequence_ids[:]
+    count = len(ids)
+    check_items(count, "steps.sequence_ids")
+    if not all(ids) or max(map(len, ids)) > MAX_NAME:
+        for at, name in enumerate(ids):
+            check_name(name, f"steps.sequence_ids[{at}]")
+    starts, tokens, counts = steps.starts[:], steps.tokens[:], steps.token_counts[:]
+    total, known = steps.total_pages[:], steps.known_pages[:]
+    wanted = {"starts": count, "token_counts": count if counts else 0, "tokens": sum(counts) if counts else count}
+    wanted["total_pages"] = wanted["known_pages"] = count if growing else 0
+    for field, length in wanted.items():
+        if len(getattr(steps, field)) != length:
+            raise FieldInvalid(
+                f"steps.{field} has {len(getattr(steps, field))} entries; for {count} sequences it must have {length}",
+                field=f"steps.{field}",
+                limit=length,
+            )
+    return Steps(ids, starts, tokens, counts, total, known)
 
 
 def read_layout(message: pb.PageLayout) -> PageLayout:

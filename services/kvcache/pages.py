@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 
 from services.kvcache.lru import LruQueue
 
@@ -25,6 +25,10 @@ class PageState(enum.IntEnum):
     HELD = 1
     CACHED = 2
     QUARANTINED = 3
+
+
+# Looking a member up in an enumeration takes longer than all else that is done to a page.
+_FREE, _HELD, _CACHED = int(PageState.FREE), int(PageState.HELD), int(PageState.CACHED)
 
 
 class PageTable:
@@ -101,7 +105,7 @@ class PageTable:
             self._fresh += 1
         else:
             raise LookupError("no free page")
-        self._states[page] = PageState.HELD
+        self._states[page] = _HELD
         self._holders[page] = {holder}
         self._held_count += 1
         return page
@@ -109,11 +113,11 @@ class PageTable:
     def hold(self, page: int, holder: Hashable) -> None:
         """Add a holder to a held or cached page; a holder already there stays one. Raises ValueError otherwise."""
         state = self._states[page]
-        if state == PageState.HELD:
+        if state == _HELD:
             self._set(page).add(holder)
-        elif state == PageState.CACHED:
+        elif state == _CACHED:
             self.cached.discard(page)
-            self._states[page] = PageState.HELD
+            self._states[page] = _HELD
             self._holders[page] = {holder}
             self._held_count += 1
         else:
@@ -130,10 +134,28 @@ class PageTable:
         holders.discard(holder)
         return not holders
 
+    def give_back(self, pages: Iterable[int], holder: Hashable) -> None:
+        """Take a holder away from pages that nobody may find: those it was the last to hold become FREE, in order.
+
+        Raises ValueError, with those in front given back, when ``holder`` does not hold one.
+        """
+        for page in pages:
+            holders = self._holders[page]
+            if holders is None or holder not in holders:
+                raise ValueError(f"page {page} is not held by {holder!r}")
+            if len(holders) > 1:
+                holders.discard(holder)
+                continue
+            self._holders[page] = None
+            self._held_count -= 1
+            self._states[page] = _FREE
+            self._generations[page] = (self._generations[page] + 1) & 0xFFFFFFFF
+            self._recycled.append(page)
+
     def cache(self, page: int, now: float) -> None:
         """HELD by nobody to CACHED, as the most recently used."""
         self._leave_held(page)
-        self._states[page] = PageState.CACHED
+        self._states[page] = _CACHED
         self.cached.push(page, now)
 
     def quarantine(self, page: int) -> None:
@@ -145,7 +167,7 @@ class PageTable:
     def free(self, page: int) -> None:
         """HELD by nobody, CACHED or QUARANTINED to FREE. The content is given up: the generation moves on."""
         state = self._states[page]
-        if state == PageState.HELD:
+        if state == _HELD:
             self._leave_held(page)
         elif state == PageState.CACHED:
             self.cached.evict(page)
@@ -153,13 +175,13 @@ class PageTable:
             self.quarantined_count -= 1
         else:
             raise ValueError(f"page {page} is free already")
-        self._states[page] = PageState.FREE
+        self._states[page] = _FREE
         self._generations[page] = (self._generations[page] + 1) & 0xFFFFFFFF
         self._recycled.append(page)
 
     def _leave_held(self, page: int) -> None:
         holders = self._holders[page]
-        if self._states[page] != PageState.HELD or holders:
+        if self._states[page] != _HELD or holders:
             raise ValueError(f"page {page} is {self.state(page).name} with {len(holders or ())} holders")
         self._holders[page] = None
         self._held_count -= 1

@@ -229,6 +229,20 @@ class Pool:
             else:
                 sequence.chain_broken = True
 
+    def record(self, sequence: Sequence, start: int, new: array[int], now: float) -> bool:
+        """Record new tokens, as ``check_tokens``, ``append`` and ``touch`` would, if nothing else has to happen.
+
+        That is so when they go right behind the others into the last page, which is the sequence's alone, and do not
+        fill it. Returns false otherwise, and has changed nothing.
+        """
+        tokens, size = sequence.tokens, self.page_size
+        index, slot = divmod(start, size)
+        if start != len(tokens) or slot + len(new) >= size or index >= len(sequence.pages) or sequence.forked:
+            return False
+        tokens.extend(new)
+        self.touch(sequence, now)
+        return True
+
     def grow(self, sequence: Sequence, total_pages: int) -> None:
         """Grow a sequence to a checked number of pages: free ones first, then the policy's victims."""
         while len(sequence.pages) < total_pages:
@@ -275,24 +289,21 @@ class Pool:
         free at once when the engine let go of them, and quarantined when it was ``lost``: a kernel of its may still
         be writing there.
         """
-        unfinished: list[int] = []
         del self.sequences[sequence]
-        source = self._let_go_of_copy(sequence)
-        if source is not None:
-            unfinished.append(source)
-        for at in range(len(sequence.pages) - 1, -1, -1):
-            page = sequence.pages[at]
-            last = self.table.drop(page, sequence)
-            if at < sequence.published:
-                self._settle(page, last, now)
-            elif last:
-                unfinished.append(page)
+        table, published = self.table, sequence.published
+        unfinished = sequence.pages[published:][::-1]
+        if sequence.copy is not None:
+            unfinished.insert(0, sequence.copy[1])
+            sequence.copy = None
+        for page in reversed(sequence.pages[:published]):
+            self._settle(page, table.drop(page, sequence), now)
+        if not lost:
+            table.give_back(unfinished, sequence)
+            return []
+        unfinished = [page for page in unfinished if table.drop(page, sequence)]
         for page in unfinished:
-            if lost:
-                self.table.quarantine(page)
-            else:
-                self.table.free(page)
-        return unfinished if lost else []
+            table.quarantine(page)
+        return unfinished
 
     def _settle(self, page: int, unheld: bool, now: float) -> None:
         """Place a published page that lost a holder."""

@@ -12,6 +12,7 @@ from services import rpc
 from services.errors import Draining, FieldInvalid, ServiceError
 from services.kvcache import messages
 from services.kvcache.cache import KvCache
+from services.kvcache.demand import Grant
 from services.kvcache.pool import Pool
 from services.kvcache.sequence import Sequence
 
@@ -85,22 +86,26 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         """See the proto."""
         demands = messages.read_demands(request.demands)
         removed = messages.read_ids(request.remove_sequence_ids, "remove_sequence_ids")
-        results, pool = self._cache.allocate(request.session_id, demands, removed)
+        steps = messages.read_steps(request.steps, growing=True) if request.HasField("steps") else None
+        told, pool = self._cache.step(request.session_id, steps, removed)
+        results = self._cache.allocate(request.session_id, demands, [])[0] if demands else []
         response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
-        add = response.grants.add
+        for sequence_id, answer in told:
+            _answer(response.step_grants.add(sequence_id=sequence_id), answer)
         for demand, result in zip(demands, results, strict=True):
-            if isinstance(result, ServiceError):
-                add(sequence_id=demand.sequence_id, error=rpc.status_of(result, DOMAIN))
-            else:
-                messages.fill_grant(add(sequence_id=demand.sequence_id), result)
+            _answer(response.grants.add(sequence_id=demand.sequence_id), result)
         return response
 
     @maps_errors
     async def AppendTokens(self, request: pb.AppendTokensRequest, context: Any) -> pb.AppendTokensResponse:
         """See the proto."""
         appends = messages.read_appends(request.appends)
-        results = self._cache.append(request.session_id, appends)
         response = pb.AppendTokensResponse(epoch=self._cache.epoch)
+        if request.HasField("steps"):
+            steps = messages.read_steps(request.steps, growing=False)
+            for name, error in self._cache.append_steps(request.session_id, steps):
+                response.step_errors.add(sequence_id=name, error=rpc.status_of(error, DOMAIN))
+        results = self._cache.append(request.session_id, appends)
         add = response.progress.add
         for (name, _, _), result in zip(appends, results, strict=True):
             if isinstance(result, ServiceError):
@@ -114,10 +119,13 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         """See the proto."""
         ids = messages.read_ids(request.sequence_ids, "sequence_ids")
         removed, pool = self._cache.remove(request.session_id, ids)
-        response = pb.RemoveSequencesResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
-        for sequence_id, was_there in zip(ids, removed, strict=True):
-            response.sequences.add(sequence_id=sequence_id, removed=was_there)
-        return response
+        absent = [name for name, was_there in zip(ids, removed, strict=True) if not was_there]
+        return pb.RemoveSequencesResponse(
+            epoch=self._cache.epoch,
+            removed_sequences=len(ids) - len(absent),
+            available_pages=pool.available_pages,
+            absent_sequence_ids=absent,
+        )
 
     @maps_errors
     async def GetSequence(self, request: pb.GetSequenceRequest, context: Any) -> pb.GetSequenceResponse:
@@ -262,3 +270,11 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             idle=messages.duration_message(now - sequence.last_access),
             access_count=sequence.access_count,
         )
+
+
+def _answer(message: pb.SequenceGrant, result: Grant | ServiceError) -> None:
+    """Say what was granted, or why nothing was."""
+    if isinstance(result, ServiceError):
+        message.error.CopyFrom(rpc.status_of(result, DOMAIN))
+    else:
+        messages.fill_grant(message, result)

@@ -77,10 +77,12 @@ class Session:
     def forget(self, sequence_id: str) -> Sequence | None:
         """Take a sequence out for good: its id never opens again in this session, whether it was live or not."""
         removed = self.removed
-        removed.pop(sequence_id, None)
-        removed[sequence_id] = None
-        if len(removed) > REMEMBERED_REMOVALS:
-            removed.popitem(last=False)
+        if sequence_id in removed:
+            removed.move_to_end(sequence_id)
+        else:
+            removed[sequence_id] = None
+            if len(removed) > REMEMBERED_REMOVALS:
+                removed.popitem(last=False)
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is not None:
             self.held_pages -= sequence.page_count

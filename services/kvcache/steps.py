@@ -1,0 +1,75 @@
+"""Sequences that only go on, many in a call: the decode steps of a large batch.
+
+Nearly all of them have nothing to be decided: a few tokens behind those that are there, in a page that they do not
+fill, and no page asked for. Those are recorded here; every other one is served as a demand of its own (see ``demand``),
+and the outcome is the same as if all had been.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from services.errors import ServiceError
+from services.kvcache.demand import Demand, Grant, append, serve
+from services.kvcache.pool import Pool
+from services.kvcache.sequence import token_array
+from services.kvcache.sessions import Session
+
+
+class Steps(NamedTuple):
+    """See SequenceSteps in the proto: columns of one length, but for ``tokens``, whose length is the counts' sum.
+
+    Without ``token_counts`` each sequence has one token. ``total_pages`` and ``known_pages`` are empty where nothing
+    grows.
+    """
+
+    sequence_ids: list[str]
+    starts: list[int]
+    tokens: list[int]
+    token_counts: list[int]
+    total_pages: list[int]
+    known_pages: list[int]
+
+
+def grow_on(session: Session, pool: Pool, steps: Steps, now: float) -> list[tuple[str, Grant | ServiceError]]:
+    """Report and grow; in order, the sequences with a page, a copy or an error to hear of. An error changed nothing."""
+    told: list[tuple[str, Grant | ServiceError]] = []
+    live, record = session.sequences.get, pool.record
+    columns = zip(steps.sequence_ids, steps.starts, _new(steps), steps.total_pages, steps.known_pages, strict=True)
+    for name, start, new, wanted, known in columns:
+        sequence = live(name)
+        if sequence is not None and wanted <= known == len(sequence.pages) and record(sequence, start, new, now):
+            continue
+        try:
+            grant = serve(session, pool, Demand(name, None, "", start, new.tolist(), wanted, known), now)
+        except ServiceError as error:
+            told.append((name, error))
+            continue
+        if grant.pages or grant.copies:
+            told.append((name, grant))
+    return told
+
+
+def append_on(session: Session, pool: Pool, steps: Steps, now: float) -> list[tuple[str, ServiceError]]:
+    """Report without growing; in order, the sequences whose report was refused, which changed nothing."""
+    told: list[tuple[str, ServiceError]] = []
+    live, record = session.sequences.get, pool.record
+    for name, start, new in zip(steps.sequence_ids, steps.starts, _new(steps), strict=True):
+        sequence = live(name)
+        if sequence is not None and record(sequence, start, new, now):
+            continue
+        try:
+            append(session, pool, name, start, new.tolist(), now)
+        except ServiceError as error:
+            told.append((name, error))
+    return told
+
+
+def _new(steps: Steps) -> Iterator[array[int]]:
+    """The tokens of each sequence."""
+    tokens, at = token_array(steps.tokens), 0
+    for count in steps.token_counts or [1] * len(tokens):
+        yield tokens[at : at + count]
+        at += count
