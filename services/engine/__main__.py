@@ -1,4 +1,7 @@
-"""``python -m services.engine [serve]``: run the engine until SIGTERM; ``... generate``: a client for it."""
+"""``python -m services.engine [serve]``: run the engine until SIGTERM.
+
+``... generate`` is a client for it, ``... doctor`` checks whether it could run.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 
 import structlog
 
-from services.engine import client
+from services.engine import client, doctor
 from services.engine.config import Config
 from services.engine.server import Engine
 from services.errors import ServiceError
@@ -19,12 +22,14 @@ log = structlog.get_logger()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 after a drain, 2 when it could not start as told; the client's own otherwise."""
+    """Returns the exit status: 0 after a drain, 2 when it could not start as told; client and doctor have their own."""
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["generate"]:
         return client.main(words[1:])
     configure_logging()
     try:
+        if words[:1] == ["doctor"]:
+            return doctor.main(words[1:], os.environ)
         config = Config.read(words[1:] if words[:1] == ["serve"] else words, os.environ)
         run_until_signal(lambda stop: _serve(config, stop))
     except ServiceError as error:

@@ -1,4 +1,4 @@
-"""``python -m services.kvcache``: run the daemon until SIGTERM."""
+"""``python -m services.kvcache``: run the daemon until SIGTERM; ``... doctor``: check whether it could."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import structlog
 
 from services.errors import ServiceError
+from services.kvcache import doctor
 from services.kvcache.config import Config
 from services.kvcache.server import Daemon
 from services.serving import configure_logging, run_until_signal
@@ -17,10 +18,13 @@ log = structlog.get_logger()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 after a drain, 2 when it could not start as told."""
+    """Returns the exit status: 0 after a drain, 2 when it could not start as told; the doctor's own otherwise."""
+    words = sys.argv[1:] if arguments is None else arguments
     configure_logging()
     try:
-        config = Config.read(arguments, os.environ)
+        if words[:1] == ["doctor"]:
+            return doctor.main(words[1:], os.environ)
+        config = Config.read(words, os.environ)
         run_until_signal(lambda stop: _serve(config, stop))
     except ServiceError as error:
         print(f"rocmforge kvcache: {error.message}", file=sys.stderr)

@@ -1,0 +1,60 @@
+"""``python -m services.engine doctor``: can this machine run the engine as it is configured, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from services.engine.config import LOCAL, Config
+from services.engine.modelconfig import ModelConfig
+from services.errors import ModelInvalid
+from services.preflight import addresses, command, devices, namespaces, resources, roundtrip, stack
+from services.preflight.check import Check, Finding, failed, ok, skipped
+from services.preflight.machine import Machine
+from services.serving import Listener
+
+
+def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Returns the exit status: 0 when no check failed, 1 when one did. Raises InvalidConfiguration for bad flags."""
+    options = command.options("services.engine", "KV-cache daemon", words)
+    config = Config.read(options.rest, environ)
+    machine = Machine(environ)
+    title = f"The engine with --model {config.model} --kvcache {config.kvcache}:"
+    return command.report(machine, title, checks(machine, config, options.peer, options.gpu), options.json)
+
+
+def checks(machine: Machine, config: Config, peer: int | None, needed: bool) -> list[Check]:
+    """What there is to check of an engine with these settings; ``needed`` says that it shall run on a GPU."""
+    found = stack.ask(machine) if needed or devices.has_nodes(machine) else stack.NOT_ASKED
+    requests = config.limits.max_batch + config.limits.max_queue
+    return [
+        *(Check("listen", lambda at=at: addresses.listen(machine, at)) for at in config.listeners),  # type: ignore[misc]
+        Check("open files", lambda: resources.open_files(machine, requests)),
+        Check("model", lambda: _model(config)),
+        Check("KV-cache daemon", lambda: _daemon(machine, config)),
+        Check("namespaces", lambda: namespaces.namespaces(machine, peer, needed)),
+        Check("GPU device nodes", lambda: devices.device_nodes(machine, needed)),
+        Check("GPUs that are visible", lambda: devices.visible_devices(machine, needed, peer)),
+        Check("CuPy", lambda: stack.cupy(found, needed)),
+        Check("GPU runtime", lambda: stack.runtime(found, needed)),
+        Check("kernel compiler", lambda: stack.compiler(machine, found, needed)),
+        Check("kernel cache", lambda: stack.kernel_cache(machine, found, needed)),
+        Check("GPU memory", lambda: stack.device_memory(found, None, needed)),
+        Check("sharing of GPU memory", lambda: devices.ipc_mode(machine, found, needed)),
+        Check("GPU memory, for real", lambda: roundtrip.gpu_round_trip(machine, found, needed)),
+    ]
+
+
+def _model(config: Config) -> Finding:
+    try:
+        model = ModelConfig.from_folder(config.model)
+    except ModelInvalid as error:
+        return failed(error.message, "give the folder of a Hugging Face checkpoint with --model")
+    return ok(f"{config.model}: {model.layers} layers, {model.kv_heads} KV heads of {model.head_dim}")
+
+
+def _daemon(machine: Machine, config: Config) -> Finding:
+    if config.kvcache == LOCAL:
+        return skipped("--kvcache local: the pages are the engine's own")
+    return addresses.call(
+        machine, Listener.parse(config.kvcache), "--kvcache", "start the daemon (python -m services.kvcache)"
+    )

@@ -1,0 +1,44 @@
+"""``python -m services.kvcache doctor``: can this machine run the daemon as it is configured, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from services.kvcache.config import GPU, Config
+from services.preflight import addresses, command, devices, namespaces, resources, roundtrip, stack
+from services.preflight.check import Check
+from services.preflight.machine import Machine
+
+
+def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Returns the exit status: 0 when no check failed, 1 when one did. Raises InvalidConfiguration for bad flags."""
+    options = command.options("services.kvcache", "engine", words)
+    config = Config.read(options.rest, environ)
+    machine = Machine(environ)
+    title = f"The KV-cache daemon with --device {config.device} --memory {config.limits.budget_bytes}:"
+    return command.report(machine, title, checks(machine, config, options.peer, options.gpu), options.json)
+
+
+def checks(machine: Machine, config: Config, peer: int | None, gpu: bool = False) -> list[Check]:
+    """What there is to check of a daemon with these settings."""
+    needed, on_gpu, budget = gpu or config.device == GPU, config.device == GPU, config.limits.budget_bytes
+    found = stack.ask(machine) if needed or devices.has_nodes(machine) else stack.NOT_ASKED
+    memory: list[Check] = []
+    if not on_gpu:
+        memory = [
+            Check("shared memory", lambda: resources.shared_memory(machine, config.arena_dir, budget)),
+            Check("shared memory, for real", lambda: roundtrip.file_round_trip(machine, config.arena_dir)),
+        ]
+    return [
+        *(Check("listen", lambda at=at: addresses.listen(machine, at)) for at in config.listeners),  # type: ignore[misc]
+        Check("open files", lambda: resources.open_files(machine, config.limits.max_sessions)),
+        *memory,
+        Check("namespaces", lambda: namespaces.namespaces(machine, peer, needed)),
+        Check("GPU device nodes", lambda: devices.device_nodes(machine, needed)),
+        Check("GPUs that are visible", lambda: devices.visible_devices(machine, needed, peer)),
+        Check("CuPy", lambda: stack.cupy(found, needed)),
+        Check("GPU runtime", lambda: stack.runtime(found, needed)),
+        Check("GPU memory", lambda: stack.device_memory(found, budget if on_gpu else None, needed)),
+        Check("sharing of GPU memory", lambda: devices.ipc_mode(machine, found, needed)),
+        Check("GPU memory, for real", lambda: roundtrip.gpu_round_trip(machine, found, needed)),
+    ]

@@ -1,0 +1,145 @@
+"""`python -m services.kvcache doctor`: which checks it makes, and the whole of it on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.kvcache import doctor
+from services.kvcache.config import Config
+from services.preflight.check import Status, run
+from tests.preflight.fakes import ROCM, FakeMachine
+from tests.processes import ROOT, Service, kvcache
+
+GPU_CHECKS = ["GPU device nodes", "GPUs that are visible", "CuPy", "GPU runtime", "GPU memory", "sharing of GPU memory"]
+
+
+def config(tmp_path: Path, *flags: str) -> Config:
+    return Config.read(["--listen", f"unix:{tmp_path}/k.sock", "--arena-dir", f"{tmp_path}/arena", *flags], {})
+
+
+def statuses(machine: FakeMachine, config: Config, **options: Any) -> dict[str, Status]:
+    options = {"peer": None, **options}
+    return {name: finding.status for name, finding in run(doctor.checks(machine, config, **options))}
+
+
+def machine(tmp_path: Path, **environ: str) -> FakeMachine:
+    return FakeMachine(**environ).folder(str(tmp_path)).prints("roundtrip", {"error": ""})
+
+
+def test_a_cpu_daemon_is_not_asked_for_a_gpu(tmp_path: Path) -> None:
+    found = statuses(machine(tmp_path), config(tmp_path))
+    gpu = {name: status for name, status in found.items() if "GPU" in name or name == "CuPy"}
+    assert set(gpu.values()) == {Status.SKIPPED} and set(gpu) >= set(GPU_CHECKS)
+    assert {found[name] for name in ("listen", "shared memory", "shared memory, for real", "open files")} == {Status.OK}
+
+
+def test_a_gpu_daemon_lacks_a_gpu(tmp_path: Path) -> None:
+    broken = machine(tmp_path).prints("probe", {"error": "no CuPy"})
+    for found in (
+        statuses(broken, config(tmp_path, "--device", "gpu")),
+        statuses(broken, config(tmp_path), gpu=True),
+    ):
+        assert found["GPU device nodes"] is found["CuPy"] is Status.FAILED
+
+
+def test_a_gpu_daemon_with_all_it_needs(tmp_path: Path) -> None:
+    good = machine(tmp_path).amd().stack(ROCM).process("self").process(7, {})
+    found = statuses(good, config(tmp_path, "--device", "gpu", "--memory", "100GiB"), peer=7)
+    assert set(found.values()) == {Status.OK}
+    assert "shared memory" not in found, "its pages are not there"
+    assert found["GPU memory, for real"] is Status.OK
+
+
+def test_a_gpu_budget_beyond_the_gpu(tmp_path: Path) -> None:
+    found = statuses(machine(tmp_path).amd().stack(ROCM), config(tmp_path, "--device", "gpu", "--memory", "1TiB"))
+    assert found["GPU memory"] is Status.FAILED
+
+
+def test_a_gpu_that_is_there_and_not_asked_for_only_warns(tmp_path: Path) -> None:
+    broken = machine(tmp_path).device("/dev/kfd").prints("probe", {"error": "no CuPy"})
+    found = statuses(broken, config(tmp_path))
+    assert found["GPU device nodes"] is found["CuPy"] is Status.WARNING
+    assert Status.FAILED not in found.values()
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+def doctored(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.kvcache", "doctor", *words],
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def flags(tmp_path: Path) -> list[str]:
+    return ["--listen", f"unix:{tmp_path}/k.sock", "--arena-dir", f"{tmp_path}/arena", "--memory", "1MiB"]
+
+
+def test_this_machine_can_run_a_daemon(tmp_path: Path) -> None:
+    done = doctored(*flags(tmp_path), "--peer", str(os.getpid()))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("The KV-cache daemon with --device cpu --memory 1048576:")
+    assert any(line.startswith("ok       shared memory, for real") for line in lines)
+    assert any(line.startswith("ok       namespaces") for line in lines)
+    assert "FAILED" not in done.stdout and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_json_is_an_object_a_check(tmp_path: Path) -> None:
+    done = doctored("--json", *flags(tmp_path))
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and len(told) > 10
+    assert all(set(one) == {"check", "status", "found", "change"} for one in told)
+    assert {one["status"] for one in told} <= {"ok", "warning", "skipped"}
+
+
+def test_what_is_in_use_fails(tmp_path: Path) -> None:
+    with kvcache(tmp_path) as daemon:
+        done = doctored("--listen", daemon.address, "--arena-dir", f"{tmp_path}/arena")
+        assert done.returncode == 1
+        assert "kvcache.sock is in use" in done.stdout and "-> stop what listens there" in done.stdout
+        assert alive(daemon)
+
+
+def alive(daemon: Service) -> bool:
+    return daemon.process.poll() is None and not daemon.events("kvcache_stopped")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--memory", "much"], "rocmforge kvcache: --memory much: want a size"),
+        (["--device", "tpu"], "rocmforge kvcache: --device tpu: want cpu or gpu"),
+        (["--peer", "me"], "'me' is no process id"),
+        (["--no-such-flag"], "--no-such-flag"),
+    ],
+)
+def test_flags_that_cannot_be_end_with_status_2(words: list[str], told: str) -> None:
+    done = doctored(*words)
+    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
+
+
+def test_settings_come_from_the_environment_too(tmp_path: Path) -> None:
+    done = doctored(*flags(tmp_path), ROCMFORGE_KVCACHE_DEVICE="gpu", HIP_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert "FAILED   GPUs that are visible" in done.stdout
+    assert "HIP_VISIBLE_DEVICES is '': it hides every GPU" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    shell = f"{sys.executable} -m services.kvcache doctor {' '.join(flags(tmp_path))} | head -1"
+    done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout.startswith("The KV-cache daemon") and done.stderr == ""
