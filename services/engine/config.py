@@ -49,7 +49,8 @@ class Config:
         flags = FlagParser(
             "python -m services.engine [serve]",
             "The inference engine: text in, text out, its K and V in pages of the KV-cache daemon.\n"
-            "`python -m services.engine generate --help` tells about the client.",
+            "`python -m services.engine generate --help` tells about the client; `python -m services.engine doctor`\n"
+            "checks whether this machine can run it.",
             "ROCMFORGE_ENGINE",
         )
         add_serving_flags(flags, "engine.sock", PORT)

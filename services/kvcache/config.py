@@ -36,7 +36,8 @@ class Config:
         """Flags over environment over defaults. Raises InvalidConfiguration."""
         flags = FlagParser(
             "python -m services.kvcache",
-            "The KV-cache daemon: owns the memory that holds KV pages, and shares it with engines.",
+            "The KV-cache daemon: owns the memory that holds KV pages, and shares it with engines.\n"
+            "`python -m services.kvcache doctor` checks whether this machine can run it.",
             "ROCMFORGE_KVCACHE",
         )
         add_serving_flags(flags, "kvcache.sock", PORT)

@@ -34,7 +34,7 @@ def checks(machine: Machine, config: Config, peer: int | None, gpu: bool = False
         Check("open files", lambda: resources.open_files(machine, config.limits.max_sessions)),
         *memory,
         Check("namespaces", lambda: namespaces.namespaces(machine, peer, needed)),
-        Check("GPU device nodes", lambda: devices.device_nodes(machine, needed)),
+        Check("GPU device nodes", lambda: devices.device_nodes(machine, found, needed)),
         Check("GPUs that are visible", lambda: devices.visible_devices(machine, needed, peer)),
         Check("CuPy", lambda: stack.cupy(found, needed)),
         Check("GPU runtime", lambda: stack.runtime(found, needed)),

@@ -33,8 +33,9 @@ def options(module: str, other: str, words: Sequence[str]) -> Options:
         prog=f"python -m {module} doctor",
         description="Checks whether this machine can run the service, and says what to change where it cannot.\n"
         "Changes nothing and leaves nothing behind.",
-        epilog=f"All other flags, and the environment, are those of `python -m {module}`: give those that the service "
-        "is started with. Exit status: 0 when no check failed, 1 when one did, 2 for flags that cannot be.",
+        epilog=f"All other flags, and the environment, are those of `python -m {module}`:\n"
+        "give those that the service is started with.\n\n"
+        "Exit status: 0 when no check failed, 1 when one did, 2 for flags that cannot be.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

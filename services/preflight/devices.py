@@ -25,8 +25,10 @@ def has_nodes(machine: Machine) -> bool:
     return machine.stat(KFD) is not None or bool(machine.glob(NVIDIA))
 
 
-def device_nodes(machine: Machine, needed: bool) -> Finding:
+def device_nodes(machine: Machine, stack: Stack, needed: bool) -> Finding:
     """Whether the device nodes are there and this user may open them."""
+    if not has_nodes(machine) and stack.gpus:
+        return ok(f"neither {KFD} nor /dev/nvidia0, and the runtime finds GPUs all the same")
     if not has_nodes(machine):
         if not needed:
             return skipped(f"no GPU: neither {KFD} nor /dev/nvidia0")

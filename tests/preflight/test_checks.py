@@ -27,6 +27,7 @@ UNIX = Listener(path=Path("/run/user/1000/rocmforge/k.sock"))
 TCP = Listener(host="127.0.0.1", port=50052)
 NONE = dataclasses.replace(ROCM, gpus=(), gpu_error="no GPU can be used: hipErrorNoDevice")
 BROKEN = stack.Stack(error="CuPy is installed and cannot be imported: libamdhip64.so.7")
+NOTHING = stack.NOT_ASKED
 RDNA = dataclasses.replace(ROCM, gpus=(dataclasses.replace(MI300, arch="gfx1100"),))
 
 
@@ -49,20 +50,21 @@ Case = tuple[str, Callable[[], Finding], Status, str, str]
 #: (what is looked at, how, status, words of what was found, words of what to change)
 CASES: list[Case] = [
     # --- device nodes
-    ("no GPU, none wanted", lambda: devices.device_nodes(M(), False), SKIPPED, "no GPU: neither /dev/kfd", ""),
-    ("no GPU, one wanted", lambda: devices.device_nodes(M(), True), FAILED, "neither /dev/kfd nor /dev/nvidia0", r"devices: \[/dev/kfd, /dev/dri\]"),
-    ("AMD", lambda: devices.device_nodes(M().amd(), True), OK, "AMD: /dev/kfd, /dev/dri/renderD128, /dev/dri/renderD129$", ""),
-    ("AMD, driver told", lambda: devices.device_nodes(having(M().amd(), texts={"/sys/module/amdgpu/version": "6.10.5\n"}), True), OK, "; driver amdgpu 6.10.5$", ""),
-    ("NVIDIA", lambda: devices.device_nodes(M().nvidia(), True), OK, "NVIDIA: /dev/nvidia0$", ""),
-    ("NVIDIA, driver told", lambda: devices.device_nodes(having(M().nvidia(), texts={"/proc/driver/nvidia/version": "NVRM version: NVIDIA 580.1\nGCC"}), True), OK, "; NVIDIA 580.1$", ""),
-    ("kfd alone", lambda: devices.device_nodes(M().device("/dev/kfd"), True), FAILED, r"no /dev/dri/renderD\*", "pass /dev/dri in"),
-    ("kfd alone, not wanted", lambda: devices.device_nodes(M().device("/dev/kfd"), False), WARNING, "renderD", "pass /dev/dri in"),
-    ("kfd of a group", lambda: devices.device_nodes(M().amd().device("/dev/kfd", gid=109, opening=errno.EACCES), True), FAILED, "/dev/kfd is not for uid 1000 to open: it is of group 109, mode 0660, .* groups 27 1000", r'group_add: \["109"\]'),
-    ("renders of a group", lambda: devices.device_nodes(M().amd().device("/dev/dri/renderD128", "/dev/dri/renderD129", opening=errno.EACCES), True), FAILED, "/dev/dri/renderD128 is not for uid 1000", 'group_add: .*"992"'),
-    ("one render of two", lambda: devices.device_nodes(M().amd().device("/dev/dri/renderD129", opening=errno.EACCES), True), WARNING, "renderD129 is not for uid", "group 992"),
-    ("kfd mounted only", lambda: devices.device_nodes(M().amd().device("/dev/kfd", opening=errno.EPERM), True), FAILED, "may not be used: Operation not permitted", "list it under `devices:`"),
-    ("kfd broken", lambda: devices.device_nodes(M().amd().device("/dev/kfd", opening=errno.ENODEV), True), FAILED, "does not open: No such device", "dmesg"),
-    ("NVIDIA refused", lambda: devices.device_nodes(M().device("/dev/nvidia0", opening=errno.EACCES), True), FAILED, "/dev/nvidia0 is not for", "group"),
+    ("no GPU, none wanted", lambda: devices.device_nodes(M(), NOTHING, False), SKIPPED, "no GPU: neither /dev/kfd", ""),
+    ("no GPU, one wanted", lambda: devices.device_nodes(M(), NOTHING, True), FAILED, "neither /dev/kfd nor /dev/nvidia0", r"devices: \[/dev/kfd, /dev/dri\]"),
+    ("no node, and GPUs", lambda: devices.device_nodes(M(), ROCM, True), OK, "finds GPUs all the same", ""),
+    ("AMD", lambda: devices.device_nodes(M().amd(), NOTHING, True), OK, "AMD: /dev/kfd, /dev/dri/renderD128, /dev/dri/renderD129$", ""),
+    ("AMD, driver told", lambda: devices.device_nodes(having(M().amd(), texts={"/sys/module/amdgpu/version": "6.10.5\n"}), NOTHING, True), OK, "; driver amdgpu 6.10.5$", ""),
+    ("NVIDIA", lambda: devices.device_nodes(M().nvidia(), NOTHING, True), OK, "NVIDIA: /dev/nvidia0$", ""),
+    ("NVIDIA, driver told", lambda: devices.device_nodes(having(M().nvidia(), texts={"/proc/driver/nvidia/version": "NVRM version: NVIDIA 580.1\nGCC"}), NOTHING, True), OK, "; NVIDIA 580.1$", ""),
+    ("kfd alone", lambda: devices.device_nodes(M().device("/dev/kfd"), NOTHING, True), FAILED, r"no /dev/dri/renderD\*", "pass /dev/dri in"),
+    ("kfd alone, not wanted", lambda: devices.device_nodes(M().device("/dev/kfd"), NOTHING, False), WARNING, "renderD", "pass /dev/dri in"),
+    ("kfd of a group", lambda: devices.device_nodes(M().amd().device("/dev/kfd", gid=109, opening=errno.EACCES), NOTHING, True), FAILED, "/dev/kfd is not for uid 1000 to open: it is of group 109, mode 0660, .* groups 27 1000", r'group_add: \["109"\]'),
+    ("renders of a group", lambda: devices.device_nodes(M().amd().device("/dev/dri/renderD128", "/dev/dri/renderD129", opening=errno.EACCES), NOTHING, True), FAILED, "/dev/dri/renderD128 is not for uid 1000", 'group_add: .*"992"'),
+    ("one render of two", lambda: devices.device_nodes(M().amd().device("/dev/dri/renderD129", opening=errno.EACCES), NOTHING, True), WARNING, "renderD129 is not for uid", "group 992"),
+    ("kfd mounted only", lambda: devices.device_nodes(M().amd().device("/dev/kfd", opening=errno.EPERM), NOTHING, True), FAILED, "may not be used: Operation not permitted", "list it under `devices:`"),
+    ("kfd broken", lambda: devices.device_nodes(M().amd().device("/dev/kfd", opening=errno.ENODEV), NOTHING, True), FAILED, "does not open: No such device", "dmesg"),
+    ("NVIDIA refused", lambda: devices.device_nodes(M().device("/dev/nvidia0", opening=errno.EACCES), NOTHING, True), FAILED, "/dev/nvidia0 is not for", "group"),
     # --- variables
     ("variables, no GPU", lambda: devices.visible_devices(M(), False, None), SKIPPED, "none is asked for", ""),
     ("no variable", lambda: devices.visible_devices(M(), True, None), OK, "no variable hides a GPU", ""),
