@@ -51,6 +51,11 @@ def indices(values: I64) -> I64:
     return values
 
 
+def places(page: I64, slot: I64) -> tuple[I64, I64]:
+    """Where the K and V of a step's tokens go, as `rope_write_kv` takes it."""
+    return page, slot
+
+
 def fitted(pages: F32, layers: int, kv_heads: int, head_dim: int) -> F32:
     """The arena as the functions below take it. Raises ValueError when it is not of such pages."""
     pages = np.asarray(pages)  # a memory map would make every index below slower
@@ -83,13 +88,30 @@ def rms_norm(x: F32, weight: F32, eps: float, residual: F32 | None = None) -> tu
     return normed, total
 
 
-def rope_angles(positions: I64, head_dim: int, theta: float) -> tuple[F32, F32]:
-    """Return cosine and sine, ``[n, head_dim / 2]``, of position times ``theta ** (-2i / head_dim)``.
-
-    Frequencies and angles are rounded to float32, as the models were trained with.
-    """
+def rope_frequencies(head_dim: int, theta: float) -> F32:
+    """Return ``theta ** (-2i / head_dim)``, ``[head_dim / 2]``, rounded to float32 as models are trained with."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = (1.0 / np.float64(theta) ** exponents).astype(np.float32)
+    frequencies: F32 = (1.0 / np.float64(theta) ** exponents).astype(np.float32)
+    return frequencies
+
+
+def rope_table(frequencies: F32, count: int) -> tuple[F32, F32]:
+    """Return the cosines and sines of all positions below ``count``, ``[count, head_dim / 2]``."""
+    return _cosine_sine(np.arange(count), frequencies)
+
+
+def rotation(table: tuple[F32, F32], positions: I64) -> tuple[F32, F32]:
+    """Return what rotates tokens at ``positions``, of a table that has them all: cosine and sine."""
+    return table[0][positions], table[1][positions]
+
+
+def rope_angles(positions: I64, head_dim: int, theta: float) -> tuple[F32, F32]:
+    """Return cosine and sine, ``[n, head_dim / 2]``, of position times `rope_frequencies`."""
+    return _cosine_sine(positions, rope_frequencies(head_dim, theta))
+
+
+def _cosine_sine(positions: I64, frequencies: F32) -> tuple[F32, F32]:
+    """Of the angles rounded to float32, as models are trained with."""
     angles = (positions.astype(np.float32)[:, None] * frequencies).astype(np.float64)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
@@ -132,12 +154,14 @@ def write_kv_int8(k: F32, v: F32, values: I8, scales: F32, layer: int, page: I64
 
 
 def rope_write_kv(
-    qkv: F32, cosine: F32, sine: F32, pages: F32, layer: int, page: I64, slot: I64, query_heads: int
+    qkv: F32, angles: tuple[F32, F32], pages: F32, layer: int, places: tuple[I64, I64], query_heads: int
 ) -> F32:
     """Rotate queries and keys of ``qkv`` ``[n, query_heads + 2 kv_heads, head_dim]``, and store keys and values.
 
-    The heads are queries, then keys, then values. Returns the queries, ``[n, query_heads, head_dim]``.
+    The heads are queries, then keys, then values; ``angles`` are of `rotation`, ``places`` of `places`. Returns the
+    queries, ``[n, query_heads, head_dim]``.
     """
+    (cosine, sine), (page, slot) = angles, places
     kv_heads = pages.shape[3]
     rotated = rope(qkv[:, : query_heads + kv_heads], cosine, sine)
     write_kv(rotated[:, query_heads:], qkv[:, query_heads + kv_heads :], pages, layer, page, slot)

@@ -47,6 +47,8 @@ class Model:
         self._embedding = ops.weight(tensors["model.embed_tokens.weight"], dtype)
         self._layers = [_layer(ops, dtype, tensors, f"model.layers.{index}.") for index in range(config.layers)]
         self._norm = ops.weight(tensors["model.norm.weight"], dtype)
+        frequencies = ops_numpy.rope_frequencies(config.head_dim, config.rope_theta)
+        self._rope_table = ops.rope_table(frequencies, config.max_context)
         self._head = self._embedding if config.tied_embeddings else ops.weight(tensors["lm_head.weight"], dtype)
 
     @classmethod
@@ -77,8 +79,8 @@ class Model:
         if not rows:
             return np.empty((0, config.vocab_size), np.float32)
         batch = Batch.build(rows, page_size, total_pages, config.vocab_size, config.max_context)
-        page, slot = ops.indices(batch.page), ops.indices(batch.slot)
-        cosine, sine = ops.rope_angles(batch.positions, config.head_dim, config.rope_theta)
+        places = ops.places(batch.page, batch.slot)
+        angles = ops.rotation(self._rope_table, batch.positions)
         plan = ops.attention_plan(batch.block_tables, batch.starts, batch.lengths, pages, config.query_heads)
 
         total = ops.take(self._embedding, ops.indices(batch.tokens))
@@ -86,7 +88,7 @@ class Model:
         for index, layer in enumerate(self._layers):
             normed, total = ops.rms_norm(total, layer.attention_norm, config.rms_norm_eps, change)
             qkv = ops.linear(normed, layer.qkv).reshape(len(normed), -1, config.head_dim)
-            q = ops.rope_write_kv(qkv, cosine, sine, pages, index, page, slot, config.query_heads)
+            q = ops.rope_write_kv(qkv, angles, pages, index, places, config.query_heads)
             if index == config.layers - 1 and len(batch.wanted) < len(total):
                 # Of the last layer only K and V are needed, but for the tokens whose logits are wanted.
                 wanted = ops.indices(batch.wanted)

@@ -1,0 +1,296 @@
+"""The functions of `ops_numpy` on a GPU, through CuPy: HIP sources of this folder, and cuBLAS or hipBLAS for products.
+
+Everything is queued on CuPy's current stream and returns before it has run. Activations are CuPy arrays of float32,
+float16, or uint16 for bfloat16; sums are in float32 all the same. What a token gets may differ in its last bits with
+the batch it is computed in: the libraries choose their products by shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels import attention, gemm, module, ops_numpy
+from kernels.attention import Attention, Geometry
+
+F32 = NDArray[np.float32]
+I64 = NDArray[np.int64]
+
+#: Names of types as services give them, and as kernels take them.
+KINDS = {"f32": "F32", "f16": "F16", "bf16": "BF16", "int8": "INT8"}
+#: What an array of each kind of activation is made of.
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(np.uint16)}
+#: Threads of a block where it does not matter much; whole waves.
+THREADS = 256
+#: Bytes that a thread of a copying kernel moves.
+COPIED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Pages: ``memory`` uint8 ``[pages, page_bytes]``, each of ``page_size`` tokens."""
+
+    memory: Any
+    page_size: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return int(self.memory.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the K and V of ``n`` tokens go: ``page`` and ``slot`` int32 ``[n]``.
+
+    ``segments`` int32 ``[segment_count + 1]``: where the tokens of another page begin, and ``n``; for int8 pages only.
+    """
+
+    page: Any
+    slot: Any
+    segments: Any
+    segment_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """Cosines and sines of every position, float32 ``[positions, head_dim / 2]``, and each token's position, int32."""
+
+    cosine: Any
+    sine: Any
+    positions: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A batch's attention, with its arrays on the device."""
+
+    plan: attention.Plan
+    parts: tuple[Any, ...]
+    tables: Any
+    partials: Any
+    stats: Any
+
+
+class CupyOps:
+    """A backend for GPU ``device``: activations of ``dtype``, pages of ``page_size`` tokens, their numbers ``kv_dtype``.
+
+    Types are ``f32``, ``f16`` and ``bf16``, for pages ``int8`` too. A thread's current device becomes this one in
+    `weight`, `rope_table` and `fitted`, which a forward pass begins with. Raises ValueError for an unknown type. A kernel
+    that does not compile raises `module.KernelError`, a product that fails `gemm.GemmError`, a GPU that fails CuPy's own
+    errors.
+    """
+
+    def __init__(self, device: int, dtype: str, kv_dtype: str, page_size: int) -> None:
+        import cupy
+
+        if dtype not in KINDS or dtype == "int8":
+            raise ValueError(f"dtype is {dtype}; it must be f32, f16 or bf16")
+        if kv_dtype not in KINDS:
+            raise ValueError(f"kv_dtype is {kv_dtype}; it must be one of {', '.join(KINDS)}")
+        self._cupy = cupy
+        self._device = cupy.cuda.Device(device)
+        self._device.use()
+        self._gpu = _gpu(cupy, device)
+        self._kind, self._kv_kind, self._page_size = KINDS[dtype], KINDS[kv_dtype], page_size
+        self._dtype = _DTYPES[self._kind]
+        self._attentions: dict[tuple[Geometry, float], Attention] = {}
+
+    def synchronize(self) -> None:
+        """Wait until all that was queued has run."""
+        self._cupy.cuda.get_current_stream().synchronize()
+
+    # --- from the host ------------------------------------------------------------------------------------------------
+
+    def weight(self, tensor: F32, dtype: str) -> Any:
+        """Copy a weight to the device as ``dtype``. Raises ValueError when that is not the backend's, or overflows."""
+        if KINDS.get(dtype) != self._kind:
+            raise ValueError(f"weights of {dtype} do not go with activations of {self._kind}")
+        self._device.use()
+        if self._kind == "BF16":
+            return self._cupy.asarray(tensor.astype(ml_dtypes.bfloat16).view(np.uint16))
+        with np.errstate(over="ignore"):
+            stored = np.ascontiguousarray(tensor, self._dtype)
+        if self._kind == "F16" and not np.isfinite(stored).all():
+            raise ValueError(f"a weight of {np.abs(tensor).max():g} does not fit f16, which ends at 65504")
+        return self._cupy.asarray(stored)
+
+    def indices(self, values: I64) -> Any:
+        """Tokens or rows: int32 ``[n]``."""
+        return self._cupy.asarray(values.astype(np.int32))
+
+    def places(self, page: I64, slot: I64) -> Places:
+        """See `Places`. Slots of a page rise by one from a token to the next, and its first slot is written first."""
+        begins = np.flatnonzero(np.diff(page, prepend=-1)) if self._kv_kind == "INT8" else np.zeros(0, np.int64)
+        n = len(page)
+        packed = self._cupy.asarray(np.concatenate([page, slot, begins, [n]]).astype(np.int32))
+        return Places(packed[:n], packed[n : 2 * n], packed[2 * n :], len(begins))
+
+    def fitted(self, pages: Any, layers: int, kv_heads: int, head_dim: int) -> Arena:
+        """The arena whose memory is ``pages``, uint8 ``[pages, page_bytes]``. Raises ValueError if that cannot be."""
+        self._device.use()
+        expected = self._geometry(kv_heads, layers, kv_heads, head_dim).page_bytes
+        if pages.dtype != np.uint8 or pages.ndim != 2 or pages.shape[1] != expected:
+            raise ValueError(f"{pages.dtype} {list(pages.shape)} are no pages of {expected} bytes")
+        return Arena(pages, self._page_size, layers, kv_heads, head_dim)
+
+    def extent(self, pages: Arena) -> tuple[int, int]:
+        """How many pages there are, and tokens in each."""
+        return int(pages.memory.shape[0]), pages.page_size
+
+    def rope_table(self, frequencies: F32, count: int) -> tuple[Any, Any]:
+        """See `ops_numpy.rope_table`."""
+        self._device.use()
+        cosine, sine = ops_numpy.rope_table(frequencies, count)
+        return self._cupy.asarray(cosine), self._cupy.asarray(sine)
+
+    def rotation(self, table: tuple[Any, Any], positions: I64) -> Angles:
+        """See `ops_numpy.rotation`."""
+        return Angles(*table, self.indices(positions))
+
+    # --- kernels ------------------------------------------------------------------------------------------------------
+
+    def take(self, x: Any, rows: Any) -> Any:
+        """Those rows of a contiguous ``x`` ``[n, ...]``."""
+        out = self._empty((len(rows), *x.shape[1:]), x.dtype)
+        row_bytes = x.nbytes // len(x)
+        blocks = _blocks(row_bytes)
+        arguments = [x, rows, out, np.int64(row_bytes), np.int32(blocks)]
+        module.load("embedding").launch("gather_rows", len(rows) * blocks, THREADS, arguments)
+        return out
+
+    def rms_norm(self, x: Any, weight: Any, eps: float, residual: Any | None = None) -> tuple[Any, Any]:
+        """See `ops_numpy.rms_norm`."""
+        rows, width = x.shape
+        out = self._empty(x.shape, x.dtype)
+        total = None if residual is None else self._empty(x.shape, x.dtype)
+        arguments = [x, residual, weight, out, total, np.int32(width), np.float32(eps)]
+        threads = _norm_threads(width * x.itemsize, self._gpu.wave)
+        self._module("norm").launch("rms_norm", rows, threads, arguments)
+        return out, x if total is None else total
+
+    def rope_write_kv(
+        self, qkv: Any, angles: Angles, pages: Arena, layer: int, places: Places, query_heads: int
+    ) -> Any:
+        """See `ops_numpy.rope_write_kv`."""
+        n, _, dim = qkv.shape
+        q = self._empty((n, query_heads, dim), qkv.dtype)
+        compiled = self._module("rope", RF_KV=self._kv_kind, RF_HEAD_DIM=dim)
+        turned = [angles.cosine, angles.sine, angles.positions, places.page, places.slot]
+        arena = [pages.memory, np.int64(pages.page_bytes), np.int32(layer)]
+        heads = [np.int32(pages.page_size), np.int32(query_heads), np.int32(pages.kv_heads)]
+        no_norm, eps = None, np.float32(0)
+        scaled = self._kv_kind == "INT8"
+        rotated = query_heads if scaled else query_heads + 2 * pages.kv_heads
+        grid = (n, -(-rotated * _rope_lanes(dim, qkv.itemsize) // THREADS))
+        arguments = [qkv, q, np.int64(query_heads * dim), no_norm, no_norm, eps, *turned, *arena, *heads]
+        compiled.launch("rope_write", grid, THREADS, arguments)
+        if scaled:
+            arguments = [qkv, no_norm, eps, *turned, places.segments, *arena, np.int32(pages.layers), *heads]
+            compiled.launch("write_int8", (places.segment_count, 2 * pages.kv_heads), THREADS, arguments)
+        return q
+
+    def linear(self, x: Any, weight: Any, widen: bool = False) -> Any:
+        """See `ops_numpy.linear`."""
+        out = self._empty((x.shape[0], weight.shape[0]), np.dtype(np.float32) if widen else self._dtype)
+        gemm.linear(x, weight, out)
+        return out
+
+    def silu_mul(self, gate_up: Any) -> Any:
+        """See `ops_numpy.silu_mul`."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = self._empty((rows, width), gate_up.dtype)
+        blocks = -(-width * gate_up.itemsize // (THREADS * 16))
+        self._module("activation").launch("silu_mul", (rows, blocks), THREADS, [gate_up, out, np.int32(width)])
+        return out
+
+    def copy_page(self, pages: Arena, source: int, target: int) -> None:
+        """See `ops_numpy.copy_page`."""
+        self.copy_pages(pages, [(source, target)])
+
+    def copy_pages(self, pages: Arena, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the first page of each pair to the second; no target is in another pair."""
+        self._on_pages("copy_pages", pages, np.array(pairs, np.int32))
+
+    def zero_page(self, pages: Arena, page: int) -> None:
+        """See `ops_numpy.zero_page`."""
+        self._on_pages("zero_pages", pages, np.array([page], np.int32))
+
+    def _on_pages(self, kernel: str, pages: Arena, numbers: NDArray[np.int32]) -> None:
+        blocks = _blocks(pages.page_bytes)
+        arguments = [pages.memory, self._cupy.asarray(numbers), np.int64(pages.page_bytes), np.int32(blocks)]
+        module.load("pages").launch(kernel, len(numbers) * blocks, THREADS, arguments)
+
+    # --- attention ----------------------------------------------------------------------------------------------------
+
+    def attention_plan(self, block_tables: I64, starts: I64, lengths: I64, pages: Arena, query_heads: int) -> Planned:
+        """See `ops_numpy.attention_plan`."""
+        geometry = self._geometry(query_heads, pages.layers, pages.kv_heads, pages.head_dim)
+        plan = attention.plan(geometry, self._gpu, starts, lengths)
+        packed = self._cupy.asarray(plan.packed)
+        partials, stats = plan.partial_rows * pages.kv_heads * pages.head_dim, plan.partial_rows * pages.kv_heads * 2
+        floats = self._empty((partials + stats,), np.dtype(np.float32)) if partials else None
+        return Planned(
+            plan,
+            tuple(packed[part] for part in plan.parts),
+            self._cupy.asarray(np.ascontiguousarray(block_tables, np.int32)),
+            None if floats is None else floats[:partials],
+            None if floats is None else floats[partials:],
+        )
+
+    def paged_attention(self, q: Any, pages: Arena, layer: int, plan: Planned, scale: float) -> Any:
+        """See `ops_numpy.paged_attention`."""
+        _, query_heads, dim = q.shape
+        geometry = self._geometry(query_heads, pages.layers, pages.kv_heads, dim)
+        key = (geometry, scale)
+        if key not in self._attentions:
+            self._attentions[key] = Attention(module.load, geometry, self._gpu, scale)
+        out = self._empty(q.shape, q.dtype)
+        stride = plan.tables.shape[1]
+        self._attentions[key].run(
+            plan.plan, plan.parts, q, query_heads * dim, pages.memory, layer, plan.tables, stride, out,
+            plan.partials, plan.stats,
+        )  # fmt: skip
+        return out
+
+    # --- parts of these -----------------------------------------------------------------------------------------------
+
+    def _geometry(self, query_heads: int, layers: int, kv_heads: int, head_dim: int) -> Geometry:
+        return Geometry(query_heads, kv_heads, head_dim, self._page_size, layers, self._kind, self._kv_kind)
+
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return self._cupy.empty(shape, dtype)
+
+    def _module(self, name: str, **defines: str | int) -> module.Module:
+        return module.load(name, {"RF_TYPE": self._kind, **defines})
+
+
+def _gpu(cupy: Any, device: int) -> attention.Gpu:
+    """What the attention kernels want to know; matrix instructions are used on NVIDIA's GPUs from Ampere on."""
+    properties = cupy.cuda.runtime.getDeviceProperties(device)
+    matrix = not cupy.cuda.runtime.is_hip and properties["major"] >= 8
+    return attention.Gpu(int(properties["warpSize"]), int(properties["multiProcessorCount"]), matrix)
+
+
+def _blocks(size: int) -> int:
+    """Blocks that share the copy of ``size`` bytes."""
+    return max(1, -(-size // (THREADS * COPIED)))
+
+
+def _norm_threads(row_bytes: int, wave: int) -> int:
+    """One thread for each 32 bytes of a row, in whole waves."""
+    return min(1024, -(-row_bytes // (32 * wave)) * wave)
+
+
+def _rope_lanes(head_dim: int, itemsize: int) -> int:
+    """Lanes that share a head, as rope.hip has it: one for each pack of 16 bytes of its half, 4 to 32 of them."""
+    packs = head_dim // 2 // (16 // itemsize)
+    return max(4, 1 << (packs - 1).bit_length())
