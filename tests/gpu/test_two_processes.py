@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ def pool(daemon: Service) -> pb.PoolStats:
 
 
 def opened_at_last(engine: Engine) -> Any:
-    """Open once the daemon is heard: after a connection that failed, gRPC waits a while before it tries the next."""
+    """Open as often as it takes: after a connection that failed, gRPC waits a while before it tries the next, and only
+    one engine attaches at a time.
+    """
     while True:
         try:
             return engine.open()
         except Refused as refused:
-            if refused.reason != "KVCACHE_DOWN":
+            if refused.reason not in ("KVCACHE_DOWN", "ATTACH_BUSY"):
                 raise
 
 
@@ -54,6 +57,17 @@ def test_engines_share_the_daemons_pages(one: World) -> None:
     assert pool(daemon).sessions == 0
     assert [event["device"] for event in daemon.events("arena_made")] == ["0"], "one allocation for all of it"
     assert daemon.stop() == 0
+
+
+def test_engines_that_come_at_the_same_time_all_attach(one: World) -> None:
+    daemon = one.daemon()
+    engines = [one.engine(daemon) for _ in range(4)]
+    with ThreadPoolExecutor(len(engines)) as threads:
+        opened = list(threads.map(opened_at_last, engines))
+    assert len({answer["epoch"] for answer in opened}) == 1 and pool(daemon).sessions == 4
+    engines[0].write(3, 33)
+    assert [engine.read(3) for engine in engines] == [[33]] * 4
+    assert len(daemon.events("arena_made")) == 1
 
 
 def test_a_killed_engine_leaves_its_pages_to_the_next(one: World) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from services.gpu import Runtime
 from services.kvcache.config import Config
 from services.kvcache.server import Daemon
 from tests.fakegpu import OUT_OF_MEMORY, Machine
+from tests.kvcache.conftest import LAYOUT_PB
 from tests.kvcache.ongpus import CANARIES, PAGE, OnGpus
 
 
@@ -116,6 +119,21 @@ def test_an_engine_that_leaves_or_is_slow_does_not_keep_others_waiting_for_ever(
     running.now += 0.2
     running.attach(running.open(0))
     running.attach(slow)  # late, and still welcome
+
+
+def test_an_engine_killed_while_it_attaches_does_not_keep_the_next_out(running: OnGpus) -> None:
+    child = subprocess.Popen(["sleep", "infinity"])
+    start = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    namespace = os.readlink(f"/proc/{child.pid}/ns/pid")
+    process = pb.ProcessIdentity(pid=child.pid, start_time=start, pid_namespace=namespace)
+    fields = {"pool_id": "pool", "layout": LAYOUT_PB, "pool_pages": 8, "device_ordinal": 0}
+    running.stub.OpenSession(pb.OpenSessionRequest(process=process, ttl={"seconds": 600}, **fields))
+    running.sweep()
+    assert refused(lambda: running.open(0)).reason == "ATTACH_BUSY"
+    child.kill()
+    child.wait(30)
+    running.sweep()
+    running.attach(running.open(0))
 
 
 def test_an_engine_that_saw_no_reply_may_open_again_at_once(running: OnGpus) -> None:
