@@ -56,6 +56,7 @@ down: setup ## Stop what `make up` started
 	@$(PY) scripts/demo.py down
 
 test: setup ## Run the tests
+	@$(PY) -m tests.rocm.standin build
 	@$(PY) -m pytest tests
 
 test-gpu: setup ## Run the tests that a GPU is for, on this machine's; fails when it has none

@@ -1,25 +1,27 @@
 """A HIP runtime without a GPU, on which the unmodified CuPy wheel for ROCm runs.
 
-`build` makes it, below build/, of what is here and in tests/kernels/cpu; `environment` is what a process needs to run on
+`build` makes it, below build/, of what is here and in tests/kernels/cpu; `environment` is what processes need to run on
 it::
 
     env = standin.environment(wave=64, devices=2)
     subprocess.run([sys.executable, "-m", "services.kvcache", ...], env=env)
-    subprocess.run([sys.executable, "-m", "services.engine", ...], env=env)      # the same machine: they can share memory
+    subprocess.run([sys.executable, "-m", "services.engine", ...], env=env)  # the same machine: memory can be shared
 
-Each call of `environment` is a machine of its own, and processes see each other's device memory only with the same one;
-`leftovers` says what memory of a machine is still there. From a shell: ``eval "$(python -m tests.rocm.standin)"``.
+Each call of `environment` is a machine of its own, and processes see each other's device memory on the same one only;
+`leftovers` says what memory of a machine is still there. From a shell: ``eval "$(python -m tests.rocm.standin)"``;
+``python -m tests.rocm.standin build`` builds it and no more, or says why it cannot.
 
-**What it is.** CuPy's own code for ROCm runs: its calls of HIP, HIPRTC and hipBLAS, its compiler's options and caches, its
-error handling. Behind them, a kernel is compiled by g++ and run by the CPU executor of the kernels' tests, the memory of
-a device is shared memory of the host, and a matrix product is a loop. What HIP refuses is refused with HIP's error, some
-more is that a GPU would silently get wrong: copies that leave an allocation, handles that were destroyed, launches on a
-stream or with a module of another device. Memory is 0xCD when it is allocated; an access outside of any ends the process.
+**What it is.** CuPy's own code for ROCm runs: its calls of HIP, HIPRTC and hipBLAS, its compiler's options and caches,
+its error handling. Behind them, a kernel is compiled by g++ and run by the CPU executor of the kernels' tests, the
+memory of a device is shared memory of the host, and a matrix product is a loop. What HIP refuses is refused with HIP's
+error, and so is some more that a GPU would get wrong in silence: copies that leave an allocation, handles that were
+destroyed, launches on a stream or with a module of another device. Memory is 0xCD when it is allocated; an access
+outside of any ends the process.
 
-**What it is not.** Nothing is asynchronous: every call has done its work when it returns, so a missing synchronisation is
-never noticed, and no time means anything. Denormals are kept where a GPU flushes them. Device code that was compiled into
-CuPy, and libraries of ROCm but the parts of hipBLAS that the product uses, are not there: a call ends the process, and
-says of what.
+**What it is not.** Nothing is asynchronous: every call has done its work when it returns, so a missing synchronisation
+is never noticed, and no time means anything. Denormals are kept where a GPU flushes them. A kernel may read memory of
+another device. Device code that was compiled into CuPy, and libraries of ROCm but the parts of hipBLAS that the product
+uses, are not there: a call ends the process, and says of what.
 
 What differs between machines is set by the arguments of `environment`, which see. ``HIP_VISIBLE_DEVICES`` is honoured.
 """
@@ -173,7 +175,7 @@ def _site() -> Path:
     folder = BUILD / f"cupy-{pinned[1]}-{sys.implementation.cache_tag}"
     if not folder.exists():
         with _made_at_once(folder) as new:
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--retries", "1"]
             done = subprocess.run(
                 [*pip, "--target", str(new), f"{WHEEL}=={pinned[1]}"], capture_output=True, text=True, timeout=600
             )
@@ -259,7 +261,21 @@ def _symbols(which: str, files: list[Path], *flags: str) -> set[str]:
     return {line.split()[-1].partition("@")[0] for line in lines if line.strip() and not line.endswith(":")}
 
 
+def _main(arguments: list[str]) -> None:
+    if arguments not in ([], ["build"]):
+        raise SystemExit("usage: python -m tests.rocm.standin [build]")
+    try:
+        if arguments:
+            build()
+            return
+        for name, value in environment().items():
+            if os.environ.get(name) != value:
+                print(f"export {name}={shlex.quote(value)}")
+    except Unavailable as error:
+        # Not a failure of `make test`: the tests that need it tell, and fail where they must run.
+        print(f"no stand-in for a GPU: {error}", file=sys.stderr)
+        raise SystemExit(0 if arguments else 1) from None
+
+
 if __name__ == "__main__":
-    for name, value in environment().items():
-        if os.environ.get(name) != value:
-            print(f"export {name}={shlex.quote(value)}")
+    _main(sys.argv[1:])

@@ -104,8 +104,8 @@ def test_cupys_gemm_ex(blas: Process, kind: str, ta: int, tb: int) -> None:
 def test_cupys_batches(blas: Process, kind: str) -> None:
     blas.run(f"operands({kind!r}, 1, 0); t = TYPES[{kind!r}][1]")
     blas.run(
-        "cublas.gemmStridedBatchedEx(handle, 1, 0, m, n, k, one.ctypes.data, a.data.ptr, t, lda, lda * m, b.data.ptr, t,"
-        " ldb, ldb * n, half.ctypes.data, c.data.ptr, t, ldc, ldc * n, batch, rt.CUDA_R_32F, -1)"
+        "cublas.gemmStridedBatchedEx(handle, 1, 0, m, n, k, one.ctypes.data, a.data.ptr, t, lda, lda * m, b.data.ptr,"
+        " t, ldb, ldb * n, half.ctypes.data, c.data.ptr, t, ldc, ldc * n, batch, rt.CUDA_R_32F, -1)"
     )
     check(blas, 1, 0, kind, batch=3)
 
@@ -154,8 +154,8 @@ def test_an_element_is_the_same_in_whatever_company(blas: Process) -> None:
 def test_factors_on_the_device(blas: Process) -> None:
     blas.run("operands('f4', 0, 0); factors = cp.asarray(np.array([1, 0.5], np.float32)); f = factors.data.ptr")
     call = (
-        "status = gemm_ex(handle, 111, 111, m, n, k, {alpha}, a.data.ptr, 0, lda, b.data.ptr, 0, ldb, f + 4, c.data.ptr,"
-        " 0, ldc, 2, 160)"
+        "status = gemm_ex(handle, 111, 111, m, n, k, {alpha}, a.data.ptr, 0, lda, b.data.ptr, 0, ldb, f + 4,"
+        " c.data.ptr, 0, ldc, 2, 160)"
     )
     blas.run("cublas.setPointerMode(handle, 1)")
     blas.run(call.format(alpha="one.ctypes.data"))
@@ -166,6 +166,26 @@ def test_factors_on_the_device(blas: Process) -> None:
     check(blas, 0, 0, "f4")
 
 
+#: Whole allocations of their own: CuPy's pool rounds up.
+ATTEMPT = """
+def attempt(mistake):
+    rt.setDevice(0)
+    space = dict(globals(), m=37, n=11, k=70, t=2, u=2, lda=37, ldb=70, ldc=37, alpha=one.ctypes.data, h=handle)
+    space.update(a_operation=111, algorithm=160, compute=2)
+    for name, elements in (("a_at", 37 * 70), ("b_at", 70 * 11), ("c_at", 37 * 11)):
+        space[name] = rt.malloc(2 * elements)
+    own = [space[name] for name in ("a_at", "b_at", "c_at")]
+    exec(mistake, space)
+    status = eval(
+        "gemm_ex(h, a_operation, 111, m, n, k, alpha, a_at, t, lda, b_at, t, ldb, half.ctypes.data, c_at, u, ldc,"
+        " compute, algorithm)",
+        space,
+    )
+    rt.setDevice(0)
+    for pointer in own:
+        rt.free(pointer)
+    return status
+"""
 #: One change to a call that is right, and the status it gets. A, of 37 x 70 elements, ends with its allocation.
 MISTAKES = {
     "a_operation = 0": INVALID_ENUM,
@@ -191,30 +211,15 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_refused(blas: Process, mistake: str) -> None:
     blas.run("host = np.zeros((100, 100), np.float16)")
-    # Whole allocations of their own: CuPy's pool rounds up.
-    blas.run(
-        "def attempt(mistake):\n"
-        "    rt.setDevice(0)\n"
-        "    space = dict(globals(), m=37, n=11, k=70, t=2, u=2, lda=37, ldb=70, ldc=37, a_operation=111, algorithm=160,\n"
-        "        compute=2, alpha=one.ctypes.data, h=handle)\n"
-        "    for name, elements in (('a_at', 37 * 70), ('b_at', 70 * 11), ('c_at', 37 * 11)):\n"
-        "        space[name] = rt.malloc(2 * elements)\n"
-        "    own = [space[name] for name in ('a_at', 'b_at', 'c_at')]\n"
-        "    exec(mistake, space)\n"
-        "    status = eval('gemm_ex(h, a_operation, 111, m, n, k, alpha, a_at, t, lda, b_at, t, ldb, half.ctypes.data,'\n"
-        "        'c_at, u, ldc, compute, algorithm)', space)\n"
-        "    rt.setDevice(0)\n"
-        "    for pointer in own:\n"
-        "        rt.free(pointer)\n"
-        "    return status\n"
-    )
+    blas.run(ATTEMPT)
     assert blas.get("attempt('')") == 0
     assert blas.get(f"attempt({mistake!r})") == MISTAKES[mistake]
 
 
 def test_stale_and_foreign_streams(blas: Process) -> None:
     blas.run("h = cublas.create(); s = rt.streamCreate(); cublas.setStream(h, s)")
-    blas.run("rt.setDevice(1); far = rt.streamCreate(); rt.setDevice(0); gone = rt.streamCreate(); rt.streamDestroy(gone)")
+    blas.run("rt.setDevice(1); far = rt.streamCreate(); rt.setDevice(0)")
+    blas.run("gone = rt.streamCreate(); rt.streamDestroy(gone)")
     assert blas.get("cublas.getStream(h) == s") is True
     assert status(blas, "cublas.setStream(h, far)") == INVALID_VALUE
     assert status(blas, "cublas.setStream(h, gone)") == INVALID_VALUE
@@ -224,11 +229,12 @@ def test_stale_and_foreign_streams(blas: Process) -> None:
 
 # --- traps of the wheel itself, which the product goes around --------------------------------------------------------
 
-CALL = (
-    "x = cp.zeros(64, np.uint8); one = np.ones(1, np.float32); p, q = x.data.ptr, one.ctypes.data\n"
-    "from cupy_backends.cuda.libs import cublas\n"
-    "cublas.gemmEx(cp.cuda.device.get_cublas_handle(), 0, 0, 4, 4, 4, q, p, {t}, 4, p, {t}, 4, q, p, {t}, 4, {compute}, {algo})"
-)
+CALL = """
+from cupy_backends.cuda.libs import cublas
+x, one = cp.zeros(64, np.uint8), np.ones(1, np.float32)
+p, q, handle = x.data.ptr, one.ctypes.data, cp.cuda.device.get_cublas_handle()
+cublas.gemmEx(handle, 0, 0, 4, 4, 4, q, p, {t}, 4, p, {t}, 4, q, p, {t}, 4, {compute}, {algo})
+"""
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_both_processes_see_what_either_writes(one: Process, other: Process, han
 
 def test_a_kernel_writes_what_the_other_process_owns(one: Process, other: Process, handle: bytes) -> None:
     other.run("q = rt.ipcOpenMemHandle(handle)", handle=handle)
-    other.run("code = 'extern \"C\" __global__ void fill(unsigned char *x) { x[threadIdx.x] = (unsigned char)(threadIdx.x); }'")
+    other.run("code = 'extern \"C\" __global__ void fill(char *x) { x[threadIdx.x] = (char)threadIdx.x; }'")
     other.run("cp.RawModule(code=code).get_function('fill')((1,), (128,), (np.intp(q),)); rt.deviceSynchronize()")
     assert [byte(one, "p", at) for at in (0, 1, 127, 128)] == [0, 1, 127, 1]
     other.run("rt.ipcCloseMemHandle(q)")
@@ -80,7 +80,7 @@ def test_the_middle_of_an_allocation_comes_out_as_it(one: Process, other: Proces
     other.run("rt.ipcCloseMemHandle(q)")
 
 
-def test_what_was_not_opened_is_not_closed_and_what_was_is_not_freed(one: Process, other: Process, handle: bytes) -> None:
+def test_what_was_not_opened_is_not_closed_nor_freed_what_was(one: Process, other: Process, handle: bytes) -> None:
     other.run("q = rt.ipcOpenMemHandle(handle); own = rt.malloc(64)", handle=handle)
     assert status(other, "rt.ipcCloseMemHandle(own)") == INVALID_VALUE
     assert status(other, "rt.ipcCloseMemHandle(0)") == INVALID_VALUE

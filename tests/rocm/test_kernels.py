@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -30,7 +29,8 @@ SOURCE = r"""
 RF_KERNEL sums(const RF_TYPE::Bits *x, float *y, i32 columns) {
     __shared__ float scratch[32];
     float sum = 0.0f;
-    for (i32 i = (i32)threadIdx.x; i < columns; i += (i32)blockDim.x) sum += RF_TYPE::load(x[(i64)blockIdx.x * columns + i]);
+    x += (i64)blockIdx.x * columns;
+    for (i32 i = (i32)threadIdx.x; i < columns; i += (i32)blockDim.x) sum += RF_TYPE::load(x[i]);
     sum = block_sum(sum, scratch);
     if (threadIdx.x == 0) y[blockIdx.x] = SCALE * sum;
 }
@@ -180,12 +180,13 @@ def test_a_second_process_compiles_nothing(start: Starts, wave64: Process) -> No
     process = prepared(start(CXX="/bin/false"))
     process.run("x = cp.zeros(8, np.int32); load().get_function('small')((1,), (64,), (x,))")
     assert process.get("int(x[0])") == 64
-    with pytest.raises(Refused, match="COMPILATION|Exception"):
+    with pytest.raises(Refused, match="CompileException"):
         process.run("load(SCALE=12345).compile()")
 
 
 def test_cupys_own_kernels(one: Process) -> None:
-    one.run("rt.setDevice(0); a = np.random.default_rng(2).standard_normal((6, 50)).astype(np.float32); d = cp.asarray(a)")
+    one.run("rt.setDevice(0); a = np.random.default_rng(2).standard_normal((6, 50)).astype(np.float32)")
+    one.run("d = cp.asarray(a)")
     assert one.get("np.allclose((d * 2 + 1).get(), a * 2 + 1)") is True
     assert one.get("np.allclose(d.sum(axis=1).get(), a.sum(axis=1), atol=1e-5)") is True
     assert one.get("(d.astype(np.float16).get() == a.astype(np.float16)).all()") is True

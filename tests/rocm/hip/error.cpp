@@ -33,10 +33,10 @@ constexpr Named NAMES[] = {
 };
 
 thread_local Error last = SUCCESS;
-bool in_child = false;
+bool used = false, in_child = false;
 
 __attribute__((constructor)) void watch_forks() {
-    pthread_atfork(nullptr, nullptr, [] { in_child = true; });
+    pthread_atfork(nullptr, nullptr, [] { in_child = used; });
 }
 
 const Named *named(int error) {
@@ -52,7 +52,10 @@ Error told(Error error) {
     return error;
 }
 
-bool forked() { return in_child; }
+bool forked() {
+    used = true;
+    return in_child;
+}
 
 void complain(const char *format, ...) {
     char line[512];

@@ -1,6 +1,8 @@
 // libhiprtc: "compiles" a HIP source for the CPU executor, with g++. What it made before it finds again, by a hash of the
 // source and the options, in the folder `code` beside its own; CuPy's cache lies above that, and asks it to compile an
 // empty kernel in every process, to see by the result which compiler it is.
+#include <algorithm>
+#include <cctype>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -9,7 +11,6 @@
 #include <fcntl.h>
 #include <fstream>
 #include <iterator>
-#include <regex>
 #include <spawn.h>
 #include <string>
 #include <sys/stat.h>
@@ -122,15 +123,41 @@ bool translate(const std::vector<std::string> &options, int wave, std::vector<st
     return true;
 }
 
-// The table of the kernels of a preprocessed source, which gpu.h marks by an attribute.
+// Behind the brackets that open at `at`.
+size_t closed(const std::string &text, size_t at) {
+    int depth = 0;
+    for (; at < text.size(); at++) {
+        depth += text[at] == '(' ? 1 : text[at] == ')' ? -1 : 0;
+        if (depth == 0) return at + 1;
+    }
+    return at;
+}
+
+// The table of the kernels of a preprocessed source, which gpu.h marks by attributes: one, perhaps the launch bounds, and
+// `void` in any order, then the name.
 std::string entries(const std::string &expanded) {
-    static const std::regex kernel(
-        R"(__attribute__\(\(executor_kernel\)\)\s*(?:__attribute__\(\(executor_launch_bounds\(([^),]*)[^)]*\)\)\)\s*)?)"
-        R"(void\s+(?:__attribute__\(\(executor_launch_bounds\(([^),]*)[^)]*\)\)\)\s*)?(\w+)\s*\()");
+    const std::string kernel = "__attribute__((executor_kernel))", bounds = "__attribute__((executor_launch_bounds(";
     std::string table = "\nextern \"C\" __attribute__((visibility(\"default\"), used)) const executor::Entry "
                         "executor_entries[] = {\n";
-    for (std::sregex_iterator at(expanded.begin(), expanded.end(), kernel), end; at != end; ++at) {
-        std::string name = (*at)[3], most = (*at)[1].matched ? (*at)[1] : (*at)[2].matched ? (*at)[2] : std::string("1024");
+    for (size_t at = expanded.find(kernel); at != std::string::npos; at = expanded.find(kernel, at)) {
+        std::string name, most = "1024";
+        for (at += kernel.size(); name.empty() && at < expanded.size();) {
+            if (isspace((unsigned char)expanded[at])) {
+                at++;
+            } else if (expanded.compare(at, bounds.size(), bounds) == 0) {
+                size_t begin = at + bounds.size(), end = closed(expanded, begin - 1) - 1;
+                most = expanded.substr(begin, std::min(expanded.find(',', begin), end) - begin);
+                at = closed(expanded, expanded.find('(', at));
+            } else {
+                size_t end = at;
+                while (end < expanded.size() && (isalnum((unsigned char)expanded[end]) || expanded[end] == '_')) end++;
+                std::string word = expanded.substr(at, end - at);
+                at = end;
+                if (word.empty()) break;
+                if (word != "void") name = word;
+            }
+        }
+        if (name.empty()) continue;
         std::string caller = "executor::Caller<&" + name + ">::";
         table += "{\"" + name + "\", " + caller + "call, " + caller + "parameters, " + caller + "count, (int)(" + most +
                  ")},\n";
