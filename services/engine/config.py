@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.engine.admission import Limits
+from services.engine.backend import CPU, DEVICES, DTYPES, KV_DTYPES
 from services.errors import InvalidConfiguration, ModelInvalid
-from services.flags import FlagParser, add_serving_flags, runtime_dir, seconds, tls_of, whole
+from services.flags import FlagParser, add_serving_flags, one_of, runtime_dir, seconds, tls_of, whole
 from services.serving import Listener, Tls, check_exposure
 
 PORT = 50051
@@ -38,6 +39,10 @@ class Config:
     patience_s: float
     pool_id: str | None
     cpu_threads: int
+    device: str
+    gpu: int
+    dtype: str | None
+    kv_dtype: str | None
     page_size: int
     pool_pages: int | None
     local_pages: int
@@ -86,6 +91,28 @@ class Config:
             "threads of the linear algebra library; more are worth it from about 100 M parameters on",
             metavar="N",
         )
+        flags.add(
+            "--device",
+            one_of(*DEVICES),
+            CPU,
+            "what computes: `cpu` or `gpu`; the daemon's must be the same",
+            metavar="D",
+        )
+        flags.add("--gpu", whole(0, 255), 0, "which GPU, as the runtime numbers them", metavar="N")
+        flags.add(
+            "--dtype",
+            one_of(*DTYPES),
+            None,
+            f"weights and activations: {', '.join(DTYPES)}; default: f32 on a CPU, on a GPU as the checkpoint is",
+            metavar="T",
+        )
+        flags.add(
+            "--kv-dtype",
+            one_of(*KV_DTYPES),
+            None,
+            f"K and V in pages: {', '.join(KV_DTYPES)}; default: as --dtype",
+            metavar="T",
+        )
         flags.add("--page-size", whole(1, 4096), 16, "tokens in a page", metavar="N")
         flags.add("--max-batch", whole(1, 1024), 32, "requests that run at a time", metavar="N")
         flags.add("--max-step-tokens", whole(1, 1 << 20), 512, "tokens computed in one step", metavar="N")
@@ -109,6 +136,10 @@ class Config:
             patience_s=values["kvcache_patience"],
             pool_id=values["pool_id"],
             cpu_threads=values["cpu_threads"],
+            device=values["device"],
+            gpu=values["gpu"],
+            dtype=values["dtype"],
+            kv_dtype=values["kv_dtype"],
             page_size=values["page_size"],
             pool_pages=values["pool_pages"],
             local_pages=values["local_pages"],
@@ -142,14 +173,14 @@ def model_id(folder: Path) -> str:
     return folder.resolve().name
 
 
-def default_pool_id(folder: Path) -> str:
-    """The model's name and a hash that two different checkpoints do not share. Raises ModelInvalid.
+def default_pool_id(folder: Path, dtype: str = "f32", kv_dtype: str = "f32") -> str:
+    """The model's name and a hash that two different checkpoints do not share, nor two types. Raises ModelInvalid.
 
     Hashed are config.json and each weights file: its name and size and all of its bytes, or, above 64 MiB, 64 blocks
     of 64 KiB spread over the file, the first of which holds its header. Fine-tuning changes every tensor, so it
     changes the blocks.
     """
-    digest = hashlib.blake2b(f"kv format {KV_FORMAT}".encode(), digest_size=8)
+    digest = hashlib.blake2b(f"kv format {KV_FORMAT} {dtype} {kv_dtype}".encode(), digest_size=8)
     try:
         for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
             size = path.stat().st_size

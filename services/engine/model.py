@@ -16,7 +16,7 @@ from services.engine import weights
 from services.engine.batch import Batch, Row
 from services.engine.modelconfig import ModelConfig
 from services.engine.pagesource import Geometry
-from services.errors import ForwardFailed
+from services.errors import ForwardFailed, ModelInvalid
 
 F32: TypeAlias = NDArray[np.float32]
 
@@ -53,9 +53,16 @@ class Model:
 
     @classmethod
     def load(cls, folder: Path | str, ops: Ops = ops_numpy, dtype: str = "f32") -> Model:
-        """Read the checkpoint in a Hugging Face ``folder``. Raises ``ModelInvalid``."""
+        """Read the checkpoint in a Hugging Face ``folder``.
+
+        Raises ``ModelInvalid``, also when a weight does not fit ``dtype``; MemoryError when there is no room for them.
+        """
         config = ModelConfig.from_folder(folder)
-        return cls(config, weights.load(folder, config), ops, dtype)
+        tensors = weights.load(folder, config)
+        try:
+            return cls(config, tensors, ops, dtype)
+        except ValueError as error:
+            raise ModelInvalid(f"{folder}: {error}") from error
 
     def geometry(self, page_size: int, dtype: str = "f32") -> Geometry:
         """The pages this model needs, of ``page_size`` tokens, K and V of ``dtype``."""
@@ -77,7 +84,7 @@ class Model:
             raise ForwardFailed(str(error)) from error
         total_pages, page_size = ops.extent(pages)
         if not rows:
-            return np.empty((0, config.vocab_size), np.float32)
+            return np.empty((0, config.vocab_size), np.float32)  # nothing that a sampler would look at
         batch = Batch.build(rows, page_size, total_pages, config.vocab_size, config.max_context)
         places = ops.places(batch.page, batch.slot)
         angles = ops.rotation(self._rope_table, batch.positions)

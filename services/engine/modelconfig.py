@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from services.errors import ModelInvalid
 
 ARCHITECTURES = ("LlamaForCausalLM",)
+_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _MAX_FILE_BYTES = 1 << 20
 _MAX_SIZE = 1 << 24  # of any one dimension; keeps products far from 64 bits
 
@@ -33,6 +34,8 @@ class ModelConfig:
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    #: What the weights were trained or published in, f32, f16 or bf16.
+    dtype: str = "f32"
     default_temperature: float | None = None
     default_top_k: int | None = None
     default_top_p: float | None = None
@@ -96,10 +99,20 @@ class ModelConfig:
             tied_embeddings=config.boolean("tie_word_embeddings", default=False),
             eos_token_ids=eos,
             bos_token_id=bos[0] if bos else None,
+            dtype=_dtype(config),
             default_temperature=temperature,
             default_top_k=top_k,
             default_top_p=top_p,
         )
+
+
+def _dtype(config: _Keys) -> str:
+    """Newer configurations call it ``dtype``, older ones ``torch_dtype``; without either it is float32."""
+    key = "dtype" if config.values.get("dtype") is not None else "torch_dtype"
+    value = config.values.get(key, "float32")
+    if not isinstance(value, str) or value not in _DTYPES:
+        config.refuse(key, f"served are {', '.join(_DTYPES)}")
+    return _DTYPES[value]
 
 
 def _rope_theta(config: _Keys) -> float:

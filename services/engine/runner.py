@@ -31,15 +31,25 @@ class Runner:
     the others.
     """
 
-    def __init__(self, model: Forward, memory: Callable[[], Any], sampler: Callable[..., Any] = sample) -> None:
+    def __init__(
+        self,
+        model: Forward,
+        memory: Callable[[], Any],
+        sampler: Callable[..., Any] = sample,
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``finish`` returns when nothing of a step is under way any more: pages are told of and given up only then."""
         self._model = model
         self._memory = memory
         self._sampler = sampler
+        self._finish = finish
 
     def run(self, step: Items[Chunk]) -> list[int | ServiceError | None]:
         """A result for each chunk: the token sampled, None when none was wanted, or the error that ends the request."""
         try:
-            return self._run(step)
+            results = self._run(step)
+            self._finish()
+            return results
         except Exception as failure:
             log.exception("forward_failed", rows=len(step), request_ids=[chunk.sequence.id for chunk in step])
             if len(step) > 1:

@@ -12,15 +12,19 @@ import structlog
 from threadpoolctl import threadpool_limits
 
 from rocmforge.engine.v1 import engine_pb2_grpc
-from services.engine.arena import page_bytes_of, private_pages
+from services.engine.arena import page_bytes_of
+from services.engine.backend import CPU, Backend, on_gpu, on_host
 from services.engine.batch import Row
 from services.engine.config import LOCAL, Config, default_pool_id, model_id
+from services.engine.devicearena import DevicePages
 from services.engine.kvclient import GrpcPageSource
 from services.engine.localpages import LocalPageSource
 from services.engine.loop import EngineLoop, Event, StepRunner
 from services.engine.model import Model
+from services.engine.modelconfig import ModelConfig
 from services.engine.pagesource import PageSource
 from services.engine.runner import Runner
+from services.engine.sampling import SamplingParams
 from services.engine.servicer import SERVICE, EngineServicer, Served
 from services.engine.streams import Streams
 from services.engine.tokenizer import Tokenizer
@@ -67,14 +71,15 @@ class Engine:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(self.servicer, self._serving.server)
         await self._serving.start()
         threadpool_limits(config.cpu_threads, user_api="blas")
-        model = await asyncio.to_thread(Model.load, config.model)
+        backend = await asyncio.to_thread(self._make_backend)
+        model = await asyncio.to_thread(self._load, backend)
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.model, model.config.vocab_size)
         if config.pool_id is not None:
             self.pool_id = config.pool_id
         else:
-            self.pool_id = await asyncio.to_thread(default_pool_id, config.model)
-        source, memory, epoch = await self._open_source(model)
-        await asyncio.to_thread(_warm_up, model, config.page_size)
+            self.pool_id = await asyncio.to_thread(default_pool_id, config.model, backend.dtype, backend.kv_dtype)
+        source, memory, epoch = await self._open_source(model, backend)
+        await asyncio.to_thread(_warm_up, model, backend, config.page_size)
         running = asyncio.get_running_loop()
 
         def outbox(events: list[Event]) -> None:
@@ -84,7 +89,7 @@ class Engine:
             running.call_soon_threadsafe(self._say, serving)
 
         self.loop = EngineLoop(
-            self._make_runner(model, memory),
+            self._make_runner(model, lambda: backend.view(memory()), backend.sampler, backend.finish),
             source,
             config.limits,
             outbox,
@@ -99,7 +104,8 @@ class Engine:
                 model_id=model_id(config.model),
                 config=model.config,
                 parameters=model.parameters,
-                geometry=model.geometry(config.page_size),
+                geometry=model.geometry(config.page_size, backend.kv_dtype),
+                backend=backend.name,
                 tokenizer=tokenizer,
                 loop=self.loop,
                 max_queue=config.limits.max_queue,
@@ -108,12 +114,31 @@ class Engine:
         )
         await self._serving.ready()
 
-    async def _open_source(self, model: Model) -> tuple[PageSource, Callable[[], Any], Callable[[], int]]:
+    def _make_backend(self) -> Backend:
+        """What the flags ask for. Raises InvalidConfiguration, ModelInvalid."""
+        config = self.config
+        if config.device == CPU:
+            return on_host(config.dtype, config.kv_dtype)
+        dtype = config.dtype or ModelConfig.from_folder(config.model).dtype
+        return on_gpu(config.gpu, dtype, config.kv_dtype, config.page_size)
+
+    def _load(self, backend: Backend) -> Model:
+        """Raises ModelInvalid, InvalidConfiguration."""
+        try:
+            return Model.load(self.config.model, backend.ops, backend.dtype)
+        except MemoryError as error:
+            raise InvalidConfiguration(
+                f"--model {self.config.model}: there is no room for its weights in {backend.dtype}", field="--model"
+            ) from error
+
+    async def _open_source(
+        self, model: Model, backend: Backend
+    ) -> tuple[PageSource, Callable[[], Any], Callable[[], int]]:
         """The pages, their memory, and whose they are."""
-        config, geometry = self.config, model.geometry(self.config.page_size)
+        config, geometry = self.config, model.geometry(self.config.page_size, backend.kv_dtype)
         if config.kvcache == LOCAL:
             try:
-                pages = private_pages(geometry, config.local_pages)
+                pages = backend.private(geometry, config.local_pages)
             except MemoryError as error:
                 size = config.local_pages * page_bytes_of(geometry)
                 raise InvalidConfiguration(
@@ -126,6 +151,7 @@ class Engine:
             geometry,
             client_name=f"engine {model_id(config.model)}"[:128],
             pool_pages=config.pool_pages,
+            gpu=backend.gpu,
         )
         running = asyncio.get_running_loop()
         self._source = source
@@ -167,6 +193,11 @@ class Engine:
         await self._serving.drain(1.0)
 
 
-def _warm_up(model: Model, page_size: int) -> None:
+def _warm_up(model: Model, backend: Backend, page_size: int) -> None:
     """Run one token once, in memory of its own: nothing of the pool is this engine's yet."""
-    model.forward([Row([0], 0, [0], True)], private_pages(model.geometry(page_size), 1))
+    memory = backend.private(model.geometry(page_size, backend.kv_dtype), 1)
+    logits = model.forward([Row([0], 0, [0], True)], backend.view(memory))
+    backend.sampler(logits, [SamplingParams(0.0, 0, 1.0, 0.0, 0)], [1])
+    backend.finish()
+    if isinstance(memory, DevicePages):
+        memory.close()

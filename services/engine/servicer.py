@@ -25,7 +25,6 @@ from services.errors import Draining, FieldInvalid, NotImplementedYet, NotReady
 
 DOMAIN = "rocmforge.engine"
 SERVICE = pb.DESCRIPTOR.services_by_name["EngineService"].full_name
-BACKEND = "numpy"
 
 MAX_TOKENIZE_BYTES = 1 << 20
 MAX_DETOKENIZE_TOKENS = 1 << 17
@@ -49,6 +48,7 @@ class Served:
     config: ModelConfig
     parameters: int
     geometry: Geometry
+    backend: str
     tokenizer: Tokenizer
     loop: EngineLoop
     max_queue: int
@@ -146,7 +146,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             vocab_size=served.config.vocab_size,
             max_context=served.config.max_context,
             eos_token_ids=served.config.eos_token_ids,
-            backend=BACKEND,
+            backend=served.backend,
             page_size=served.geometry.page_size,
             page_bytes=page_bytes_of(served.geometry),
         )

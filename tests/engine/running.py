@@ -62,7 +62,7 @@ class RunningEngine:
         self.stopped = False
 
     async def _make(self, config: Config) -> Engine:
-        def make_runner(model: Any, memory: Callable[[], Any]) -> Gate:
+        def make_runner(model: Any, memory: Callable[[], Any], *rest: Any) -> Gate:
             self.gate = Gate(model, memory)
             return self.gate
 

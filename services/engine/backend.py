@@ -1,0 +1,71 @@
+"""What computes, and where its pages lie: NumPy in the host's memory, or a GPU in its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kernels import ops_numpy
+from kernels.ops import Ops
+from services.engine.arena import private_pages
+from services.engine.devicearena import DevicePages, private_device_pages
+from services.engine.pagesource import Geometry
+from services.engine.sampling import SamplingParams, sample
+from services.errors import InvalidConfiguration, ServiceError
+from services.gpu import Gpu, Runtime
+
+CPU, GPU = "cpu", "gpu"
+DEVICES = (CPU, GPU)
+DTYPES = ("f32", "f16", "bf16")
+KV_DTYPES = (*DTYPES, "int8")
+
+#: Draws a token for each row of a backend's logits; see `sampling.sample`.
+Sampler = Callable[[Any, Sequence[SamplingParams], Sequence[int]], list[int | ServiceError]]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One way to compute. ``dtype`` is of weights and activations, ``kv_dtype`` of K and V in pages.
+
+    ``name`` is for people. ``gpu`` is None on the host. ``finish`` returns when nothing of a step is under way: only then
+    may its pages be told of or given up.
+    """
+
+    name: str
+    ops: Ops
+    dtype: str
+    kv_dtype: str
+    gpu: Gpu | None
+    sampler: Sampler
+    finish: Callable[[], None]
+
+    def private(self, geometry: Geometry, total_pages: int) -> Any:
+        """Pages of this process's own. Raises MemoryError when there is no room for them."""
+        if self.gpu is None:
+            return private_pages(geometry, total_pages)
+        return private_device_pages(geometry, total_pages, self.gpu)
+
+    @staticmethod
+    def view(memory: Any) -> Any:
+        """A source's memory as a forward pass takes it, for one step: a view of a GPU's pages must not outlive it."""
+        return memory.array if isinstance(memory, DevicePages) else memory
+
+
+def on_host(dtype: str | None, kv_dtype: str | None) -> Backend:
+    """NumPy, which computes in f32. Raises InvalidConfiguration for other types."""
+    for flag, value in (("--dtype", dtype), ("--kv-dtype", kv_dtype)):
+        if value not in (None, "f32"):
+            raise InvalidConfiguration(f"{flag} {value}: a CPU computes in f32; see --device", field=flag)
+    return Backend("numpy", ops_numpy, "f32", "f32", None, sample, lambda: None)
+
+
+def on_gpu(ordinal: int, dtype: str, kv_dtype: str | None, page_size: int) -> Backend:
+    """CuPy on GPU ``ordinal``. Raises InvalidConfiguration when it cannot be used."""
+    gpu = Runtime.load().gpu(ordinal)
+    from kernels.ops_cupy import CupyOps
+    from services.engine.devicesampler import DeviceSampler
+
+    ops = CupyOps(ordinal, dtype, kv_dtype or dtype, page_size)
+    name = "rocm" if gpu.runtime.is_hip else "cuda"
+    return Backend(name, ops, dtype, kv_dtype or dtype, gpu, DeviceSampler(), ops.synchronize)
