@@ -187,19 +187,17 @@ def test_a_second_process_compiles_nothing(start: Starts, wave64: Process) -> No
 def test_cupys_own_kernels(one: Process) -> None:
     one.run("rt.setDevice(0); a = np.random.default_rng(2).standard_normal((6, 50)).astype(np.float32)")
     one.run("d = cp.asarray(a)")
-    assert one.get("np.allclose((d * 2 + 1).get(), a * 2 + 1)") is True
+    assert one.get("(cp.add(d, d.T.reshape(6, 50)).get() == a + a.T.reshape(6, 50)).all()") is True
     assert one.get("np.allclose(d.sum(axis=1).get(), a.sum(axis=1), atol=1e-5)") is True
     assert one.get("(d.astype(np.float16).get() == a.astype(np.float16)).all()") is True
-    assert one.get("(cp.arange(300, dtype=np.int32).get() == np.arange(300)).all()") is True
-    assert one.get("(cp.ascontiguousarray(d.T).get() == a.T).all()") is True
 
 
-@pytest.mark.parametrize("wave", [64, 32])
-def test_the_projects_kernels_pass_their_tests_through_cupy(wave: int) -> None:
+# Not all of them: what is tested here is the way to a GPU, which is the same for all.
+@pytest.mark.parametrize(("wave", "files"), [(64, ["norm", "pages"]), (32, ["norm"])])
+def test_the_projects_kernels_pass_their_tests_through_cupy(wave: int, files: list[str]) -> None:
     environment = standin.environment(wave=wave, memory=256 << 20)
-    # Two of them: what is tested here is the way to a GPU, which is the same for all.
-    files = [f"tests/kernels/test_{name}.py" for name in ("norm", "pages")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cupy", *files]
+    paths = [f"tests/kernels/test_{name}.py" for name in files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cupy", *paths]
     done = subprocess.run(command, cwd=ROOT, env={**environment, "CI": "true"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert re.search(r"\b[1-9]\d* passed", done.stdout), done.stdout
