@@ -34,6 +34,15 @@ def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32], rounds: int
     return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
 
 
+def bits(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return 64 random bits, uint64 ``[n]``, for key ``seeds[i]`` and counter ``positions[i]``."""
+    counter = np.zeros((len(positions), 4), np.uint32)
+    counter[:, 0], counter[:, 1] = positions & _LOW, positions >> _HALF
+    key = np.stack([seeds & _LOW, seeds >> _HALF], axis=1).astype(np.uint32)
+    words = philox4x32(counter, key).astype(np.uint64)
+    return words[:, 1] << _HALF | words[:, 0]
+
+
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return float64 ``[n]`` in [0, 1), 53 random bits each, for key ``seeds[i]`` and counter ``positions[i]``."""
     counter = np.zeros((len(positions), 4), np.uint32)
