@@ -133,6 +133,14 @@ size_t closed(const std::string &text, size_t at) {
     return at;
 }
 
+// The source without its launch bounds: for the compiler they are attributes, whose arguments it would read as its own.
+std::string unbounded(std::string expanded) {
+    const std::string bounds = "__attribute__((executor_launch_bounds(";
+    for (size_t at = expanded.find(bounds); at != std::string::npos; at = expanded.find(bounds, at))
+        expanded.erase(at, closed(expanded, expanded.find('(', at)) - at);
+    return expanded;
+}
+
 // The table of the kernels of a preprocessed source, which gpu.h marks by attributes: one, perhaps the launch bounds, and
 // `void` in any order, then the name.
 std::string entries(const std::string &expanded) {
@@ -182,7 +190,7 @@ Result build(Program *program, const std::vector<std::string> &flags, int wave, 
     int status = spawn(expand, folder + "/source", folder + "/expanded", log);
     if (status == 0) {
         std::string expanded = read_file(folder + "/expanded");
-        if (!write_file(folder + "/source", expanded + entries(expanded))) return INTERNAL_ERROR;
+        if (!write_file(folder + "/source", unbounded(expanded) + entries(expanded))) return INTERNAL_ERROR;
         std::vector<std::string> compile = common;
         compile.insert(
             compile.end(), {"-shared", "-s", "-fvisibility=hidden", "-fno-gnu-unique", "-x", "c++-cpp-output", "-",
