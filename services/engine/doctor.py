@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from services.engine.backend import GPU
 from services.engine.config import LOCAL, Config
 from services.engine.modelconfig import ModelConfig
 from services.errors import ModelInvalid
@@ -18,12 +19,14 @@ def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
     options = command.options("services.engine", "KV-cache daemon", words)
     config = Config.read(options.rest, environ)
     machine = Machine(environ)
-    title = f"The engine with --model {config.model} --kvcache {config.kvcache}:"
-    return command.report(machine, title, checks(machine, config, options.peer, options.gpu), options.json)
+    title = f"The engine with --device {config.device} --model {config.model} --kvcache {config.kvcache}:"
+    return command.report(machine, title, checks(machine, config, options.peer), options.json)
 
 
-def checks(machine: Machine, config: Config, peer: int | None, needed: bool) -> list[Check]:
-    """What there is to check of an engine with these settings; ``needed`` says that it shall run on a GPU."""
+def checks(machine: Machine, config: Config, peer: int | None) -> list[Check]:
+    """What there is to check of an engine with these settings."""
+    needed = config.device == GPU
+    only = config.gpu if needed else None
     found = stack.ask(machine) if needed or devices.has_nodes(machine) else stack.NOT_ASKED
     requests = config.limits.max_batch + config.limits.max_queue
     return [
@@ -35,12 +38,12 @@ def checks(machine: Machine, config: Config, peer: int | None, needed: bool) -> 
         Check("GPU device nodes", lambda: devices.device_nodes(machine, found, needed)),
         Check("GPUs that are visible", lambda: devices.visible_devices(machine, needed, peer)),
         Check("CuPy", lambda: stack.cupy(found, needed)),
-        Check("GPU runtime", lambda: stack.runtime(found, needed)),
+        Check("GPU runtime", lambda: stack.runtime(found, needed, only)),
         Check("kernel compiler", lambda: stack.compiler(machine, found, needed)),
         Check("kernel cache", lambda: stack.kernel_cache(machine, found, needed)),
         Check("GPU memory", lambda: stack.device_memory(found, None, needed)),
         Check("sharing of GPU memory", lambda: devices.ipc_mode(machine, found, needed)),
-        Check("GPU memory, for real", lambda: roundtrip.gpu_round_trip(machine, found, needed)),
+        Check("GPU memory, for real", lambda: roundtrip.gpu_round_trip(machine, found, needed, only)),
     ]
 
 

@@ -16,15 +16,15 @@ def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
     config = Config.read(options.rest, environ)
     machine = Machine(environ)
     title = f"The KV-cache daemon with --device {config.device} --memory {config.limits.budget_bytes}:"
-    return command.report(machine, title, checks(machine, config, options.peer, options.gpu), options.json)
+    return command.report(machine, title, checks(machine, config, options.peer), options.json)
 
 
-def checks(machine: Machine, config: Config, peer: int | None, gpu: bool = False) -> list[Check]:
+def checks(machine: Machine, config: Config, peer: int | None) -> list[Check]:
     """What there is to check of a daemon with these settings."""
-    needed, on_gpu, budget = gpu or config.device == GPU, config.device == GPU, config.limits.budget_bytes
+    needed, budget = config.device == GPU, config.limits.budget_bytes
     found = stack.ask(machine) if needed or devices.has_nodes(machine) else stack.NOT_ASKED
     memory: list[Check] = []
-    if not on_gpu:
+    if not needed:
         memory = [
             Check("shared memory", lambda: resources.shared_memory(machine, config.arena_dir, budget)),
             Check("shared memory, for real", lambda: roundtrip.file_round_trip(machine, config.arena_dir)),
@@ -38,7 +38,7 @@ def checks(machine: Machine, config: Config, peer: int | None, gpu: bool = False
         Check("GPUs that are visible", lambda: devices.visible_devices(machine, needed, peer)),
         Check("CuPy", lambda: stack.cupy(found, needed)),
         Check("GPU runtime", lambda: stack.runtime(found, needed)),
-        Check("GPU memory", lambda: stack.device_memory(found, budget if on_gpu else None, needed)),
+        Check("GPU memory", lambda: stack.device_memory(found, budget if needed else None, needed)),
         Check("sharing of GPU memory", lambda: devices.ipc_mode(machine, found, needed)),
         Check("GPU memory, for real", lambda: roundtrip.gpu_round_trip(machine, found, needed)),
     ]

@@ -17,12 +17,11 @@ from services.preflight.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``peer`` is the other service's process id; ``gpu`` says that a GPU is needed, whatever the service's flags say;
-    ``rest`` are the flags of the service, which is checked as it would be started with them.
+    """``peer`` is the other service's process id; ``rest`` are the flags of the service, which is checked as it would
+    be started with them.
     """
 
     peer: int | None
-    gpu: bool
     json: bool
     rest: list[str]
 
@@ -42,10 +41,9 @@ def options(module: str, other: str, words: Sequence[str]) -> Options:
     parser.add_argument(
         "--peer", type=_pid, metavar="PID", help=f"process id of the {other}: can the two share memory?"
     )
-    parser.add_argument("--gpu", action="store_true", help="a GPU is needed: what it lacks is a failure")
     parser.add_argument("--json", action="store_true", help="one JSON object a check, one a line")
     known, rest = parser.parse_known_args(list(words))
-    return Options(known.peer, known.gpu, known.json, rest)
+    return Options(known.peer, known.json, rest)
 
 
 def _pid(text: str) -> int:

@@ -43,11 +43,12 @@ def file_round_trip(machine: Machine, folder: Path) -> Finding:
     return ok(f"a process wrote, another read and answered, in {existing}")
 
 
-def gpu_round_trip(machine: Machine, stack: Stack, needed: bool) -> Finding:
-    """Memory of every GPU, by IPC handle."""
-    if not stack.gpus:
+def gpu_round_trip(machine: Machine, stack: Stack, needed: bool, only: int | None = None) -> Finding:
+    """Memory of every GPU, or of the one of ordinal ``only``, by IPC handle."""
+    gpus = [gpu for gpu in stack.gpus if only in (None, gpu.ordinal)]
+    if not gpus:
         return skipped("no GPU to try")
-    for gpu in stack.gpus:
+    for gpu in gpus:
         error = _run(machine, "gpu", str(gpu.ordinal))
         if error:
             return fault(
@@ -56,7 +57,7 @@ def gpu_round_trip(machine: Machine, stack: Stack, needed: bool) -> Finding:
                 "see the other checks; in containers ROCm wants `ipc`, `pid` and `network_mode` shared between the "
                 "two services, and some hosts want `cap_add: [SYS_PTRACE]` or `security_opt: [seccomp=unconfined]`",
             )
-    listed = ", ".join(str(gpu.ordinal) for gpu in stack.gpus)
+    listed = ", ".join(str(gpu.ordinal) for gpu in gpus)
     return ok(f"a process wrote, another read and answered, on GPU {listed}")
 
 

@@ -79,8 +79,8 @@ def cupy(stack: Stack, needed: bool) -> Finding:
     return ok(f"CuPy {stack.cupy} for {'ROCm' if stack.is_hip else 'CUDA'}, built for {_version(stack, stack.build)}")
 
 
-def runtime(stack: Stack, needed: bool) -> Finding:
-    """Whether runtime, driver and CuPy fit together, and find a GPU."""
+def runtime(stack: Stack, needed: bool, only: int | None = None) -> Finding:
+    """Whether runtime, driver and CuPy fit together, and find a GPU; the one of ordinal ``only``, if that is given."""
     if not stack.asked or stack.error:
         return skipped("no CuPy to ask")
     name = "HIP" if stack.is_hip else "CUDA"
@@ -102,6 +102,12 @@ def runtime(stack: Stack, needed: bool) -> Finding:
             needed,
             stack.gpu_error or "the runtime finds no GPU",
             "see the checks of the device nodes and of the variables that hide GPUs",
+        )
+    if only is not None and only >= len(stack.gpus):
+        return fault(
+            needed,
+            f"--gpu {only}: the runtime has {len(stack.gpus)}, numbered from 0",
+            "choose another --gpu, or see the check of the variables that hide GPUs",
         )
     listed = "; ".join(f"{gpu.ordinal}: {gpu.name} {gpu.arch} at {gpu.id}".replace("  ", " ") for gpu in stack.gpus)
     return ok(f"{name} {found}, driver {driver}; {listed}")

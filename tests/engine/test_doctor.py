@@ -19,8 +19,12 @@ def config(tmp_path: Path, *flags: str) -> Config:
     return Config.read(["--listen", f"unix:{tmp_path}/e.sock", "--kvcache", f"unix:{tmp_path}/k.sock", *flags], {})
 
 
-def statuses(machine: FakeMachine, config: Config, needed: bool = False, peer: int | None = None) -> dict[str, Status]:
-    return {name: finding.status for name, finding in run(doctor.checks(machine, config, peer, needed))}
+def statuses(machine: FakeMachine, config: Config, peer: int | None = None) -> dict[str, Status]:
+    return {name: finding.status for name, finding in run(doctor.checks(machine, config, peer))}
+
+
+def on_gpu(tmp_path: Path, *flags: str) -> Config:
+    return config(tmp_path, "--device", "gpu", *flags)
 
 
 def machine(tmp_path: Path, **environ: Any) -> FakeMachine:
@@ -38,15 +42,20 @@ def test_without_a_gpu(tmp_path: Path) -> None:
 def test_with_all_that_a_gpu_needs(tmp_path: Path) -> None:
     good = machine(tmp_path, CUPY_CACHE_DIR=str(tmp_path)).amd().stack(ROCM).process("self").process(7, {})
     good.programs["hipcc"] = "/opt/rocm/bin/hipcc"
-    assert set(statuses(good, config(tmp_path), True, 7).values()) == {Status.OK}
+    assert set(statuses(good, on_gpu(tmp_path), 7).values()) == {Status.OK}
 
 
 def test_a_rocm_without_its_compiler(tmp_path: Path) -> None:
     bare = machine(tmp_path).amd().stack(ROCM)
     bare.read_only.add("/")
-    found = statuses(bare, config(tmp_path), needed=True)
+    found = statuses(bare, on_gpu(tmp_path))
     assert found["kernel compiler"] is found["kernel cache"] is Status.FAILED
-    assert statuses(machine(tmp_path).nvidia().stack(CUDA), config(tmp_path), True)["kernel compiler"] is Status.OK
+    assert statuses(machine(tmp_path).nvidia().stack(CUDA), on_gpu(tmp_path))["kernel compiler"] is Status.OK
+
+
+def test_a_gpu_that_the_runtime_does_not_have(tmp_path: Path) -> None:
+    found = statuses(machine(tmp_path).amd().stack(ROCM), on_gpu(tmp_path, "--gpu", "1"))
+    assert found["GPU runtime"] is Status.FAILED and found["GPU memory, for real"] is Status.SKIPPED
 
 
 def test_a_model_that_is_not_there_and_no_daemon(tmp_path: Path) -> None:
@@ -79,5 +88,5 @@ def test_beside_its_daemon(tmp_path: Path) -> None:
 def test_help_tells_its_own_flags() -> None:
     done = doctored("--help")
     assert done.returncode == 0
-    for words in ("--peer PID", "--json", "--gpu", "Exit status: 0", "python -m services.engine"):
+    for words in ("--peer PID", "--json", "Exit status: 0", "python -m services.engine"):
         assert words in done.stdout

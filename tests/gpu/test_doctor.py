@@ -30,7 +30,8 @@ def doctored(module: str, host: Host, *words: str, **environ: str) -> dict[str, 
 
 @pytest.mark.parametrize("module", ["services.kvcache", "services.engine"])
 def test_memory_goes_round_on_this_gpu(one: World, tmp_path: Path, module: str) -> None:
-    found = doctored(module, one.host, "--gpu", "--listen", f"unix:{tmp_path}/s.sock")
+    flags = ["--device", "gpu", "--listen", f"unix:{tmp_path}/s.sock"]
+    found = doctored(module, one.host, *flags, ROCMFORGE_KVCACHE_MEMORY="1MiB")
     for name in ("CuPy", "GPU runtime", "GPU memory", "GPU memory, for real"):
         assert found[name]["status"] == "ok", found[name]
     assert "on GPU 0" in found["GPU memory, for real"]["found"]
@@ -40,7 +41,16 @@ def test_memory_goes_round_on_this_gpu(one: World, tmp_path: Path, module: str) 
 
 def test_a_daemon_beside_it_is_compared(one: World, tmp_path: Path) -> None:
     daemon = one.daemon()
-    words = ["--gpu", "--peer", str(daemon.pid), "--kvcache", daemon.address, "--listen", f"unix:{tmp_path}/s.sock"]
+    words = [
+        "--device",
+        "gpu",
+        "--peer",
+        str(daemon.pid),
+        "--kvcache",
+        daemon.address,
+        "--listen",
+        f"unix:{tmp_path}/s.sock",
+    ]
     found = doctored("services.engine", one.host, *words)
     assert {found[name]["status"] for name in ("namespaces", "KV-cache daemon", "GPUs that are visible")} == {"ok"}
     found = doctored("services.engine", one.host, *words, HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="0")

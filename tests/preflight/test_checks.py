@@ -168,11 +168,15 @@ def test_checks(look: Callable[[], Finding], status: Status, found: str, change:
     assert re.search(change, finding.change), finding.change
 
 
-def test_every_gpu_is_tried() -> None:
+def test_every_gpu_is_tried_or_the_one_that_is_meant() -> None:
     machine = M().prints("roundtrip", {"error": ""})
     two = dataclasses.replace(ROCM, gpus=(MI300, dataclasses.replace(MI300, ordinal=1)))
     assert roundtrip.gpu_round_trip(machine, two, True).found.endswith("on GPU 0, 1")
     assert [command[-2:] for command in machine.commands] == [["gpu", "0"], ["gpu", "1"]]
+    assert roundtrip.gpu_round_trip(machine, two, True, only=1).found.endswith("on GPU 1")
+    assert len(machine.commands) == 3
+    assert stack.runtime(two, True, only=1).status is OK
+    assert "--gpu 2: the runtime has 2" in stack.runtime(two, True, only=2).found
 
 
 # --- the probe --------------------------------------------------------------------------------------------------------
