@@ -24,7 +24,11 @@ I64 = NDArray[np.int64]
 #: Names of types as services give them, and as kernels take them.
 KINDS = {"f32": "F32", "f16": "F16", "bf16": "BF16", "int8": "INT8"}
 #: What an array of each kind of activation is made of.
-_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(np.uint16)}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(np.uint16),
+}
 #: Threads of a block where it does not matter much; whole waves.
 THREADS = 256
 #: Bytes that a thread of a copying kernel moves.
@@ -249,19 +253,26 @@ class CupyOps:
     def paged_attention(self, q: Any, pages: Arena, layer: int, plan: Planned, scale: float) -> Any:
         """See `ops_numpy.paged_attention`."""
         _, query_heads, dim = q.shape
-        geometry = self._geometry(query_heads, pages.layers, pages.kv_heads, dim)
-        key = (geometry, scale)
-        if key not in self._attentions:
-            self._attentions[key] = Attention(module.load, geometry, self._gpu, scale)
         out = self._empty(q.shape, q.dtype)
         stride = plan.tables.shape[1]
-        self._attentions[key].run(
+        self._attention(query_heads, pages.layers, pages.kv_heads, dim, scale).run(
             plan.plan, plan.parts, q, query_heads * dim, pages.memory, layer, plan.tables, stride, out,
             plan.partials, plan.stats,
         )  # fmt: skip
         return out
 
+    def compile_attention(self, query_heads: int, layers: int, kv_heads: int, head_dim: int, scale: float) -> None:
+        """Compile all that attention of such a model can need. Raises ValueError for one that is not served."""
+        self._device.use()
+        self._attention(query_heads, layers, kv_heads, head_dim, scale).compile()
+
     # --- parts of these -----------------------------------------------------------------------------------------------
+
+    def _attention(self, query_heads: int, layers: int, kv_heads: int, head_dim: int, scale: float) -> Attention:
+        key = (self._geometry(query_heads, layers, kv_heads, head_dim), scale)
+        if key not in self._attentions:
+            self._attentions[key] = Attention(module.load, key[0], self._gpu, scale)
+        return self._attentions[key]
 
     def _geometry(self, query_heads: int, layers: int, kv_heads: int, head_dim: int) -> Geometry:
         return Geometry(query_heads, kv_heads, head_dim, self._page_size, layers, self._kind, self._kv_kind)

@@ -47,10 +47,10 @@ class Service:
     def pid(self) -> int:
         return self.process.pid
 
-    def wait_serving(self, service: str = "") -> Service:
+    def wait_serving(self, service: str = "", timeout_s: float = START_S) -> Service:
         """Return once health says SERVING; fail at once when the process ends instead."""
         try:
-            wait_serving(self.address, alive=lambda: self.process.poll() is None, timeout_s=START_S, service=service)
+            wait_serving(self.address, alive=lambda: self.process.poll() is None, timeout_s=timeout_s, service=service)
         except (ChildProcessError, TimeoutError) as error:
             raise AssertionError(f"{error}\n{self.log()}") from error
         return self
@@ -104,11 +104,17 @@ def kvcache(
 
 @contextlib.contextmanager
 def engine(
-    directory: Path, daemon: str, *arguments: str, model: Path, name: str = "engine", wait: bool = True
+    directory: Path,
+    daemon: str,
+    *arguments: str,
+    model: Path,
+    name: str = "engine",
+    wait: bool = True,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Service]:
     """An engine on a daemon's address, with its socket in ``directory``."""
     flags = ["--model", str(model), "--kvcache", daemon, *arguments]
-    service = Service("services.engine", directory / f"{name}.sock", flags, directory / f"{name}.log")
+    service = Service("services.engine", directory / f"{name}.sock", flags, directory / f"{name}.log", environment)
     try:
         yield service.wait_serving() if wait else service
     finally:

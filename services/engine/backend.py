@@ -10,6 +10,7 @@ from kernels import ops_numpy
 from kernels.ops import Ops
 from services.engine.arena import private_pages
 from services.engine.devicearena import DevicePages, private_device_pages
+from services.engine.modelconfig import ModelConfig
 from services.engine.pagesource import Geometry
 from services.engine.sampling import SamplingParams, sample
 from services.errors import InvalidConfiguration, ServiceError
@@ -28,7 +29,8 @@ Sampler = Callable[[Any, Sequence[SamplingParams], Sequence[int]], list[int | Se
 class Backend:
     """One way to compute. ``dtype`` is of weights and activations, ``kv_dtype`` of K and V in pages.
 
-    ``name`` is for people. ``gpu`` is None on the host. ``finish`` returns when nothing of a step is under way: only then
+    ``name`` is for people. ``gpu`` is None on the host. ``prepare`` makes all that a model's steps could otherwise have to
+    wait for; it raises InvalidConfiguration for a model that cannot be computed here. ``finish`` returns when nothing of a step is under way: only then
     may its pages be told of or given up.
     """
 
@@ -38,6 +40,7 @@ class Backend:
     kv_dtype: str
     gpu: Gpu | None
     sampler: Sampler
+    prepare: Callable[[ModelConfig], None]
     finish: Callable[[], None]
 
     def private(self, geometry: Geometry, total_pages: int) -> Any:
@@ -57,15 +60,29 @@ def on_host(dtype: str | None, kv_dtype: str | None) -> Backend:
     for flag, value in (("--dtype", dtype), ("--kv-dtype", kv_dtype)):
         if value not in (None, "f32"):
             raise InvalidConfiguration(f"{flag} {value}: a CPU computes in f32; see --device", field=flag)
-    return Backend("numpy", ops_numpy, "f32", "f32", None, sample, lambda: None)
+    return Backend("numpy", ops_numpy, "f32", "f32", None, sample, lambda config: None, lambda: None)
 
 
 def on_gpu(ordinal: int, dtype: str, kv_dtype: str | None, page_size: int) -> Backend:
     """CuPy on GPU ``ordinal``. Raises InvalidConfiguration when it cannot be used."""
     gpu = Runtime.load().gpu(ordinal)
+    from kernels.module import KernelError
     from kernels.ops_cupy import CupyOps
     from services.engine.devicesampler import DeviceSampler
 
     ops = CupyOps(ordinal, dtype, kv_dtype or dtype, page_size)
+
+    def prepare(config: ModelConfig) -> None:
+        try:
+            ops.compile_attention(
+                config.query_heads, config.layers, config.kv_heads, config.head_dim, config.head_dim**-0.5
+            )
+        except ValueError as error:
+            raise InvalidConfiguration(
+                f"--model: its attention is not served on a GPU: {error}", field="--model"
+            ) from error
+        except KernelError as error:
+            raise InvalidConfiguration(f"--device gpu: {error}", field="--device") from error
+
     name = "rocm" if gpu.runtime.is_hip else "cuda"
-    return Backend(name, ops, dtype, kv_dtype or dtype, gpu, DeviceSampler(), ops.synchronize)
+    return Backend(name, ops, dtype, kv_dtype or dtype, gpu, DeviceSampler(), prepare, ops.synchronize)

@@ -125,7 +125,9 @@ class Engine:
     def _load(self, backend: Backend) -> Model:
         """Raises ModelInvalid, InvalidConfiguration."""
         try:
-            return Model.load(self.config.model, backend.ops, backend.dtype)
+            model = Model.load(self.config.model, backend.ops, backend.dtype)
+            backend.prepare(model.config)
+            return model
         except MemoryError as error:
             raise InvalidConfiguration(
                 f"--model {self.config.model}: there is no room for its weights in {backend.dtype}", field="--model"

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from tests.gpus import ROOT, Host, host
-from tests.processes import Service, kvcache
+from tests.processes import Service, engine, kvcache
+
+MODEL = ROOT / "models" / "shakespeare"
 
 
 class Refused(AssertionError):
@@ -95,6 +97,21 @@ class World:
         flags = ("--device", "gpu", "--memory", "8MiB", *flags)
         environment = {**self.host.environment, **env}
         return self._stack.enter_context(kvcache(self._directory, *flags, environment=environment))
+
+    def serving(self, daemon: Service, name: str, *flags: str) -> Service:
+        """An engine that generates, with the bundled model."""
+        words = ("--device", "gpu", *flags)
+        service = engine(
+            self._directory,
+            daemon.address,
+            *words,
+            model=MODEL,
+            name=name,
+            wait=False,
+            environment=self.host.environment,
+        )
+        # Kernels are compiled on the first run, which takes a CPU longer than a GPU's compiler.
+        return self._stack.enter_context(service).wait_serving(timeout_s=300)
 
     def engine(self, daemon: Service, device: int = 0, *, pages: int = 16, ttl_s: float = 10, **env: str) -> Engine:
         self._count += 1

@@ -1,0 +1,85 @@
+"""The product on a GPU: engines that generate, on pages that the daemon has in the GPU's memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
+from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
+from services.engine.arena import private_pages
+from services.engine.batch import Row
+from services.engine.model import Model
+from services.engine.tokenizer import Tokenizer
+from tests.generation import collect, request
+from tests.gpu.conftest import MODEL, World
+from tests.processes import Service
+
+TOKENS = 24
+#: Longer than a step of 64 tokens, and than some pages; and shorter than one page.
+LONG = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n" * 3
+PROMPTS = [LONG, "ROMEO:", "JULIET:\nO Romeo, Romeo! wherefore art thou Romeo?\n"]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@functools.cache
+def reference(prompt: str) -> tuple[int, ...]:
+    """What NumPy generates from a prompt, greedily, one token after another and nothing else."""
+    model = Model.load(MODEL)
+    tokens = Tokenizer.load(MODEL, model.config.vocab_size).encode(prompt)
+    count = len(tokens)
+    pages = private_pages(model.geometry(16), 1 + (count + TOKENS) // 16)
+    table = range(len(pages))
+    logits = model.forward([Row(tokens, 0, table, True)], pages)
+    while len(tokens) < count + TOKENS:
+        tokens.append(int(np.argmax(logits[-1])))
+        logits = model.forward([Row(tokens[-1:], len(tokens) - 1, table, True)], pages)
+    return tuple(tokens[count:])
+
+
+def stub(engine: Service) -> Any:
+    return engine_pb2_grpc.EngineServiceStub(engine.channel)
+
+
+def assert_all_clean(daemon: Service, *engines: Service) -> None:
+    cache = kvcache_pb2_grpc.KvCacheServiceStub(daemon.channel)
+    [pool] = cache.GetStats(kvcache_pb2.GetStatsRequest()).pools
+    assert pool.active_sequences == pool.held_pages == pool.quarantined_pages == 0
+    assert not cache.Fsck(kvcache_pb2.FsckRequest()).violations
+    for engine in engines:
+        stats = stub(engine).GetStats(engine_pb2.GetStatsRequest())
+        assert (stats.running_requests, stats.queued_requests, stats.held_pages) == (0, 0, 0)
+
+
+def test_the_same_tokens_as_numpy_and_a_cache_that_engines_share(one: World) -> None:
+    daemon = one.daemon("--memory", "32MiB")
+    first = one.serving(daemon, "first", "--dtype", "f32", "--max-step-tokens", "64")
+    assert stub(first).GetModel(engine_pb2.GetModelRequest()).backend in ("rocm", "cuda")
+    # All at once: prompts in chunks beside tokens of the others.
+    streams = [stub(first).Generate(request(prompt, TOKENS)) for prompt in PROMPTS]
+    for prompt, stream in zip(PROMPTS, streams, strict=True):
+        _, tokens, finish = collect(stream)
+        assert tuple(tokens) == reference(prompt)
+        assert finish.usage.cached_tokens == 0
+    # Another process, on the same memory: it computes nothing of the prompt but its last tokens.
+    second = one.serving(daemon, "second", "--dtype", "f32")
+    for engine in (first, second):
+        _, tokens, finish = collect(stub(engine).Generate(request(LONG, TOKENS)))
+        assert tuple(tokens) == reference(LONG)
+        assert finish.usage.cached_tokens == (finish.usage.prompt_tokens - 1) // 16 * 16 > 0
+    assert_all_clean(daemon, first, second)
+    # One dies with a request under way; the other goes on, and what was cached stays.
+    assert next(iter(stub(first).Generate(request(LONG, 200)))) is not None
+    first.kill()
+    _, tokens, finish = collect(stub(second).Generate(request(LONG, TOKENS)))
+    assert tuple(tokens) == reference(LONG) and finish.usage.cached_tokens > 0
+    assert second.stop() == 0
+    third = one.serving(daemon, "third", "--dtype", "f32")
+    _, tokens, finish = collect(stub(third).Generate(request(LONG, TOKENS)))
+    assert tuple(tokens) == reference(LONG) and finish.usage.cached_tokens > 0
+    assert_all_clean(daemon, third)
+    assert third.stop() == 0 and daemon.stop() == 0
