@@ -17,24 +17,21 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
-from tests.kvcache.machine import (
-    CacheMachine,
+from tests.kvcache.intents import (
     ForkSequence,
     Intent,
     LookAt,
     RemoveSequence,
     Report,
     Step,
-    Unanswered,
     anything,
-    examples,
-    new_world,
     opens,
     parts,
     removals,
     steps,
     which,
 )
+from tests.kvcache.machine import CacheMachine, Unanswered, examples, new_world
 from tests.kvcache.transactions import Answer, Operation
 from tests.kvcache.wire import Loop, Wire
 
