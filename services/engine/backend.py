@@ -29,9 +29,9 @@ Sampler = Callable[[Any, Sequence[SamplingParams], Sequence[int]], list[int | Se
 class Backend:
     """One way to compute. ``dtype`` is of weights and activations, ``kv_dtype`` of K and V in pages.
 
-    ``name`` is for people. ``gpu`` is None on the host. ``prepare`` makes all that steps of a model could otherwise have
-    to wait for; it raises InvalidConfiguration for a model that is not computed here. ``finish`` returns when nothing of
-    a step is under way: only then may its pages be told of or given up.
+    ``name`` is for people. ``gpu`` is None on the host. ``prepare`` makes all that a model's steps would otherwise wait
+    for, and raises InvalidConfiguration for one that is not computed here. ``finish`` returns when nothing of a step is
+    under way: only then may its pages be told of or given up.
     """
 
     name: str

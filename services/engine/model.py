@@ -96,6 +96,8 @@ class Model:
             normed, total = ops.rms_norm(total, layer.attention_norm, config.rms_norm_eps, change)
             qkv = ops.linear(normed, layer.qkv).reshape(len(normed), -1, config.head_dim)
             q = ops.rope_write_kv(qkv, angles, pages, index, places, config.query_heads)
+            if index == config.layers - 1 and not len(batch.wanted):
+                break
             if index == config.layers - 1 and len(batch.wanted) < len(total):
                 # Of the last layer only K and V are needed, but for the tokens whose logits are wanted.
                 wanted = ops.indices(batch.wanted)
@@ -106,6 +108,8 @@ class Model:
             change = ops.linear(attended.reshape(len(q), config.query_heads * config.head_dim), layer.output)
             normed, total = ops.rms_norm(total, layer.mlp_norm, config.rms_norm_eps, change)
             change = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)
+        if not len(batch.wanted):
+            return np.empty((0, config.vocab_size), np.float32)
         normed, _ = ops.rms_norm(total, self._norm, config.rms_norm_eps, change)
         return ops.linear(normed, self._head, widen=True)
 
