@@ -9,32 +9,53 @@
 #endif
 
 static const int DIM = RF_HEAD_DIM;
-static const int THREADS = 2 * RF_WAVE;
+static const int THREADS = 128;
+static const int LANES = DIM / 4, TEAMS = THREADS / LANES;  // a team adds up some of the results, four numbers a lane
 static const int ENTRY = 5;  // row, first query, queries, number of their first partial result, how many of them
 
 // Block (x, y): kv head x % kv_heads of entry x / kv_heads, query y. The rest as attention_decode has it.
 RF_KERNEL __launch_bounds__(THREADS) attention_combine(
     const float *__restrict__ partials, const float *__restrict__ stats, const i32 *__restrict__ entries, i32 kv_heads,
     const i32 *__restrict__ offsets, RF_TYPE::Bits *__restrict__ out) {
-    int head = blockIdx.x % kv_heads;
+    __shared__ float scratch[32], totals[TEAMS];
+    __shared__ float4 sums[TEAMS][LANES];
+    int head = blockIdx.x % kv_heads, number = blockIdx.y;
     const i32 *entry = entries + (i64)(blockIdx.x / kv_heads) * ENTRY;
-    int query = entry[1] + blockIdx.y, count = entry[2], splits = entry[4];
-    if ((int)blockIdx.y >= count) return;
-    i64 place = ((i64)entry[3] + blockIdx.y) * kv_heads + head, stride = (i64)count * kv_heads;
+    int query = entry[1] + number, count = entry[2], splits = entry[4];
+    if (number >= count) return;
+    i64 first = ((i64)entry[3] + number) * kv_heads + head, stride = (i64)count * kv_heads;
 
-    // A thread looks at every split of its own numbers: few enough, and no barrier.
-    float most = stats[place * 2];
-    for (int split = 1; split < splits; split++) most = fmaxf(most, stats[(place + split * stride) * 2]);
-    i64 to = (((i64)offsets[entry[0]] + query / RF_GROUP) * kv_heads + head) * RF_GROUP + query % RF_GROUP;
-    for (int d = threadIdx.x; d < DIM; d += THREADS) {
-        float sum = 0.0f, total = 0.0f;
+    float most = -RF_INFINITY;
+    for (int split = threadIdx.x; split < splits; split += THREADS) most = fmaxf(most, stats[(first + split * stride) * 2]);
+    most = block_max(most, scratch);
+
+    int team = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float total = 0.0f;
+    if (team < TEAMS) {
 #pragma unroll 4
-        for (int split = 0; split < splits; split++) {
-            i64 at = place + split * stride;
-            float weight = exp2f(stats[at * 2] - most);
-            total = fmaf(weight, stats[at * 2 + 1], total);
-            sum = fmaf(weight, partials[at * DIM + d], sum);
+        for (int split = team; split < splits; split += TEAMS) {
+            i64 at = first + split * stride;
+            float2 stat = *(const float2 *)(stats + at * 2);
+            float4 four = *(const float4 *)(partials + at * DIM + lane * 4);
+            float weight = power_of_two(stat.x - most);
+            total = fmaf(weight, stat.y, total);
+            sum.x = fmaf(weight, four.x, sum.x);
+            sum.y = fmaf(weight, four.y, sum.y);
+            sum.z = fmaf(weight, four.z, sum.z);
+            sum.w = fmaf(weight, four.w, sum.w);
         }
-        out[to * DIM + d] = RF_TYPE::store(sum / total);
+        sums[team][lane] = sum;
+        if (lane == 0) totals[team] = total;
     }
+    __syncthreads();
+    if (team > 0) return;
+    for (int other = 1; other < TEAMS; other++) {
+        float4 four = sums[other][lane];
+        sum.x += four.x, sum.y += four.y, sum.z += four.z, sum.w += four.w;
+        total += totals[other];
+    }
+    i64 to = ((((i64)offsets[entry[0]] + query / RF_GROUP) * kv_heads + head) * RF_GROUP + query % RF_GROUP) * DIM;
+    float values[4] = {sum.x / total, sum.y / total, sum.z / total, sum.w / total};
+    store_numbers<RF_TYPE, 4>(out + to + lane * 4, values);
 }

@@ -31,10 +31,14 @@ typedef RF_KV::Bits Stored;
 static const int WAVES = 4;
 static const int THREADS = WAVES * RF_WAVE;
 static const int DIM = RF_HEAD_DIM;
-#if defined(RF_CUDA)
-#ifndef RF_BLOCKS
-#define RF_BLOCKS 3
+// Keys of a wave's step, in eights, and blocks of a multiprocessor: what is in flight, against registers.
+#ifndef RF_EIGHTS
+#define RF_EIGHTS (RF_HEAD_DIM > 128 ? 1 : 2) * (sizeof(Stored) == 1 ? 2 : 1)
 #endif
+#ifndef RF_BLOCKS
+#define RF_BLOCKS (RF_ROWS > 8 || RF_HEAD_DIM > 128 ? 2 : 3)
+#endif
+#if defined(RF_CUDA)
 #define BOUNDS __launch_bounds__(WAVES * RF_WAVE, RF_BLOCKS)  // blocks of a multiprocessor, which bounds the registers
 #else
 #define BOUNDS __launch_bounds__(WAVES * RF_WAVE)
@@ -46,21 +50,9 @@ static const bool SCALED = sizeof(Stored) == 1;
 // The maximum a wave goes by may be this much too low, in powers of two: the sums need a new scale less often.
 #define SLACK 8.0f
 
-RF_INLINE float power_of_two(float exponent) {
-#if defined(RF_CUDA)
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
-    return power;
-#elif defined(RF_HIP)
-    return __builtin_amdgcn_exp2f(exponent);
-#else
-    return exp2f(exponent);
-#endif
-}
-
 // Where the keys of a row lie, for one layer and kv head.
 struct Keys {
-    const u8 *k, *v;              // of slot 0 in page 0
+    const u8 *k, *v;                 // of slot 0 in page 0
     const float *k_scale, *v_scale;  // of page 0
     const i32 *table;
     i64 page_bytes;
@@ -149,40 +141,53 @@ template <int Count> RF_INLINE u32 pair_of(const Loaded<Count> &from, const Load
     else return bytes_of(from.words[i / 2], other.words[i / 2], i % 2 ? 0x7632u : 0x5410u);
 }
 
-// A step of 16 keys, in registers from memory to the multipliers. What a lane 4 g + t loads is never passed on:
+// A step of KEYS keys, in registers from memory to the multipliers. What a lane 4 g + t loads is never passed on:
 // - scores[q][key] = sum over d of Q[q][d] K[key][d]. The order of the sum is free, so that the lanes of a key take 8
-//   numbers each that lie together, two products' worth.
-// - out[d][q] = sum over keys of V[key][d] P[q][key]. The scores lie as P must. The order of d is free, so that the lanes
-//   of a key take 8 numbers each that lie together, four products' worth of rows.
+//   numbers each that lie together, two products' worth. Eight keys make a product: a lane has key g of each eight.
+// - out[d][q] = sum over keys of V[key][d] P[q][key]. The scores lie as P must: a lane has keys 2 t and 2 t + 1 of each
+//   eight, and two eights make a product. The order of d is free, so that the lanes of a key take 8 numbers each that lie
+//   together, four products' worth of rows.
 struct Step {
-    static const int KEYS = 16;
-    static const int SETS = RF_ROWS / 8;        // queries g and, in the second, g + 8
-    static const int K_WHOLE = DIM / 32;        // loads of 8 numbers by 4 lanes
-    static const bool K_REST = DIM % 32 != 0;   // and one of 4 numbers
-    static const int V_WHOLE = DIM / 64;        // loads of 8 numbers by 8 lanes
-    static const int V_REST = DIM % 64 / 8;     // and one of so many numbers
-    // Keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of the step are those of whose scores a lane has; keys g, g + 8 it loads of K.
-    static const bool ONE_PAGE = RF_PAGE_SIZE % KEYS == 0;
-    static const int K_PAGES = ONE_PAGE ? 1 : 2, V_PAGES = ONE_PAGE ? 1 : 4;
+    static const int EIGHTS = RF_EIGHTS, KEYS = 8 * EIGHTS;
+    static const bool SHARED = true;           // the queries
+    static const int SETS = RF_ROWS / 8;       // queries g and, in the second, g + 8
+    static const int K_WHOLE = DIM / 32;       // loads of 8 numbers by 4 lanes
+    static const bool K_REST = DIM % 32 != 0;  // and one of 4 numbers
+    static const int V_WHOLE = DIM / 64;       // loads of 8 numbers by 8 lanes
+    static const int V_REST = DIM % 64 / 8;    // and one of so many numbers
     static_assert(DIM % 32 % 16 == 0 && V_REST != 6, "a head dim of loads that are powers of two");
+    // Keys that share a page wherever a step begins, which is at a multiple of KEYS.
+    static const int SPAN = RF_PAGE_SIZE % KEYS == 0 ? KEYS : RF_PAGE_SIZE % 16 == 0 ? 16 : RF_PAGE_SIZE % 8 == 0 ? 8 : 1;
+    static const int K_PAGES = SPAN == 1 ? EIGHTS : KEYS / SPAN, V_PAGES = SPAN == 1 ? 2 * EIGHTS : KEYS / SPAN;
+
+    // What each lane holds of Q for one product, the same in all waves: there are better uses of registers.
+    struct alignas(8 * SETS) Query {
+        u32 words[2 * SETS];
+    };
+    struct Shared {
+        Query of[DIM / 16][32];
+    };
 
     int g, t;
-    u32 q[DIM / 16][SETS * 2];
+    Shared *queries;
     float out[DIM / 16][SETS][4];
     float best[SETS], total[SETS];
     int limit[SETS];
-    Loaded<8> k[2][K_WHOLE], v[4][V_WHOLE ? V_WHOLE : 1];
-    Loaded<4> k_rest[2];
-    Loaded<V_REST ? V_REST : 2> v_rest[4];
+    Loaded<8> k[EIGHTS][K_WHOLE], v[2 * EIGHTS][V_WHOLE];
+    Loaded<4> k_rest[EIGHTS];
+    Loaded<V_REST ? V_REST : 2> v_rest[2 * EIGHTS];
     int k_page[K_PAGES], v_page[V_PAGES];
     float k_scale[V_PAGES], v_scale[V_PAGES];
-
-    typedef float Weights[SETS][4];  // of the keys score_key(i)
+    typedef float Weights[SETS][2 * EIGHTS];  // of the keys score_key(i)
 
     static RF_INLINE int score_key(int i, int t) { return i / 2 * 8 + 2 * t + i % 2; }
+    // Which page eight `i` of K is in, and which key score_key(i).
+    static RF_INLINE int k_page_of(int i) { return SPAN == 1 ? i : 8 * i / SPAN; }
+    static RF_INLINE int v_page_of(int i) { return SPAN == 1 ? i : i / 2 * 8 / SPAN; }
 
-    RF_INLINE void begin(int lane) {
+    RF_INLINE void begin(int lane, Shared *shared) {
         g = lane / 4, t = lane % 4;
+        queries = shared;
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
             best[set] = LOWEST, total[set] = 0.0f;
@@ -199,21 +204,21 @@ struct Step {
         for (int step = 0; step < DIM / 16; step++) {
             int d = step < 2 * K_WHOLE ? 32 * (step / 2) + 8 * t + 4 * (step % 2) : 32 * K_WHOLE + 4 * t;
             Pack<RF_TYPE, 4> four = *(const Pack<RF_TYPE, 4> *)(from + d);
-            u32 first = two_of<Number>(RF_TYPE::load(four.bits[0]), RF_TYPE::load(four.bits[1]));
-            u32 second = two_of<Number>(RF_TYPE::load(four.bits[2]), RF_TYPE::load(four.bits[3]));
-            q[step][set] = first, q[step][SETS + set] = second;
+            u32 *to = queries->of[step][4 * g + t].words;
+            to[set] = two_of<Number>(RF_TYPE::load(four.bits[0]), RF_TYPE::load(four.bits[1]));
+            to[SETS + set] = two_of<Number>(RF_TYPE::load(four.bits[2]), RF_TYPE::load(four.bits[3]));
         }
     }
     RF_INLINE void find_pages(const Keys &keys, int first) {
 #pragma unroll
-        for (int i = 0; i < V_PAGES; i++) v_page[i] = keys.page_of(ONE_PAGE ? first : first + score_key(i, t));
+        for (int i = 0; i < V_PAGES; i++) v_page[i] = keys.page_of(first + (SPAN == 1 ? score_key(i, t) : i * SPAN));
 #pragma unroll
-        for (int i = 0; i < K_PAGES; i++) k_page[i] = ONE_PAGE ? v_page[0] : keys.page_of(first + g + 8 * i);
+        for (int i = 0; i < K_PAGES; i++) k_page[i] = SPAN == 1 ? keys.page_of(first + g + 8 * i) : v_page[i];
     }
     RF_INLINE void load_keys(const Keys &keys, int first) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const u8 *from = keys.k + keys.place_of(first + g + 8 * i, k_page[i % K_PAGES]);
+        for (int i = 0; i < EIGHTS; i++) {
+            const u8 *from = keys.k + keys.place_of(first + g + 8 * i, k_page[k_page_of(i)]);
 #pragma unroll
             for (int c = 0; c < K_WHOLE; c++) k[i][c].load(from + (32 * c + 8 * t) * sizeof(Stored));
             if constexpr (K_REST) k_rest[i].load(from + (32 * K_WHOLE + 4 * t) * sizeof(Stored));
@@ -224,8 +229,8 @@ struct Step {
     }
     RF_INLINE void load_values(const Keys &keys, int first) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const u8 *from = keys.v + keys.place_of(first + score_key(i, t), v_page[i % V_PAGES]);
+        for (int i = 0; i < 2 * EIGHTS; i++) {
+            const u8 *from = keys.v + keys.place_of(first + score_key(i, t), v_page[v_page_of(i)]);
 #pragma unroll
             for (int c = 0; c < V_WHOLE; c++) v[i][c].load(from + (64 * c + 8 * g) * sizeof(Stored));
             if constexpr (V_REST) v_rest[i].load(from + (64 * V_WHOLE + V_REST * g) * sizeof(Stored));
@@ -235,12 +240,13 @@ struct Step {
             for (int i = 0; i < V_PAGES; i++) v_scale[i] = Keys::scale_of(keys.v_scale, keys.page_bytes, v_page[i]);
     }
     RF_INLINE void multiply_keys(Weights &weight) const {
-        float c[2][4] = {};
+        float c[EIGHTS][4] = {};
 #pragma unroll
         for (int step = 0; step < DIM / 16; step++) {
-            u32 a[4] = {q[step][0], SETS == 2 ? q[step][1] : 0, q[step][SETS], SETS == 2 ? q[step][SETS + 1] : 0};
+            Query of = queries->of[step][4 * g + t];
+            u32 a[4] = {of.words[0], SETS == 2 ? of.words[1] : 0, of.words[SETS], SETS == 2 ? of.words[2 * SETS - 1] : 0};
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
+            for (int i = 0; i < EIGHTS; i++) {
                 u32 b[2];
 #pragma unroll
                 for (int half = 0; half < 2; half++)
@@ -251,21 +257,10 @@ struct Step {
 #pragma unroll
         for (int set = 0; set < SETS; set++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 2 * EIGHTS; i++) {
                 weight[set][i] = c[i / 2][2 * set + i % 2];
-                if constexpr (SCALED) weight[set][i] *= k_scale[i % V_PAGES];
+                if constexpr (SCALED) weight[set][i] *= k_scale[v_page_of(i)];
             }
-    }
-    template <int Count> RF_INLINE void multiply_values(const Loaded<Count> &v0, const Loaded<Count> &v1,
-                                                        const Loaded<Count> &v2, const Loaded<Count> &v3,
-                                                        const u32 (&p)[SETS][2], int tile) {
-#pragma unroll
-        for (int i = 0; i < Count / 2; i++) {
-            u32 a[4] = {pair_of(v0, v1, 2 * i), pair_of(v0, v1, 2 * i + 1), pair_of(v2, v3, 2 * i),
-                        pair_of(v2, v3, 2 * i + 1)};
-#pragma unroll
-            for (int set = 0; set < SETS; set++) multiply_16x8x16<Number>(out[tile + i][set], a, p[set]);
-        }
     }
     RF_INLINE void weigh(Weights &weight, int first, float scale) {
         float highest[SETS];
@@ -274,7 +269,7 @@ struct Step {
         for (int set = 0; set < SETS; set++) {
             highest[set] = LOWEST;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 2 * EIGHTS; i++) {
                 weight[set][i] = first + score_key(i, t) <= limit[set] ? weight[set][i] * scale : -RF_INFINITY;
                 highest[set] = fmaxf(highest[set], weight[set][i]);
             }
@@ -298,24 +293,43 @@ struct Step {
             }
         }
 #pragma unroll
-        for (int set = 0; set < SETS; set++) {
+        for (int set = 0; set < SETS; set++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 2 * EIGHTS; i++) {
                 weight[set][i] = power_of_two(weight[set][i] - best[set]);
                 total[set] += weight[set][i];
-                if constexpr (SCALED) weight[set][i] *= v_scale[i % V_PAGES];
+                if constexpr (SCALED) weight[set][i] *= v_scale[v_page_of(i)];
             }
+    }
+    // The four keys of a product, or two and no others.
+    template <bool Four, int Count>
+    RF_INLINE void multiply_values(const Loaded<Count> &v0, const Loaded<Count> &v1, const Loaded<Count> &v2,
+                                   const Loaded<Count> &v3, const u32 (&p)[SETS][2], int tile) {
+#pragma unroll
+        for (int i = 0; i < Count / 2; i++) {
+            u32 a[4] = {pair_of(v0, v1, 2 * i), pair_of(v0, v1, 2 * i + 1), Four ? pair_of(v2, v3, 2 * i) : 0,
+                        Four ? pair_of(v2, v3, 2 * i + 1) : 0};
+#pragma unroll
+            for (int set = 0; set < SETS; set++) multiply_16x8x16<Number>(out[tile + i][set], a, p[set]);
         }
     }
     RF_INLINE void multiply_values(const Weights &weight) {
-        u32 p[SETS][2];
 #pragma unroll
-        for (int set = 0; set < SETS; set++)
+        for (int e = 0; e < EIGHTS; e += 2) {
+            static const bool FOUR = EIGHTS > 1;
+            const int i = 2 * e, j = FOUR ? i + 2 : i;
+            u32 p[SETS][2];
 #pragma unroll
-            for (int i = 0; i < 2; i++) p[set][i] = two_of<Number>(weight[set][2 * i], weight[set][2 * i + 1]);
+            for (int set = 0; set < SETS; set++) {
+                p[set][0] = two_of<Number>(weight[set][i], weight[set][i + 1]);
+                p[set][1] = FOUR ? two_of<Number>(weight[set][j], weight[set][j + 1]) : 0;
+            }
 #pragma unroll
-        for (int c = 0; c < V_WHOLE; c++) multiply_values(v[0][c], v[1][c], v[2][c], v[3][c], p, 4 * c);
-        if constexpr (V_REST) multiply_values(v_rest[0], v_rest[1], v_rest[2], v_rest[3], p, 4 * V_WHOLE);
+            for (int c = 0; c < V_WHOLE; c++)
+                multiply_values<FOUR>(v[i][c], v[i + 1][c], v[j][c], v[j + 1][c], p, 4 * c);
+            if constexpr (V_REST)
+                multiply_values<FOUR>(v_rest[i], v_rest[i + 1], v_rest[j], v_rest[j + 1], p, 4 * V_WHOLE);
+        }
     }
     // Bring together what the lanes of a query have.
     RF_INLINE void finish() {
@@ -347,9 +361,10 @@ static_assert(RF_ROWS <= 8, "a tile of queries is at most 8 rows");
 // A step of DEEP keys for each group of LANES lanes, 8 numbers of a key to a lane. Every group has a softmax of its own.
 struct Step {
     static const int LANES = DIM <= 64 ? 8 : DIM <= 128 ? 16 : 32;
-    static const int GROUPS = RF_WAVE / LANES, DEEP = 4;
+    static const int GROUPS = RF_WAVE / LANES, DEEP = RF_ROWS > 4 ? 2 : 4;
     static const int KEYS = GROUPS * DEEP;
     static const int SETS = RF_ROWS;
+    static const bool SHARED = false;
     static_assert(DIM % 8 == 0 && DIM <= 8 * LANES, "a head dim that the lanes of a key can hold");
 
     int group, d;  // the first number of this lane; of those behind the head's end it loads others, and puts none
@@ -357,11 +372,12 @@ struct Step {
     float q[SETS][8], out[SETS][8];
     float best[SETS], total[SETS];
     int limit[SETS];
+    struct Shared {};
     Loaded<8> k[DEEP], v[DEEP];
     int page[DEEP];
     float k_scale[SCALED ? DEEP : 1], v_scale[SCALED ? DEEP : 1];
 
-    RF_INLINE void begin(int lane) {
+    RF_INLINE void begin(int lane, Shared *) {
         group = lane / LANES, d = lane % LANES * 8;
         idle = d >= DIM;
         if (idle) d = 0;
@@ -520,14 +536,17 @@ RF_KERNEL BOUNDS attention_decode(
     keys.page_bytes = page_bytes;
     keys.last = end - 1;
 
+    __shared__ Step::Shared shared;
     Step step;
-    step.begin(lane);
+    step.begin(lane, &shared);
 #pragma unroll
     for (int set = 0; set < Step::SETS; set++) {
         int number = query + min(step.row_of(set), count - 1);
         step.limit[set] = min(start + number / RF_GROUP, end - 1);
-        step.load_query(set, q + (token + number / RF_GROUP) * q_stride + (head * RF_GROUP + number % RF_GROUP) * DIM);
+        if (!Step::SHARED || wave == 0)
+            step.load_query(set, q + (token + number / RF_GROUP) * q_stride + (head * RF_GROUP + number % RF_GROUP) * DIM);
     }
+    __syncthreads();
     int first = begin + wave * Step::KEYS;
     if (first < end) {
         step.find_pages(keys, first);

@@ -51,7 +51,7 @@ static const int TILE_KEYS = ROOM >= 64 ? 64 : ROOM >= 48 ? 48 : ROOM >= 32 ? 32
 // A fragment is RF_WAVE / 2 rows by 8 columns. Lane 4 g + t has, of row g and of row g + RF_WAVE / 4, columns 2 t and
 // 2 t + 1: for waves of 32 lanes as multiply_16x8x16 has them.
 static const int FRAGMENT_ROWS = RF_WAVE / 2;
-static const int M = TILE >= 64 && DIM <= 128 && RF_WAVE == 32 && sizeof(Bits) == 2 ? 2 : 1;  // fragments of a wave, by rows
+static const int M = RF_MATRIX && DIM <= 128 ? 2 : 1;  // fragments of a wave, by rows
 static const int WAVE_ROWS = M * FRAGMENT_ROWS;
 static const int WAVES = TILE / WAVE_ROWS, THREADS = WAVES * RF_WAVE;
 static const int KEY_FRAGMENTS = TILE_KEYS / 8, DIM_FRAGMENTS = DIM / 8;
@@ -63,18 +63,6 @@ typedef float Out[M][DIM_FRAGMENTS][4];
 #else
 #define BOUNDS __launch_bounds__(THREADS)
 #endif
-
-RF_INLINE float power_of_two(float exponent) {
-#if defined(RF_CUDA)
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
-    return power;
-#elif defined(RF_HIP)
-    return __builtin_amdgcn_exp2f(exponent);
-#else
-    return exp2f(exponent);
-#endif
-}
 
 #if RF_MATRIX == 1
 static_assert(sizeof(Bits) == 2 && RF_WAVE == 32, "multiply_16x8x16 is for 16-bit numbers and waves of 32 lanes");

@@ -1,0 +1,377 @@
+"""Paged attention on a GPU: which blocks the kernels of attention_*.hip are launched with, and the launches.
+
+The host knows every length, so it says exactly what each block does. A row's queries are cut into tiles, and where
+these alone would not fill the GPU evenly, a tile's keys are cut into items too. An item leaves its sums to a second
+kernel, `attention_combine`, unless it is all of its tile. Rows of a few tokens go to `attention_decode`, which reads
+memory as fast as it can, the others to `attention_prefill`, which multiplies as fast as it can.
+
+Nothing here knows whose arrays it hands on: a `Plan` is NumPy, to be copied to the device once for all layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+BYTES = {"F32": 4, "F16": 2, "BF16": 2, "INT8": 1}
+HEAD_DIMS = (64, 80, 96, 128, 256)
+
+#: Keys of an item are a multiple of this: whole steps of `attention_decode`.
+ITEM_KEYS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What decides into how many items keys are cut, as measured (docs/attention.md)."""
+
+    #: Blocks that a multiprocessor (compute unit) works on at a time.
+    at_once: float
+    #: What a block takes besides its keys, in keys.
+    block: int
+    #: What an item takes besides, if it leaves a partial result, in keys.
+    split: int
+
+
+DECODE = Cost(at_once=2, block=64, split=64)
+PREFILL = Cost(at_once=2, block=64, split=192)
+
+
+class Launches(Protocol):
+    """A compiled source: `kernels.module.Module`, or that of a test's device."""
+
+    def launch(self, name: str, grid: Any, block: Any, args: Sequence[Any], shared: int = 0) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The attention of one model, and the pages it reads.
+
+    ``dtype`` is that of queries and output, F32, F16 or BF16; ``kv_dtype`` that of pages, INT8 too. Raises ValueError.
+    """
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    layers: int
+    dtype: str
+    kv_dtype: str
+
+    def __post_init__(self) -> None:
+        for name in ("query_heads", "kv_heads", "page_size", "layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.query_heads % self.kv_heads:
+            raise ValueError(f"query_heads={self.query_heads}: must be a multiple of kv_heads={self.kv_heads}")
+        if self.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim={self.head_dim}: must be one of {', '.join(map(str, HEAD_DIMS))}")
+        if self.dtype not in BYTES or self.dtype == "INT8":
+            raise ValueError(f"dtype={self.dtype}: must be F32, F16 or BF16")
+        if self.kv_dtype not in BYTES:
+            raise ValueError(f"kv_dtype={self.kv_dtype}: must be one of {', '.join(BYTES)}")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a kv head."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, the scales of INT8 included."""
+        heads = self.layers * 2 * self.kv_heads
+        values = heads * self.page_size * self.head_dim * BYTES[self.kv_dtype]
+        return values + (heads * 4 if self.kv_dtype == "INT8" else 0)
+
+    @property
+    def prefill_tile(self) -> int:
+        """Queries of a block of `attention_prefill`: such that they take 32 KB at most, and 128 at most."""
+        return min(128, 1 << int(math.log2(32768 // (self.head_dim * BYTES[self.dtype]))))
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What of a GPU decides how attention is laid out.
+
+    ``matrix``: whether ``multiply_16x8x16`` of common.h is there, in hardware (NVIDIA, sm_80 or later) or because a
+    test wants to see it.
+    """
+
+    wave: int
+    processors: int
+    matrix: bool
+
+    def __post_init__(self) -> None:
+        if self.wave not in (32, 64):
+            raise ValueError(f"wave={self.wave}: must be 32 or 64")
+        if self.processors < 1:
+            raise ValueError(f"processors={self.processors}: must be at least 1")
+        if self.matrix and self.wave != 32:
+            raise ValueError(f"wave={self.wave}: multiply_16x8x16 needs waves of 32 lanes")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the blocks of a batch do, for every layer.
+
+    ``packed``: int32, all arrays that the kernels read, each of them ``packed[part]`` for the part of its name.
+    ``starts`` ``[rows]``, ``offsets`` ``[rows + 1]``; items of decode and prefill ``[n, 5]``: row, first query, begin
+    and end of the keys, first row of the partial result or -1; entries of combine ``[n, 5]``: row, first query,
+    queries, first row of the partial results, how many.
+    """
+
+    packed: NDArray[np.int32]
+    parts: list[slice]
+    #: Queries of a tile of `attention_decode`.
+    decode_rows: int
+    decode_items: int
+    prefill_items: int
+    entries: int
+    #: The most queries of an entry.
+    entry_queries: int
+    #: Queries, of each kv head, that partial results are for.
+    partial_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Queries of one row that a block takes together, ``[n]`` each."""
+
+    row: NDArray[np.int64]
+    first: NDArray[np.int64]
+    queries: NDArray[np.int64]
+    keys: NDArray[np.int64]
+
+
+def plan(geometry: Geometry, gpu: Gpu, starts: NDArray[Any], lengths: NDArray[Any]) -> Plan:
+    """Plan a batch: row r has ``lengths[r]`` >= 1 tokens at the positions from ``starts[r]`` >= 0 on.
+
+    Raises ValueError.
+    """
+    starts, lengths = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
+    if starts.ndim != 1 or starts.shape != lengths.shape:
+        raise ValueError(f"starts {starts.shape} and lengths {lengths.shape}: must be one number a row each")
+    if starts.size and (lengths.min() < 1 or starts.min() < 0):
+        raise ValueError("starts must be at least 0 and lengths at least 1")
+    if starts.size and (starts + lengths).max() > np.iinfo(np.int32).max // 2:
+        raise ValueError(f"position {(starts + lengths).max() - 1}: must be below {np.iinfo(np.int32).max // 2}")
+
+    group, most = geometry.group, max_decode_rows(geometry, gpu)
+    few = (lengths == 1) | (lengths * group <= most)
+    rows = decode_rows(geometry, gpu, int(np.max(lengths[few] * group, initial=1)))
+    tiles = _tiles(np.flatnonzero(few), starts, lengths, group, rows)
+    decode, entries, partial_rows = _items(tiles, geometry, gpu, DECODE, 0)
+    tiles = _tiles(np.flatnonzero(~few), starts, lengths, group, geometry.prefill_tile)
+    prefill, more, partial_rows = _items(tiles, geometry, gpu, PREFILL, partial_rows)
+    entries = np.concatenate([entries, more])
+
+    arrays = [starts, np.concatenate([[0], np.cumsum(lengths)]), decode, prefill, entries]
+    ends = np.cumsum([array.size for array in arrays])
+    return Plan(
+        packed=np.concatenate([array.reshape(-1) for array in arrays]).astype(np.int32),
+        parts=[slice(int(end) - array.size, int(end)) for array, end in zip(arrays, ends, strict=True)],
+        decode_rows=rows,
+        decode_items=len(decode),
+        prefill_items=len(prefill),
+        entries=len(entries),
+        entry_queries=int(np.max(entries[:, 2], initial=0)),
+        partial_rows=partial_rows,
+    )
+
+
+def uses_matrix(geometry: Geometry, gpu: Gpu, *, decode: bool) -> bool:
+    """Whether a kernel multiplies by ``multiply_16x8x16``, which takes numbers of 16 bits.
+
+    Decode multiplies K and V as they are stored, or INT8 made BF16; prefill makes them the type of the queries first.
+    """
+    fits = not decode or geometry.kv_dtype in (geometry.dtype, "INT8")
+    return gpu.matrix and geometry.dtype != "F32" and fits
+
+
+def max_decode_rows(geometry: Geometry, gpu: Gpu) -> int:
+    """Return the most queries that `attention_decode` takes together."""
+    return 16 if uses_matrix(geometry, gpu, decode=True) else 8
+
+
+def decode_rows(geometry: Geometry, gpu: Gpu, queries: int) -> int:
+    """Return the queries of a tile, a power of two, where rows have up to ``queries``."""
+    least = 8 if uses_matrix(geometry, gpu, decode=True) else 1
+    return max(least, min(max_decode_rows(geometry, gpu), 1 << (queries - 1).bit_length()))
+
+
+def _tiles(rows: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any], group: int, tile: int) -> _Tiles:
+    queries = lengths[rows] * group
+    tiles = -(-queries // tile)
+    row = np.repeat(rows, tiles)
+    first = (np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile
+    count = np.minimum(lengths[row] * group - first, tile)
+    # The last query of the tile sees its own token, and no later one.
+    return _Tiles(row, first, count, starts[row] + (first + count - 1) // group + 1)
+
+
+def _items(
+    tiles: _Tiles, geometry: Geometry, gpu: Gpu, cost: Cost, partial_rows: int
+) -> tuple[NDArray[Any], NDArray[Any], int]:
+    """Cut tiles into items; their partial results are from row ``partial_rows`` on.
+
+    Returns (items, those with the most keys first, entries, the row behind the last partial result).
+    """
+    pieces = _pieces(tiles.keys, geometry.kv_heads, max(1, int(gpu.processors * cost.at_once)), cost)
+    # Pieces of a tile are alike, but for the last, which may be shorter, or not be there.
+    size = -(-tiles.keys // (pieces * ITEM_KEYS)) * ITEM_KEYS
+    pieces = -(-tiles.keys // size)
+    of = np.repeat(np.arange(len(pieces)), pieces)
+    number = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begin = number * size[of]
+    end = np.minimum(begin + size[of], tiles.keys[of])
+    split = pieces > 1
+    rows = np.where(split, pieces * tiles.queries, 0)
+    base = partial_rows + np.cumsum(rows) - rows
+    partial = np.where(split[of], base[of] + number * tiles.queries[of], -1)
+    items = np.stack([tiles.row[of], tiles.first[of], begin, end, partial], axis=1)
+    items = items[np.argsort(begin - end, kind="stable")]
+    entries = np.stack([tiles.row, tiles.first, tiles.queries, base, pieces], axis=1)[split]
+    return items, entries, partial_rows + int(rows.sum())
+
+
+def _pieces(keys: NDArray[np.int64], heads: int, slots: int, cost: Cost) -> NDArray[np.int64]:
+    """Return into how many pieces to cut each tile, such that all blocks are over soonest, ``slots`` at a time.
+
+    Blocks are thought of as rounds of ``slots`` that are alike. Those of a last round that is not full are cut once
+    more, to fill it. So a batch of equal rows ends together, and one of unequal rows nearly does: its short items come
+    last.
+    """
+    if not keys.size:
+        return keys
+    most = int(keys.max())
+    numbers = np.unique(np.geomspace(1, max(1, most // ITEM_KEYS), 64).astype(np.int64))
+    sizes = np.unique(-(-most // (numbers * ITEM_KEYS)) * ITEM_KEYS)[::-1]
+    counts = -(-keys[:, None] // sizes)
+    items = counts.sum(axis=0)
+    mean = keys.sum() / items
+    rounds, rest = np.divmod(items * heads, slots)
+    cuts = np.where((rounds > 0) & (rest > 0), np.minimum(slots // np.maximum(rest, 1), mean // (2 * ITEM_KEYS)), 1)
+    cuts = np.maximum(cuts, 1).astype(np.int64)
+    each = cost.block + np.where(counts.max(axis=0) > 1, cost.split, 0)
+    last = np.where(rest > 0, mean / cuts + np.where(cuts > 1, cost.block + cost.split, each), 0)
+    time = np.maximum(rounds * (mean + each) + last, np.minimum(sizes, most) + each)
+    best = int(np.argmin(time))
+    pieces: NDArray[np.int64] = counts[:, best]
+    shortest = np.argsort(keys / pieces, kind="stable")
+    before = np.cumsum(pieces[shortest]) - pieces[shortest]
+    again = shortest[before * heads < rest[best]] if rounds[best] else shortest[:0]
+    pieces[again] *= cuts[best]
+    return pieces
+
+
+class Attention:
+    """The kernels for one geometry on one GPU, compiled as they are first needed."""
+
+    def __init__(
+        self, load: Callable[[str, Mapping[str, str | int]], Launches], geometry: Geometry, gpu: Gpu, scale: float
+    ) -> None:
+        """``load`` compiles a kernel (`kernels.module.load`); ``scale``, above 0, is that of the scores."""
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale={scale}: must be above 0 and finite")
+        self.geometry = geometry
+        self.gpu = gpu
+        self._load = load
+        self._scale = np.float32(scale * math.log2(math.e))
+        self._compiled: dict[tuple[str, int], Launches] = {}
+
+    def plan(self, starts: NDArray[Any], lengths: NDArray[Any]) -> Plan:
+        """`plan` for this geometry and GPU."""
+        return plan(self.geometry, self.gpu, starts, lengths)
+
+    def compile(self) -> None:
+        """Compile all that any batch can need, so that no step waits for a compiler."""
+        least, most = decode_rows(self.geometry, self.gpu, 1), max_decode_rows(self.geometry, self.gpu)
+        first = decode_rows(self.geometry, self.gpu, self.geometry.group)
+        for rows in (rows for rows in (1, 2, 4, 8, 16) if max(least, first) <= rows <= most):
+            self._kernel("attention_decode", rows)
+        self._kernel("attention_prefill")
+        self._kernel("attention_combine")
+
+    def scratch(self, plan: Plan) -> tuple[int, int]:
+        """Return how many float32 ``partials`` and ``stats`` must have room for."""
+        results = plan.partial_rows * self.geometry.kv_heads
+        return results * self.geometry.head_dim, results * 2
+
+    def run(
+        self,
+        plan: Plan,
+        arrays: Sequence[Any],
+        q: Any,
+        q_stride: int,
+        pages: Any,
+        layer: int,
+        tables: Any,
+        table_stride: int,
+        out: Any,
+        partials: Any,
+        stats: Any,
+    ) -> None:
+        """Launch attention of one layer.
+
+        ``arrays``: the parts of ``plan.packed``, on the device. ``q``: ``[tokens, query_heads, head_dim]``, 16-byte
+        aligned, its tokens ``q_stride`` numbers apart; ``out`` the same without gaps. ``pages``: the arena. ``tables``:
+        int32 ``[rows, table_stride]``, row r's page of its key at position p in column ``p // page_size``; columns
+        without a key may hold anything. Keys up to each token's own must have been written. ``partials`` and ``stats``:
+        float32, `scratch` of them, may be None for none. Raises ValueError.
+        """
+        geometry = self.geometry
+        if not 0 <= layer < geometry.layers:
+            raise ValueError(f"layer={layer}: must be 0 to {geometry.layers - 1}")
+        if q_stride < geometry.query_heads * geometry.head_dim or q_stride * BYTES[geometry.dtype] % 16:
+            least = geometry.query_heads * geometry.head_dim
+            raise ValueError(f"q_stride={q_stride}: must be at least {least} and a multiple of 16 bytes")
+        starts, offsets, decode, prefill, entries = arrays
+        heads = np.int32(geometry.kv_heads)
+        where = [q, np.int64(q_stride), pages, np.int64(geometry.page_bytes), np.int32(geometry.layers)]
+        where += [np.int32(layer), heads, tables, np.int32(table_stride), starts, offsets]
+        results = [self._scale, out, partials, stats]
+        for name, items, count in (
+            ("attention_decode", decode, plan.decode_items),
+            ("attention_prefill", prefill, plan.prefill_items),
+        ):
+            if count:
+                rows = plan.decode_rows if name == "attention_decode" else 0
+                threads = 4 * self.gpu.wave if rows else self._prefill_threads()
+                self._kernel(name, rows).launch(name, count * geometry.kv_heads, threads, [*where, items, *results])
+        if plan.entries:
+            self._kernel("attention_combine").launch(
+                "attention_combine",
+                (plan.entries * geometry.kv_heads, plan.entry_queries),
+                128,
+                [partials, stats, entries, heads, offsets, out],
+            )
+
+    def _prefill_threads(self) -> int:
+        """As attention_prefill.hip has it: a wave has one or two fragments of rows."""
+        wide = uses_matrix(self.geometry, self.gpu, decode=False) and self.geometry.head_dim <= 128
+        return self.geometry.prefill_tile // (self.gpu.wave // 2 * (2 if wide else 1)) * self.gpu.wave
+
+    def defines(self, name: str, rows: int = 0) -> dict[str, str | int]:
+        """What kernel ``name`` is compiled with; ``rows`` of `attention_decode` alone."""
+        geometry = self.geometry
+        given: dict[str, str | int] = {
+            "RF_TYPE": geometry.dtype,
+            "RF_HEAD_DIM": geometry.head_dim,
+            "RF_GROUP": geometry.group,
+        }
+        if name != "attention_combine":
+            given |= {"RF_KV": geometry.kv_dtype, "RF_PAGE_SIZE": geometry.page_size}
+            given["RF_MATRIX"] = int(uses_matrix(geometry, self.gpu, decode=rows > 0))
+        if rows:
+            given["RF_ROWS"] = rows
+        return given
+
+    def _kernel(self, name: str, rows: int = 0) -> Launches:
+        key = name, rows
+        if key not in self._compiled:
+            self._compiled[key] = self._load(name, self.defines(name, rows))
+        return self._compiled[key]

@@ -1,0 +1,194 @@
+"""Paged attention kernels against their definition in float64, over pages whose unused places are poisoned."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kernels.attention import Attention, Geometry, Gpu
+from tests.kernels import devices
+
+F64 = NDArray[np.float64]
+DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "INT8": np.int8}
+#: ||out - expected|| / ||expected|| of half of a last place at the output, the weights and, where K is rounded, there.
+BOUNDS = {"F32": 2e-6, "F16": 1e-3, "BF16": 7e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows are (tokens in the cache before, new tokens)."""
+
+    rows: tuple[tuple[int, int], ...]
+    query_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    dtype: str = "F32"
+    kv_dtype: str = "F32"
+    processors: int = 1
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.query_heads, self.kv_heads, self.head_dim, self.page_size, 2, self.dtype, self.kv_dtype)
+
+    def __str__(self) -> str:
+        heads = f"{self.query_heads}of{self.kv_heads}x{self.head_dim}"
+        rows = "_".join(f"{start}+{count}" for start, count in self.rows)
+        return f"{self.dtype}-{self.kv_dtype}-{heads}-page{self.page_size}-{rows}-on{self.processors}"
+
+
+@dataclass
+class Batch:
+    """Inputs of one layer as the kernels take them, and the same numbers in float64."""
+
+    q: NDArray[Any]  # [tokens, query_heads, head_dim]
+    arena: NDArray[np.uint8]
+    tables: NDArray[np.int32]
+    k: list[F64]  # of each row: [keys, kv_heads, head_dim]
+    v: list[F64]
+
+
+LAYER = 1
+
+
+def batch_of(case: Case, seed: int = 0, spread: float = 1.0) -> Batch:
+    """Random queries of standard deviation ``spread``; keys and values in pages taken in random order."""
+    rng = np.random.default_rng(seed)
+    geometry, kind = case.geometry, DTYPES[case.kv_dtype]
+    counts = [-(-(start + new) // case.page_size) for start, new in case.rows]
+    spare = 2
+    order = rng.permutation(sum(counts) + spare)
+    # Columns behind a row's last page are never looked up: the page would be far outside.
+    tables = np.full((len(counts), max(counts) + 1), 2**30, np.int32)
+    shape = (len(order), 2, 2, case.kv_heads, case.page_size, case.head_dim)
+    numbers = np.full(shape, -128, np.int8) if kind is np.int8 else np.full(shape, np.nan, kind)
+    scales = np.full(shape[:4], np.nan, np.float32)
+    batch = Batch(np.empty(0), np.empty(0, np.uint8), tables, [], [])
+    for row, (start, new) in enumerate(case.rows):
+        pages, order = order[: counts[row]], order[counts[row] :]
+        tables[row, : counts[row]] = pages
+        keys = start + new
+        of_key = pages[np.arange(keys) // case.page_size], np.arange(keys) % case.page_size
+        for part, wide in enumerate((batch.k, batch.v)):
+            if kind is np.int8:
+                scales[pages, LAYER, part] = rng.uniform(0.2, 2.0, (len(pages), case.kv_heads)) / 127
+                values = rng.integers(-127, 128, (keys, case.kv_heads, case.head_dim)).astype(np.int8)
+                wide.append(values.astype(np.float64) * scales[of_key[0], LAYER, part][:, :, None])
+            else:
+                values = rng.standard_normal((keys, case.kv_heads, case.head_dim)).astype(kind)
+                wide.append(values.astype(np.float64))
+            numbers[of_key[0], LAYER, part, :, of_key[1]] = values
+    flat = numbers.reshape(len(numbers), -1).view(np.uint8)
+    if kind is np.int8:
+        flat = np.concatenate([flat, scales.reshape(len(scales), -1).view(np.uint8)], axis=1)
+    assert flat.shape[1] == geometry.page_bytes
+    batch.arena = np.ascontiguousarray(flat)
+    tokens = sum(new for _, new in case.rows)
+    batch.q = (rng.standard_normal((tokens, case.query_heads, case.head_dim)) * spread).astype(DTYPES[case.dtype])
+    return batch
+
+
+def expected(case: Case, batch: Batch, scale: float) -> F64:
+    out, token = np.empty(batch.q.shape), 0
+    for (start, new), k, v in zip(case.rows, batch.k, batch.v, strict=True):
+        for position in range(start, start + new):
+            for head in range(case.query_heads):
+                of_kv = head // (case.query_heads // case.kv_heads)
+                scores = k[: position + 1, of_kv] @ batch.q[token, head].astype(np.float64) * scale
+                weights = np.exp(scores - scores.max())
+                out[token, head] = weights / weights.sum() @ v[: position + 1, of_kv]
+            token += 1
+    return out
+
+
+def gpu_of(device: devices.Device, case: Case) -> Gpu:
+    """Tests see the matrix units wherever the waves allow them, which for a CPU are made of shuffles."""
+    return Gpu(device.wave, case.processors, matrix=device.wave == 32)
+
+
+def computed(device: devices.Device, case: Case, batch: Batch, gpu: Gpu, scale: float, gap: int = 0) -> NDArray[Any]:
+    attention = Attention(device.compile, case.geometry, gpu, scale)
+    starts, lengths = np.array(case.rows).T
+    plan = attention.plan(starts, lengths)
+    partials, stats = (device.empty(max(1, count), np.float32) for count in attention.scratch(plan))
+    tokens = len(batch.q)
+    width = case.query_heads * case.head_dim
+    padded = np.full((tokens, width + gap), np.nan, batch.q.dtype)
+    padded[:, :width] = batch.q.reshape(tokens, width)
+    out = device.empty(batch.q.shape, batch.q.dtype)
+    attention.run(
+        plan,
+        [device.array(plan.packed[part]) for part in plan.parts],
+        device.array(padded),
+        width + gap,
+        device.array(batch.arena),
+        LAYER,
+        device.array(batch.tables),
+        batch.tables.shape[1],
+        out,
+        partials,
+        stats,
+    )
+    return device.get(out)
+
+
+def check(device: devices.Device, case: Case, gpu: Gpu | None = None, seed: int = 0, spread: float = 1.0) -> None:
+    batch = batch_of(case, seed, spread)
+    scale = 1 / math.sqrt(case.head_dim)
+    gap = 16 if seed % 2 else 0
+    found = computed(device, case, batch, gpu or gpu_of(device, case), scale, gap).astype(np.float64)
+    wanted = expected(case, batch, scale)
+    bound = BOUNDS["BF16" if case.kv_dtype == "INT8" and case.dtype == "F16" else case.dtype]
+    errors = np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+    assert np.linalg.norm(found - wanted) <= bound * np.linalg.norm(wanted), f"{case}: {errors.round(5)}"
+    # No single query may hide behind the others.
+    assert errors.max() <= 3 * bound, f"{case}: {np.argwhere(errors > 3 * bound).tolist()}"
+
+
+DECODE = ((0, 1), (15, 1), (16, 1), (299, 1), (63, 1))
+MIXED = ((0, 1), (200, 1), (0, 37), (130, 5), (47, 18))
+HALF = {"dtype": "BF16", "kv_dtype": "BF16"}
+
+CASES = [
+    # Every type of queries with every type of pages.
+    *(Case(MIXED, dtype=dtype, kv_dtype=kv, processors=8) for dtype in BOUNDS for kv in DTYPES),
+    # Every head size, with groups 1, 4, 7 and 8, and pages of one token, some, and more than a step of keys.
+    Case(DECODE, 2, 2, 80, 1, **HALF, processors=8),
+    Case(MIXED, 4, 1, 80, 24, **HALF, processors=4),
+    Case(MIXED, 7, 1, 96, 64, **HALF, processors=4),
+    Case(MIXED, 14, 2, 128, 16, **HALF, processors=4),
+    Case(DECODE, 8, 1, 128, 16, "F16", "F16", processors=8),
+    Case(((0, 3), (140, 9)), 8, 1, 256, 16, **HALF, processors=2),
+    Case(DECODE, 1, 1, 256, 3, "F16", "INT8", processors=8),
+    Case(((0, 3), (140, 9)), 2, 1, 256, 24, processors=2),
+    Case(((5, 1), (33, 20)), 2, 2, 80, 7, processors=1),
+    Case(((5, 1), (33, 20)), 4, 2, 96, 1, "F16", "INT8", processors=1),
+    # More heads to a kv head than a tile has queries, and tokens of which a tile has only a part.
+    Case(((70, 1), (9, 3)), 40, 2, 64, 16, **HALF, processors=4),
+    Case(((33, 1), (20, 8)), 12, 1, 64, 16, "F32", "INT8", processors=1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", ["cpu-w64-permuted", "cpu-w32-permuted", "cupy"])
+def test_attention(name: str, case: Case) -> None:
+    check(devices.get(name), case, seed=len(str(case)))
+
+
+@pytest.mark.parametrize("case", CASES[::5], ids=str)
+def test_attention_in_order_and_sanitised(case: Case) -> None:
+    for name in ("cpu-w64-sanitised", "cpu-w32"):
+        check(devices.get(name), case)
+
+
+@pytest.mark.parametrize("kv_dtype", ["BF16", "INT8"])
+def test_waves_of_32_lanes_without_matrix_units(kv_dtype: str) -> None:
+    device = devices.get("cpu-w32-permuted")
+    case = Case(MIXED, 14, 2, 96, 16, "BF16", kv_dtype, processors=4)
+    check(device, case, Gpu(device.wave, case.processors, matrix=False))
