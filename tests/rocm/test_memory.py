@@ -203,8 +203,7 @@ def test_no_memory_outlives_its_process(start: Starts) -> None:
     assert first.close() == 0
     assert len(standin.leftovers("leaving")) == 4
     second.kill()
-    assert len(standin.leftovers("leaving")) == 4
-    # Whichever process is next, on any machine.
+    # Whichever process begins next removes them, on any machine.
     start().run("rt.getDeviceCount()")
     assert standin.leftovers("leaving") == []
 
