@@ -90,6 +90,22 @@ class Loop:
         self.loop.close()
 
 
+class Door:
+    """Keeps a call that has reached the server from its transaction until it is let in."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.knocked = threading.Event()
+        self._loop = loop
+        self._open = loop.run(asyncio.Event)
+
+    async def passed(self) -> None:
+        self.knocked.set()
+        await self._open.wait()
+
+    def open(self) -> None:
+        self._loop.run(self._open.set)
+
+
 class Recording(KvCacheServicer):
     """Notes which calls it served, in the order in which their transactions ran, and how it answered them.
 
@@ -101,6 +117,7 @@ class Recording(KvCacheServicer):
         self.world = world
         self.entries = entries
         self.asked: dict[tuple[str, bytes], Operation] = {}
+        self.doors: dict[str, Door] = {}
 
     def expect(self, operation: Operation, name: str, request: Any) -> None:
         self.asked[name, request.SerializeToString(deterministic=True)] = operation
@@ -126,6 +143,8 @@ def _recorded(name: str) -> Any:
     served = getattr(KvCacheServicer, name)
 
     async def call(self: Recording, request: Any, context: Any) -> Any:
+        if door := self.doors.pop(name, None):
+            await door.passed()
         # There is no await in the transaction: until it is over nothing else is noted.
         now = self.world.now
         response = await served(self, request, Telling(context, lambda error: self.note(name, request, error, now)))
@@ -171,6 +190,20 @@ class Wire:
             for call in calls:
                 call.cancel()
         return [self._reply(operation, call) for operation, call in zip(operations, calls, strict=True)]
+
+    def ask(self, operation: Operation, client: int = 0) -> Answer | Unanswered:
+        """One call, and its answer."""
+        return self._reply(operation, self.begin(operation, client))
+
+    def overtaken(self, operation: Operation, *by: Operation) -> tuple[Answer | Unanswered, ...]:
+        """A call that reached the server first runs last; the answers, in the order in which the calls ran."""
+        name, _ = request_of(operation)
+        door = self.servicer.doors[name] = Door(self.loop)
+        late = self.begin(operation, 0)
+        assert door.knocked.wait(TIMEOUT_S), f"{operation} never arrived"
+        answers = [self.ask(other, 1) for other in by]
+        door.open()
+        return (*answers, self._reply(operation, late))
 
     def begin(self, operation: Operation, client: int = 0) -> Any:
         """A future of the call's response, or of nothing."""
