@@ -321,7 +321,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object a row instead of a table")
     flags = parser.parse_args()
-    copy = copy_bandwidth()
+    # Clocks need a moment to rise; the ceiling is the best that was seen.
+    copy = max(copy_bandwidth() for _ in range(4))
     rows = [Row("copy", "2 GiB, read and written", 0.0, round(copy / 1e12, 3), 1.0)]
     print_row(rows[0], as_json=flags.json, first=True)
     everything = itertools.chain(Elementwise(copy).rows(), sampling_rows(copy), attention_rows(copy), attach_rows())

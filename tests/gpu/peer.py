@@ -9,6 +9,7 @@ command returns, or ``{"error": reason, "message": ...}``.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -21,7 +22,10 @@ from services.errors import ServiceError
 from services.gpu import Runtime
 from services.serving import configure_logging
 
-GEOMETRY = Geometry(16, layers=2, kv_heads=2, head_dim=64, dtype="f16")
+#: ROCMFORGE_TEST_PAGE_SIZE: pages so large that the most a pool may have are more than any GPU's memory.
+GEOMETRY = Geometry(
+    int(os.environ.get("ROCMFORGE_TEST_PAGE_SIZE", "16")), layers=2, kv_heads=2, head_dim=64, dtype="f16"
+)
 POOL = "gpu test"
 
 

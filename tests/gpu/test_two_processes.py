@@ -136,8 +136,8 @@ def test_an_engine_that_was_stopped_opens_anew(one: World) -> None:
 
 
 def test_memory_that_the_gpu_does_not_have_is_refused_with_the_numbers(one: World) -> None:
-    daemon = one.daemon("--memory", "4TiB")
-    engine = one.engine(daemon, pages=1 << 22)
+    daemon = one.daemon("--memory", "64TiB")
+    engine = one.engine(daemon, pages=1 << 22, ROCMFORGE_TEST_PAGE_SIZE="4096")
     with pytest.raises(Refused) as caught:
         engine.open()
     assert caught.value.reason == "EXCEEDS_BUDGET" and "bytes are free" in caught.value.message
