@@ -11,7 +11,7 @@ import structlog
 from services.engine.batch import Row
 from services.engine.sampling import sample
 from services.engine.scheduler import Chunk
-from services.errors import ForwardFailed, ServiceError
+from services.errors import ForwardFailed, GpuError, ServiceError
 
 log = structlog.get_logger()
 
@@ -28,7 +28,7 @@ class Runner:
 
     ``memory`` is asked at every step, since a session that was opened anew has another. A row that makes the forward
     pass raise is found by running the rows one by one; K and V are written again in place, so that changes nothing for
-    the others.
+    the others. Only what computes failing as a whole is raised, as GpuError.
     """
 
     def __init__(
@@ -52,6 +52,11 @@ class Runner:
             return results
         except Exception as failure:
             log.exception("forward_failed", rows=len(step), request_ids=[chunk.sequence.id for chunk in step])
+            try:
+                self._finish()
+            except Exception as lost:
+                # A GPU that has failed once answers every call with an error: no row is at fault, and none can be run.
+                raise GpuError(f"the GPU failed: {lost}") from failure
             if len(step) > 1:
                 return [result for chunk in step for result in self.run((chunk,))]
             return [ForwardFailed(f"the forward pass raised {type(failure).__name__}")]

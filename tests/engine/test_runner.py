@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from services.engine.batch import Row
 from services.engine.runner import Runner
@@ -13,7 +14,7 @@ from services.engine.sampling import SamplingParams
 from services.engine.scheduler import Chunk
 from services.engine.sequence import Request, Stopping
 from services.engine.sequence import Sequence as Progress
-from services.errors import ForwardFailed, ServiceError
+from services.errors import ForwardFailed, GpuError, ServiceError
 from tests.engine.fakes import PlainText
 
 GREEDY = SamplingParams(temperature=0, top_k=0, top_p=1, min_p=0, seed=3)
@@ -93,3 +94,29 @@ def test_a_row_that_breaks_the_forward_pass_is_the_only_one_to_fail(logged: list
 def test_a_row_without_a_token_to_draw_fails_alone() -> None:
     results = Runner(Model(), lambda: None).run([chunk([8]), chunk([1])])
     assert kinds(results) == [ForwardFailed, 2]
+
+
+def test_what_computes_failing_as_a_whole_is_raised() -> None:
+    class Lost:
+        def forward(self, rows: Any, pages: Any) -> Any:
+            raise RuntimeError("an illegal address")
+
+    def finish() -> None:
+        raise RuntimeError("still an illegal address")
+
+    runner = Runner(Lost(), lambda: None, finish=finish)
+    with pytest.raises(GpuError, match="still an illegal address"):
+        runner.run([chunk([1]), chunk([2])])
+
+
+def test_nothing_is_told_before_the_step_is_over() -> None:
+    order: list[str] = []
+
+    class Slow:
+        def forward(self, rows: Any, pages: Any) -> Any:
+            order.append("queued")
+            return np.zeros((len(rows), 4), np.float32)
+
+    runner = Runner(Slow(), lambda: None, finish=lambda: order.append("over"))
+    runner.run([chunk([1])])
+    assert order == ["queued", "over"]
