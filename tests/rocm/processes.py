@@ -124,7 +124,7 @@ def _serve() -> None:
                 exec(text, names)
             else:
                 value = eval(text, names)
-            answer = ["value", repr(_plain(value))]
+            answer: list[object] = ["value", repr(_plain(value))]
         except Exception as error:
             answer = ["error", type(error).__name__, getattr(error, "status", None), str(error)]
         print(json.dumps(answer), file=answers, flush=True)

@@ -190,6 +190,8 @@ def test_cupys_own_kernels(one: Process) -> None:
     assert one.get("(cp.add(d, d.T.reshape(6, 50)).get() == a + a.T.reshape(6, 50)).all()") is True
     assert one.get("np.allclose(d.sum(axis=1).get(), a.sum(axis=1), atol=1e-5)") is True
     assert one.get("(d.astype(np.float16).get() == a.astype(np.float16)).all()") is True
+    one.run("import ml_dtypes; bfloat = ml_dtypes.bfloat16")
+    assert one.get("(d.astype(bfloat).get() == a.astype(bfloat)).all()") is True
 
 
 # Not all of them: what is tested here is the way to a GPU, which is the same for all.
