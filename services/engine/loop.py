@@ -33,7 +33,7 @@ class StepRunner(Protocol):
     """Computes a step and waits for it; a result for each chunk: its sampled token, an error, or None."""
 
     def run(self, step: Items[Chunk]) -> list[int | ServiceError | None]:
-        """Never raises for a failure of the model: the chunks at fault carry it. Raises when nothing can be computed."""
+        """Never raises for a failure of the model: the chunks at fault carry it. Raises if nothing can be computed."""
 
 
 @dataclass(frozen=True, slots=True)
