@@ -58,7 +58,9 @@ def test_a_kernel_writes_what_the_other_process_owns(one: Process, other: Proces
 
 
 def test_not_in_the_process_it_is_of(one: Process, handle: bytes) -> None:
-    assert status(one, "rt.ipcOpenMemHandle(handle)", handle=handle) == INVALID_CONTEXT
+    with pytest.raises(Refused, match="hipErrorInvalidContext: invalid device context") as refused:
+        one.run("rt.ipcOpenMemHandle(handle)", handle=handle)
+    assert refused.value.status == INVALID_CONTEXT
 
 
 def test_opened_again_it_is_the_same_pointer_until_closed_as_often(one: Process, other: Process, handle: bytes) -> None:
