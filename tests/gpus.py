@@ -61,7 +61,7 @@ def host(devices: int) -> Host:
     try:
         machine = standin.environment(devices=devices, memory=STANDIN_BYTES)
     except standin.Unavailable as error:
-        pytest.skip(f"no GPU, and no stand-in for one: {error}")
+        pytest.skip(f"no stand-in for a GPU: {error}")
     return Host(environment(machine), devices, False)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.gpus import ROOT, environment, gpu_or_skip
 
-#: Of each kernel: what reads and writes by tables, in ragged batches. Racecheck watches shared memory, a lane at a time.
+#: All of them; and, since racecheck watches every lane's every access to shared memory, those of ragged batches.
 TESTS = {"memcheck": "cupy", "racecheck": "cupy and (ragged or rows or norm or bad_rows)"}
 
 
