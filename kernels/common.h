@@ -70,16 +70,22 @@ RF_INLINE void sync_wave() {
 RF_INLINE u32 bits_of(float value) { return __float_as_uint(value); }
 RF_INLINE float float_of(u32 bits) { return __uint_as_float(bits); }
 #define RF_INFINITY float_of(0x7f800000u)
-// By the instruction there is for it: to 2 last places, and denormals are 0.
+// By the instruction there is for it where the compiler offers that: to 2 last places, and denormals may be 0.
+#if defined(RF_HIP)
+#if __has_builtin(__builtin_amdgcn_exp2f)  // HIPRTC since ROCm 6
+#define RF_EXP2(exponent) __builtin_amdgcn_exp2f(exponent)
+#endif
+#endif
+#if !defined(RF_EXP2)
+#define RF_EXP2(exponent) exp2f(exponent)
+#endif
 RF_INLINE float power_of_two(float exponent) {
 #if defined(RF_CUDA)
     float power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
     return power;
-#elif defined(RF_HIP)
-    return __builtin_amdgcn_exp2f(exponent);
 #else
-    return exp2f(exponent);
+    return RF_EXP2(exponent);
 #endif
 }
 
