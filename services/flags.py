@@ -1,7 +1,8 @@
-"""Command-line flags that can also be set by environment variables. Shared by both services.
+"""Command-line flags that can also be set in the environment and in a file. Shared by both services.
 
-``--max-batch 8`` of a service with the prefix ROCMFORGE_ENGINE is ROCMFORGE_ENGINE_MAX_BATCH=8. A flag beats the
-environment, which beats the default. Every bad value is an error that names the flag or variable it came from.
+``--max-batch 8`` of a service with the prefix ROCMFORGE_ENGINE is ROCMFORGE_ENGINE_MAX_BATCH=8, and ``max-batch = 8``
+in the TOML file that ``--config`` or ROCMFORGE_ENGINE_CONFIG names. A flag beats the environment, which beats the file,
+which beats the default. Every bad value is an error that names the flag, the variable or the file and key it came from.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from services import configfile
 from services.errors import InvalidConfiguration
 from services.serving import Listener, Tls
 
@@ -36,7 +39,19 @@ def byte_size(text: str) -> int:
     return size
 
 
-def whole(low: int, high: int) -> Callable[[str], int]:
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A parser of numbers, which a file gives as one of these types."""
+
+    parse: Callable[[str], Any]
+    types: tuple[type, ...]
+
+    def __call__(self, text: str) -> Any:
+        """Raises ValueError."""
+        return self.parse(text)
+
+
+def whole(low: int, high: int) -> Number:
     """A parser of integers from ``low`` to ``high``."""
 
     def parse(text: str) -> int:
@@ -45,10 +60,10 @@ def whole(low: int, high: int) -> Callable[[str], int]:
             raise ValueError(f"want a whole number from {low} to {high}")
         return int(digits)
 
-    return parse
+    return Number(parse, (int,))
 
 
-def seconds(low: float, high: float) -> Callable[[str], float]:
+def seconds(low: float, high: float) -> Number:
     """A parser of durations in seconds from ``low`` to ``high``."""
 
     def parse(text: str) -> float:
@@ -60,7 +75,7 @@ def seconds(low: float, high: float) -> Callable[[str], float]:
             raise ValueError(f"want seconds from {low:g} to {high:g}")
         return value
 
-    return parse
+    return Number(parse, (int, float))
 
 
 def one_of(*words: str) -> Callable[[str], str]:
@@ -89,19 +104,69 @@ def runtime_dir() -> Path:
     return Path(base) / "rocmforge" if os.path.isabs(base) else Path(f"/tmp/rocmforge-{os.getuid()}")
 
 
+class Settings(Mapping[str, Any]):
+    """Values by flag, without dashes in front, and where those come from that are not defaults."""
+
+    def __init__(self, values: dict[str, Any], origins: dict[str, str], file: Path | None) -> None:
+        self.origins = origins
+        self.file = file
+        self._values = values
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def echo(self) -> dict[str, Any]:
+        """All of it, for a log event: the file, every setting, and who set it if somebody did."""
+        return {
+            "config": None if self.file is None else str(self.file),
+            "settings": {name: _plain(value) for name, value in self.items()},
+            "origins": self.origins,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    flag: str
+    variable: str
+    parse: Callable[[str], Any]
+    default: Any
+    many: bool
+
+    @property
+    def types(self) -> tuple[type, ...]:
+        """Of its value in a file."""
+        if isinstance(self.parse, Number):
+            return self.parse.types
+        if self.parse is switch:
+            return (bool,)
+        return (str, int) if self.parse is byte_size else (str,)
+
+
 class FlagParser:
-    """An argparse parser whose options also read ``<prefix>_<NAME>`` from the environment."""
+    """An argparse parser whose options can also be set as ``<prefix>_<NAME>`` in the environment and in a file."""
 
     def __init__(self, prog: str, description: str, prefix: str) -> None:
+        # Without abbreviations: what `--me` means today must not be another flag's to take tomorrow.
         self.parser = argparse.ArgumentParser(
             prog=prog,
             description=description,
-            epilog=f"Every flag can be set in the environment: --some-flag as {prefix}_SOME_FLAG "
-            "(a flag that may be repeated takes a comma-separated list).",
+            epilog=f"Every flag can be set in the environment: --some-flag as {prefix}_SOME_FLAG\n"
+            "(a flag that may be repeated takes a comma-separated list), and in the TOML file of --config,\n"
+            "spelt as here without the dashes in front: some-flag = 8 (seconds and counts as numbers, sizes\n"
+            "as numbers or strings, switches as true or false, a flag that may be repeated as an array of\n"
+            "strings, all else as strings). A flag beats the environment, which beats the file.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
+        self.parser.add_argument("--config", metavar="FILE", help="a TOML file of settings")
         self._prefix = prefix
-        self._options: dict[str, tuple[str, Callable[[str], Any], Any, bool]] = {}
+        self._options: dict[str, _Option] = {}
 
     def add(
         self, flag: str, parse: Callable[[str], Any], default: Any, help: str, *, metavar: str = "X", many: bool = False
@@ -109,8 +174,8 @@ class FlagParser:
         """Add an option. ``many`` makes a list of it; ``parse`` is given the text and raises
         ValueError or InvalidConfiguration, saying what it wants.
         """
-        name = flag.removeprefix("--").replace("-", "_")
-        self._options[name] = (flag, parse, default, many)
+        name = flag.removeprefix("--")
+        self._options[name] = _Option(flag, self._variable(name), parse, default, many)
         # argparse formats help with %, and a default of None says nothing to a reader.
         text = help if default is None else f"{help} (default {_shown(default)})"
         if parse is switch:
@@ -119,26 +184,48 @@ class FlagParser:
             action = "append" if many else "store"
             self.parser.add_argument(flag, action=action, metavar=metavar, help=text.replace("%", "%%"))
 
-    def parse(self, arguments: list[str] | None, environ: Mapping[str, str]) -> dict[str, Any]:
-        """Values by name. Raises InvalidConfiguration; an unknown flag ends the process as argparse does."""
+    def parse(self, arguments: list[str] | None, environ: Mapping[str, str]) -> Settings:
+        """All settings. Raises InvalidConfiguration; an unknown flag ends the process as argparse does."""
         given = vars(self.parser.parse_args(arguments))
-        values: dict[str, Any] = {}
-        for name, (flag, parse, default, many) in self._options.items():
-            variable = f"{self._prefix}_{name.upper()}"
-            raw, origin = given[name], flag
-            if raw is None and variable in environ:
-                raw, origin = environ[variable], variable
-                raw = raw.split(",") if many else raw
-            if raw is None:
-                values[name] = _parsed(parse, default, flag) if isinstance(default, str) else default
+        known = {self._variable("config"), *(option.variable for option in self._options.values())}
+        for found in environ:
+            if found.startswith(f"{self._prefix}_") and found not in known:
+                raise InvalidConfiguration(f"{found}: no such setting; see --help", field=found)
+        path, in_file = self._file(given["config"], environ)
+        values, origins = dict[str, Any](), dict[str, str]()
+        for name, option in self._options.items():
+            flag, variable = given[name.replace("-", "_")], environ.get(option.variable)
+            if flag is not None:
+                texts = flag if option.many else [flag]
+                source = option.flag
+                origins[name] = "flag"
+            elif variable is not None:
+                texts = variable.split(",") if option.many else [variable]
+                source = option.variable
+                origins[name] = "environment"
+            elif path is not None and name in in_file:
+                texts = configfile.texts(path, name, in_file[name], option.types, many=option.many)
+                source = f"{path}: {name}"
+                origins[name] = "file"
+            else:
+                default = option.default
+                values[name] = _parsed(option.parse, default, option.flag) if isinstance(default, str) else default
                 continue
-            parsed = [_parsed(parse, text, origin) for text in (raw if many else [raw])]
-            values[name] = parsed if many else parsed[0]
-        known = {f"{self._prefix}_{name.upper()}" for name in self._options}
-        for variable in environ:
-            if variable.startswith(f"{self._prefix}_") and variable not in known:
-                raise InvalidConfiguration(f"{variable}: no such setting; see --help", field=variable)
-        return values
+            parsed = [_parsed(option.parse, text, source) for text in texts]
+            values[name] = parsed if option.many else parsed[0]
+        return Settings(values, origins, path)
+
+    def _variable(self, name: str) -> str:
+        return f"{self._prefix}_{name.replace('-', '_').upper()}"
+
+    def _file(self, flag: str | None, environ: Mapping[str, str]) -> tuple[Path | None, dict[str, Any]]:
+        origin = "--config" if flag is not None else self._variable("config")
+        named = flag if flag is not None else environ.get(origin)
+        if named is None:
+            return None, {}
+        if not named:
+            raise InvalidConfiguration(f"{origin}: want the path of a file", field=origin)
+        return Path(named), configfile.read(Path(named), origin, self._options)
 
 
 def _parsed(parse: Callable[[str], Any], text: str, origin: str) -> Any:
@@ -146,6 +233,13 @@ def _parsed(parse: Callable[[str], Any], text: str, origin: str) -> Any:
         return parse(text)
     except (ValueError, InvalidConfiguration) as error:
         raise InvalidConfiguration(f"{origin} {text}: {error}", field=origin) from error
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _shown(default: Any) -> str:
@@ -169,7 +263,7 @@ def add_serving_flags(flags: FlagParser, socket_name: str, port: int) -> None:
 
 def tls_of(values: Mapping[str, Any]) -> Tls | None:
     """The TLS files among parsed values. Raises InvalidConfiguration when only some are given."""
-    cert, key, client_ca = values["tls_cert"], values["tls_key"], values["tls_client_ca"]
+    cert, key, client_ca = values["tls-cert"], values["tls-key"], values["tls-client-ca"]
     if cert is None and key is None and client_ca is None:
         return None
     if cert is None or key is None:

@@ -53,20 +53,8 @@ async def _serve(config: Config, stop: asyncio.Event) -> None:
         log.info(
             "engine_serving",
             listen=engine.bound,
-            model=str(config.model),
-            kvcache=config.kvcache,
             pool_id=engine.pool_id,
-            cpu_threads=config.cpu_threads,
-            page_size=config.page_size,
-            pool_pages=config.pool_pages,
-            local_pages=config.local_pages,
-            max_batch=config.limits.max_batch,
-            max_step_tokens=config.limits.max_step_tokens,
-            max_queue=config.limits.max_queue,
-            kvcache_patience_s=config.patience_s,
-            grace_s=config.grace_s,
-            tls=config.tls is not None,
-            insecure=config.insecure,
+            **config.echo,
         )
         await stopping
     finally:

@@ -1,4 +1,4 @@
-"""The engine's settings: flags, environment, limits; and what names a model's pages."""
+"""The engine's settings: flags, environment, file, limits; and what names a model's pages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.engine.admission import Limits
 from services.engine.backend import CPU, DEVICES, DTYPES, KV_DTYPES
@@ -47,10 +48,11 @@ class Config:
     pool_pages: int | None
     local_pages: int
     limits: Limits
+    echo: dict[str, Any]
 
     @classmethod
     def read(cls, arguments: list[str] | None, environ: Mapping[str, str]) -> Config:
-        """Flags over environment over defaults. Raises InvalidConfiguration."""
+        """Flags over environment over file over defaults. Raises InvalidConfiguration."""
         flags = FlagParser(
             "python -m services.engine [serve]",
             "The inference engine: text in, text out, its K and V in pages of the KV-cache daemon.\n"
@@ -133,17 +135,18 @@ class Config:
             grace_s=values["grace"],
             model=values["model"],
             kvcache=values["kvcache"],
-            patience_s=values["kvcache_patience"],
-            pool_id=values["pool_id"],
-            cpu_threads=values["cpu_threads"],
+            patience_s=values["kvcache-patience"],
+            pool_id=values["pool-id"],
+            cpu_threads=values["cpu-threads"],
             device=values["device"],
             gpu=values["gpu"],
             dtype=values["dtype"],
-            kv_dtype=values["kv_dtype"],
-            page_size=values["page_size"],
-            pool_pages=values["pool_pages"],
-            local_pages=values["local_pages"],
-            limits=Limits(values["max_batch"], values["max_step_tokens"], values["max_queue"]),
+            kv_dtype=values["kv-dtype"],
+            page_size=values["page-size"],
+            pool_pages=values["pool-pages"],
+            local_pages=values["local-pages"],
+            limits=Limits(values["max-batch"], values["max-step-tokens"], values["max-queue"]),
+            echo=values.echo(),
         )
         check_exposure(config.listeners, config.tls, config.insecure)
         return config

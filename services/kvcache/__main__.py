@@ -34,28 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 async def _serve(config: Config, stop: asyncio.Event) -> None:
     daemon = Daemon(config)
-    limits = config.limits
     try:
         await daemon.start()
         log.info(
             "kvcache_serving",
             epoch=f"{daemon.epoch:016x}",
             listen=daemon.bound,
-            device=config.device,
-            arena_dir=str(config.arena_dir),
-            budget_bytes=limits.budget_bytes,
-            pool_pages=limits.pool_pages,
-            session_ttl_s=limits.default_ttl_s,
-            drain_s=limits.drain_s,
-            cache_ttl_s=limits.cache_ttl_s,
-            eviction=limits.eviction,
-            max_sessions=limits.max_sessions,
-            max_sequences=limits.max_sequences,
-            sequence_ttl_s=limits.sequence_ttl_s,
-            event_ring=limits.event_ring,
-            grace_s=config.grace_s,
-            tls=config.tls is not None,
-            insecure=config.insecure,
+            **config.echo,
         )
         await stop.wait()
     finally:

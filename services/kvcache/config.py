@@ -1,4 +1,4 @@
-"""The daemon's settings: flags, environment, limits."""
+"""The daemon's settings: flags, environment, file, limits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.flags import FlagParser, add_serving_flags, byte_size, one_of, seconds, tls_of, whole
 from services.kvcache.arena import default_directory
@@ -18,10 +19,13 @@ PORT = 50052
 CPU, GPU = "cpu", "gpu"
 DEVICES = (CPU, GPU)
 
+MEMORY = "256MiB"
+_DEFAULTS = Limits(budget_bytes=byte_size(MEMORY))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything that can be set. Sizes in bytes, times in seconds."""
+    """Everything that can be set. Sizes in bytes, times in seconds. ``echo`` is all of it for a log event."""
 
     listeners: list[Listener]
     tls: Tls | None
@@ -30,10 +34,11 @@ class Config:
     device: str
     arena_dir: Path
     limits: Limits
+    echo: dict[str, Any]
 
     @classmethod
     def read(cls, arguments: list[str] | None, environ: Mapping[str, str]) -> Config:
-        """Flags over environment over defaults. Raises InvalidConfiguration."""
+        """Flags over environment over file over defaults. Raises InvalidConfiguration."""
         flags = FlagParser(
             "python -m services.kvcache",
             "The KV-cache daemon: owns the memory that holds KV pages, and shares it with engines.\n"
@@ -52,39 +57,50 @@ class Config:
         flags.add(
             "--memory",
             byte_size,
-            "256MiB",
+            MEMORY,
             "memory budget of all pools; with --device gpu, on each GPU",
             metavar="SIZE",
         )
         flags.add(
             "--pool-pages",
             whole(1, MAX_PAGES),
-            None,
+            _DEFAULTS.pool_pages,
             "pages of a new pool whose engine does not say; default: what the budget holds",
             metavar="N",
         )
         flags.add(
-            "--session-ttl", seconds(MIN_TTL_S, MAX_TTL_S), 10.0, "lease of a session that does not say", metavar="S"
+            "--session-ttl",
+            seconds(MIN_TTL_S, MAX_TTL_S),
+            _DEFAULTS.default_ttl_s,
+            "lease of a session that does not say",
+            metavar="S",
         )
         flags.add(
             "--drain",
             seconds(0, 3600),
-            30.0,
+            _DEFAULTS.drain_s,
             "seconds that a lost session's unfinished pages are kept from others while its process may live",
             metavar="S",
         )
         flags.add(
             "--cache-ttl",
             seconds(0.001, 10**9),
-            None,
+            _DEFAULTS.cache_ttl_s,
             "seconds after which an unused cached page is forgotten; default: never",
             metavar="S",
         )
         flags.add(
-            "--eviction", policy_name, POLICIES[0], f"which cached page goes first: {', '.join(POLICIES)}", metavar="P"
+            "--eviction",
+            policy_name,
+            _DEFAULTS.eviction,
+            f"which cached page goes first: {', '.join(POLICIES)}",
+            metavar="P",
         )
-        flags.add("--max-sessions", whole(1, 65536), 256, "sessions at a time", metavar="N")
-        flags.add("--max-sequences", whole(1, 10**7), 65536, "live sequences of one session", metavar="N")
+        flags.add("--max-sessions", whole(1, 65536), _DEFAULTS.max_sessions, "sessions at a time", metavar="N")
+        flags.add(
+            "--max-sequences", whole(1, 10**7), _DEFAULTS.max_sequences, "live sequences of one session", metavar="N"
+        )
+        # The one default that is not the limits' own: a cache by itself ends no sequence unasked.
         flags.add(
             "--sequence-ttl",
             seconds(0.001, 10**9),
@@ -92,7 +108,13 @@ class Config:
             "seconds after which an untouched sequence is taken for leaked and ended",
             metavar="S",
         )
-        flags.add("--event-ring", whole(1, 10**8), 65536, "pages whose coming and going is remembered", metavar="N")
+        flags.add(
+            "--event-ring",
+            whole(1, 10**8),
+            _DEFAULTS.event_ring,
+            "pages whose coming and going is remembered",
+            metavar="N",
+        )
         values = flags.parse(arguments, environ)
         config = cls(
             listeners=values["listen"],
@@ -100,19 +122,20 @@ class Config:
             insecure=values["insecure"],
             grace_s=values["grace"],
             device=values["device"],
-            arena_dir=values["arena_dir"],
+            arena_dir=values["arena-dir"],
             limits=Limits(
                 budget_bytes=values["memory"],
-                pool_pages=values["pool_pages"],
-                default_ttl_s=values["session_ttl"],
+                pool_pages=values["pool-pages"],
+                default_ttl_s=values["session-ttl"],
                 drain_s=values["drain"],
-                cache_ttl_s=values["cache_ttl"],
+                cache_ttl_s=values["cache-ttl"],
                 eviction=values["eviction"],
-                max_sessions=values["max_sessions"],
-                max_sequences=values["max_sequences"],
-                sequence_ttl_s=values["sequence_ttl"],
-                event_ring=values["event_ring"],
+                max_sessions=values["max-sessions"],
+                max_sequences=values["max-sequences"],
+                sequence_ttl_s=values["sequence-ttl"],
+                event_ring=values["event-ring"],
             ),
+            echo=values.echo(),
         )
         check_exposure(config.listeners, config.tls, config.insecure)
         return config

@@ -27,6 +27,26 @@ def test_flags_beat_the_environment() -> None:
     assert config.limits.max_batch == 5 and config.kvcache == "local"
 
 
+def test_a_file_sets_what_neither_flags_nor_the_environment_do(tmp_path: Path) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text('max-batch = 2\nmax-queue = 2\nkvcache = "local"\npage-size = 8\nkvcache-patience = 1.5')
+    environ = {"ROCMFORGE_ENGINE_CONFIG": str(file), "ROCMFORGE_ENGINE_MAX_QUEUE": "3"}
+    config = Config.read(["--max-batch", "5"], environ)
+    assert config.limits == Limits(max_batch=5, max_step_tokens=512, max_queue=3)
+    assert (config.kvcache, config.page_size, config.patience_s) == ("local", 8, 1.5)
+    assert config.echo["config"] == str(file)
+    assert config.echo["origins"] == {
+        "kvcache": "file",
+        "kvcache-patience": "file",
+        "max-batch": "flag",
+        "max-queue": "environment",
+        "page-size": "file",
+    }
+    file.write_text("max-batch = true")
+    with pytest.raises(InvalidConfiguration, match=r"engine\.toml: max-batch: is true or false; want a whole number"):
+        Config.read([], environ)
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "says"),
     [
