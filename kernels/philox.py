@@ -41,12 +41,3 @@ def bits(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np
     key = np.stack([seeds & _LOW, seeds >> _HALF], axis=1).astype(np.uint32)
     words = philox4x32(counter, key).astype(np.uint64)
     return words[:, 1] << _HALF | words[:, 0]
-
-
-def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return float64 ``[n]`` in [0, 1), 53 random bits each, for key ``seeds[i]`` and counter ``positions[i]``."""
-    counter = np.zeros((len(positions), 4), np.uint32)
-    counter[:, 0], counter[:, 1] = positions & _LOW, positions >> _HALF
-    key = np.stack([seeds & _LOW, seeds >> _HALF], axis=1).astype(np.uint32)
-    words = philox4x32(counter, key).astype(np.uint64)
-    return ((words[:, 0] >> np.uint64(5)) * np.float64(2**26) + (words[:, 1] >> np.uint64(6))) / np.float64(2**53)

@@ -25,6 +25,8 @@ from kernels import philox
 from kernels.sampling import MAX_VOCAB, NOT_FINITE, NOTHING_LEFT, STEP_BITS, WHOLE_BITS, Batch, Drawn
 
 _TINY = np.finfo(np.float32).tiny
+#: Numbers that are worked on together, about.
+TOGETHER = 1 << 17
 #: As many steps below the likeliest, a token has no weight.
 FAR = WHOLE_BITS << STEP_BITS
 #: Steps of a difference of 1 at temperature 1, rounded to float32.
@@ -67,21 +69,35 @@ def sample(logits: NDArray[Any], batch: Batch) -> Drawn:
         np.full((n, max(most, 0)), -1, np.int32),
         np.full((n, max(most, 0)), np.nan, np.float32),
     )
-    random = philox.bits(batch.rows["seed"], batch.rows["position"]).tolist()
-    plain = (batch.rows["scale"] == 0) & (batch.rows["entries"] == 0) & (drawn.errors == 0)
-    drawn.tokens[plain] = _first(logits if plain.all() else logits[plain])
-    for i in np.flatnonzero((drawn.errors == 0) & ~plain).tolist():
+    greedy, adjusts = batch.rows["scale"] == 0, batch.rows["entries"] > 0
+    good = drawn.errors == 0
+    simple = good & greedy & ~adjusts
+    if simple.all():
+        drawn.tokens[:] = _first(logits)
+    else:
+        drawn.tokens[simple] = _first(logits[simple])
+    several: list[int] = []
+    values: list[NDArray[np.float32]] = []
+    for i in (good & ~simple).nonzero()[0].tolist():
         row = batch.rows[i]
         own = batch.entries[row["first_entry"] : row["first_entry"] + row["entries"]]
-        values = _plain(_adjusted(logits[i], row, own).astype(np.float32))
-        if (own["bias"] == -np.inf).sum() == vocab_size:
+        if len(own) == vocab_size and (own["bias"] == -np.inf).all():
             drawn.errors[i] = NOTHING_LEFT
-        elif row["scale"] == 0:
-            drawn.tokens[i] = np.argmax(values)
-        else:
-            drawn.tokens[i] = _draw(values, row, random[i])
-    for i in np.flatnonzero((drawn.errors == 0) & (batch.rows["logprobs"] >= 0)).tolist():
-        _tell(drawn, i, _plain(logits[i].astype(np.float32)), int(batch.rows[i]["logprobs"]))
+            continue
+        adjusted = _plain(_adjusted(logits[i], row, own).astype(np.float32))
+        if greedy[i]:
+            drawn.tokens[i] = np.argmax(adjusted)
+            continue
+        several.append(i)
+        values.append(adjusted)
+        if len(several) * vocab_size >= TOGETHER:
+            drawn.tokens[several] = _draw(values, batch.rows[several])
+            several, values = [], []
+    if several:
+        drawn.tokens[several] = _draw(values, batch.rows[several])
+    if most >= 0:
+        for i in ((drawn.errors == 0) & (batch.rows["logprobs"] >= 0)).nonzero()[0].tolist():
+            _tell(drawn, i, _plain(logits[i].astype(np.float32)), int(batch.rows[i]["logprobs"]))
     return drawn
 
 
@@ -98,7 +114,8 @@ def _plain(values: NDArray[np.float32]) -> NDArray[np.float32]:
 def _first(logits: NDArray[Any]) -> NDArray[np.int64]:
     """Return the place of each finite row's highest logit, the first of equals."""
     first = np.argmax(logits, axis=1)
-    for i in np.flatnonzero(np.abs(logits[np.arange(len(logits)), first].astype(np.float32)) < _TINY):
+    highest = logits[np.arange(len(logits)), first]
+    for i in (np.abs(highest.astype(np.float32)) < _TINY).nonzero()[0]:
         first[i] = np.argmax(_plain(logits[i].astype(np.float32)))
     return first
 
@@ -130,54 +147,76 @@ def _limited(values: NDArray[np.float64], kind: Any) -> NDArray[np.float64]:
     return np.where(np.abs(values) < _TINY, 0.0, np.clip(values, -most, most))
 
 
-def _draw(values: NDArray[np.float32], row: np.void, random: int) -> int:
-    """Draw from logits of which one is finite, and the others finite or -inf, with 64 random bits."""
-    ids, kept = _kept(values, row)
-    upto = np.cumsum(kept)
-    unit = (random * int(upto[-1]) >> 64) + 1
-    return int(ids[np.searchsorted(upto, np.uint64(unit))])
-
-
-def _kept(values: NDArray[np.float32], row: np.void) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return the ids, rising, that the filters keep, and their weights."""
-    most, top_k = values.max(), int(row["top_k"])
-    if 0 < top_k < len(values):
-        last = np.partition(values, len(values) - top_k)[len(values) - top_k]
-        ids = np.flatnonzero(values >= last)
-        equals = np.flatnonzero(values[ids] == last)
-        ids = np.delete(ids, equals[len(equals) - (len(ids) - top_k) :])
-        values = values[ids]
-    else:
-        ids = np.arange(len(values))
+def _draw(values: list[NDArray[np.float32]], rows: NDArray[np.void]) -> list[int]:
+    """Draw from each row of logits, one of which is finite at least, and the others finite or -inf."""
+    ids, distances = [], []
     with np.errstate(over="ignore"):  # to infinity, which is far
-        steps = (most - values) * row["scale"]
-    near = np.flatnonzero(steps < FAR)
-    ids, values = ids[near], values[near]
-    kept = weights(steps[near].astype(np.uint32))
-    if row["top_p"]:
-        order = np.argsort(-values, kind="stable")
-        upto = np.cumsum(kept[order])
-        reach = max(1, int(upto[-1]) * int(row["top_p"]) >> 64)
-        order = np.sort(order[: int(np.searchsorted(upto, np.uint64(reach))) + 1])
-        ids, kept = ids[order], kept[order]
-    if row["least"] > 1:
-        heavy = kept >= row["least"]
-        ids, kept = ids[heavy], kept[heavy]
-    return ids, kept
+        for one, top_k, scale in zip(values, rows["top_k"].tolist(), rows["scale"], strict=True):
+            if 0 < top_k < len(one):
+                kept = _top(one, top_k)
+                distance = (one.max() - one[kept]) * scale
+                near = distance < FAR
+                ids.append(kept[near])
+            else:
+                distance = (one.max() - one) * scale
+                near = distance < FAR
+                ids.append(np.flatnonzero(near))
+            distances.append(distance[near])
+    # One call for all rows: for one row, it would take longer to call than to calculate.
+    all_weights = weights(np.concatenate(distances).astype(np.uint32))
+    random = philox.bits(rows["seed"], rows["position"]).tolist()
+    tokens, end = [], 0
+    for i, (top_p, least) in enumerate(zip(rows["top_p"].tolist(), rows["least"].tolist(), strict=True)):
+        own, found = ids[i], all_weights[end : end + len(ids[i])]
+        end += len(own)
+        if top_p:
+            kept = _mass(values[i][own], found, top_p)
+            own, found = own[kept], found[kept]
+        if least > 1:
+            heavy = found >= np.uint64(least)
+            own, found = own[heavy], found[heavy]
+        upto = found.cumsum()
+        unit = (random[i] * int(upto[-1]) >> 64) + 1
+        tokens.append(int(own[upto.searchsorted(np.uint64(unit))]))
+    return tokens
+
+
+def _top(values: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+    """Return the ids, rising, of the first ``k`` in a row's order."""
+    last = np.partition(values, len(values) - k)[len(values) - k]
+    ids = np.flatnonzero(values >= last)
+    if surplus := len(ids) - k:
+        equals = np.flatnonzero(values[ids] == last)
+        ids = np.delete(ids, equals[-surplus:])
+    return ids
+
+
+def _mass(values: NDArray[np.float32], found: NDArray[np.uint64], top_p: int) -> NDArray[np.int64]:
+    """Return the places, rising, of the first in a row's order whose weights, ``found``, reach their share."""
+    whole = int(found.sum())
+    reach = max(1, whole * top_p >> 64)
+    # Tokens lighter than the mean of what may be left out are left out, all of them: no need to sort these.
+    heavy = np.flatnonzero(found >= np.uint64((whole - reach) // len(found)))
+    # The logits' bits, so that a higher one is a lower number, and the place behind them: one integer, that sorts fast.
+    bits = values[heavy].view(np.uint32)
+    falling = np.where(bits >> np.uint32(31), bits, ~bits & np.uint32(0x7FFFFFFF)).astype(np.uint64)
+    order = np.sort(falling << np.uint64(32) | heavy.astype(np.uint64)) & np.uint64(0xFFFFFFFF)
+    kept = order[: int(found[order].cumsum().searchsorted(np.uint64(reach))) + 1]
+    return np.sort(kept).astype(np.int64)
 
 
 def _tell(drawn: Drawn, i: int, values: NDArray[np.float32], top: int) -> None:
     """Write the log probabilities and ranks of row i, whose raw logits are ``values``."""
     token, most = int(drawn.tokens[i]), values.max()
-    with np.errstate(over="ignore"):
-        steps = (most - values) * _STEPS
-    whole = np.log(np.float64(weights(steps[steps < FAR].astype(np.uint32)).sum()) * 2.0**-WHOLE_BITS)
     chosen = values[token]
-    drawn.logprobs[i] = np.float64(chosen) - most - whole
     drawn.ranks[i] = 1 + np.count_nonzero(values > chosen) + np.count_nonzero(values[:token] == chosen)
-    if top := min(top, len(values)):
-        last = np.partition(values, len(values) - top)[len(values) - top]
-        ids = np.flatnonzero(values >= last)
-        ids = ids[np.argsort(-values[ids], kind="stable")][:top]
-        drawn.top_ids[i, :top] = ids
-        drawn.top_logprobs[i, :top] = values[ids].astype(np.float64) - most - whole
+    with np.errstate(over="ignore"):  # to infinity, which is far, and what float32 has for less than it has
+        steps = (most - values) * _STEPS
+        whole = np.log(np.float64(weights(steps[steps < FAR].astype(np.uint32)).sum()) * 2.0**-WHOLE_BITS)
+        drawn.logprobs[i] = np.float64(chosen) - most - whole
+        if top := min(top, len(values)):
+            last = np.partition(values, len(values) - top)[len(values) - top]
+            ids = np.flatnonzero(values >= last)
+            ids = ids[np.argsort(-values[ids], kind="stable")][:top]
+            drawn.top_ids[i, :top] = ids
+            drawn.top_logprobs[i, :top] = values[ids].astype(np.float64) - most - whole

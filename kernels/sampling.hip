@@ -1,17 +1,21 @@
 // From rows of logits to tokens. sample_numpy.py says what every number means; a token is the same here and there, on
-// every device: what decides over one is compared as integers, and summed as integers, so no order of a sum, no width of
-// a wave and no contraction of a product can change it.
+// every device: what decides over one is compared and summed as integers, so no order of a sum, no width of a wave and
+// no contraction of a product can change it.
 //
-// A block takes a row, in passes over it: the likeliest, then, if top-k or top-p ask for it, a histogram of the distances
-// below it, one finer within the bin in which the line falls (as often as it takes, most often once), then the sum of
+// A block takes a row, in passes over it: the likeliest, then, if top-k or top-p ask for it, a histogram of distances
+// below it, and a finer one of the bin in which the line falls (as often as it takes, most often once), then the sum of
 // what is kept, and the place of one random number in that sum, in the order of ids.
 //
-// defines: RF_TYPE=F32|F16|BF16
+// defines: RF_TYPE=F32|F16|BF16 RF_THREADS=64|128|256|512|1024
 // variants: RF_TYPE=F32|F16|BF16
 #include "common.h"
 
 #ifndef RF_TYPE
 #error "sampling: RF_TYPE, the type of the logits, must be defined"
+#endif
+// Of a block.
+#ifndef RF_THREADS
+#define RF_THREADS 1024
 #endif
 
 typedef RF_TYPE::Bits Bits;
@@ -38,7 +42,7 @@ struct Entry {
 };
 enum Error { NONE, NOT_FINITE, NOTHING_LEFT };
 
-static const int THREADS = 1024;
+static const int THREADS = RF_THREADS;
 static const int WAVES = THREADS / RF_WAVE;
 static const int MOST_TOP = 20;
 static const int LOAD = 4;  // logits that a lane loads together
@@ -119,7 +123,7 @@ struct Shared {
     u32 banned, barred, damaged, taken;
 };
 
-// --- numbers -----------------------------------------------------------------------------------------------------------
+// --- numbers --------------------------------------------------------------------------------------------------------
 
 // The high 64 bits of a product.
 RF_INLINE u64 multiply_high(u64 a, u64 b) {
@@ -181,7 +185,7 @@ RF_INLINE u32 uniform(u32 value) {
 RF_INLINE int uniform(int value) { return (int)uniform((u32)value); }
 RF_INLINE u64 uniform(u64 value) { return (u64)uniform((u32)(value >> 32)) << 32 | uniform((u32)value); }
 
-// --- a row -------------------------------------------------------------------------------------------------------------
+// --- a row ----------------------------------------------------------------------------------------------------------
 
 struct View {
     const Bits *row;
@@ -297,11 +301,12 @@ template <class Item> RF_INLINE void find(int size, u64 target, bool by_mass, Sh
     __syncthreads();
 }
 
-// --- how far down the order the kept tokens go -------------------------------------------------------------------------
+// --- how far down the order the kept tokens go ----------------------------------------------------------------------
 
 // Lay the fine bins over the candidates, unless the search is over.
 RF_INLINE void aim(const View &view, Search &search, bool first) {
-    search.over = search.in.count == 1 || (!search.by_mass && search.target == search.before.count + search.in.count);
+    const bool all = !search.by_mass && search.target == search.before.count + search.in.count;
+    search.over = all || search.in.count == 1;
     u64 low = search.low, high = search.high;
     if (first && search.bin < FAR_BIN) {
         // About where the bin's tokens are; a bad guess costs a round, no more.
@@ -353,7 +358,8 @@ RF_INLINE Cut narrow(const View &view, u64 target, bool by_mass, u64 low, Shared
             u64 fine = place > last ? 0 : (last - place) >> shift;
             shared->fine.add(fine < FINE ? (int)fine : FINE - 1, steps < FAR ? weight(steps) : 0);
         });
-        find(FINE, search.target - search.before.of(search.by_mass), search.by_mass, shared, [&](int i) { return shared->fine.sum(i); });
+        const u64 rest = search.target - search.before.of(search.by_mass);
+        find(FINE, rest, search.by_mass, shared, [&](int i) { return shared->fine.sum(i); });
         if (threadIdx.x == 0) {
             step_into(search, shared->found);
             aim(view, search, false);
@@ -362,7 +368,7 @@ RF_INLINE Cut narrow(const View &view, u64 target, bool by_mass, u64 low, Shared
     return {uniform(search.low), uniform(search.bin)};
 }
 
-// --- penalties, biases, bans ---------------------------------------------------------------------------------------------
+// --- penalties, biases, bans ----------------------------------------------------------------------------------------
 
 template <class Type> struct Largest;
 template <> struct Largest<F32> { static constexpr double value = 3.4028234663852886e38; };
@@ -404,7 +410,7 @@ RF_INLINE void restore(Bits *logits, const Row &row, const Entry *entries) {
     }
 }
 
-// --- kernels -------------------------------------------------------------------------------------------------------------
+// --- kernels --------------------------------------------------------------------------------------------------------
 
 // What top-k and top-p keep of a row; without weight, a token may be kept or not.
 RF_INLINE Cut filtered(const View &view, const Row &row, Shared *shared) {
@@ -492,9 +498,10 @@ sample_tokens(Bits *logits, i64 stride, i32 vocab, const Row *__restrict__ rows,
     restore(mine, row, entries);
 }
 
-// Of each row that asks: the logarithm of the chance that the softmax of its logits gives the token in out[row], and the
-// token's rank, out[2 rows + row] (a float) and out[3 rows + row]; then the `most` likeliest tokens, ids [rows, most] and
-// logarithms [rows, most]. Without an error in out[rows + row]; else, or where none are asked for, NaN, 0 and -1.
+// Of each row that asks: the logarithm of the chance that the softmax of its logits gives the token in out[row], and
+// the token's rank: out[2 rows + row], a float, and out[3 rows + row]. Then the likeliest tokens, as many as the row
+// asks for of `most`: ids [rows, most] and logarithms [rows, most]. With an error in out[rows + row], or where nothing
+// is asked for, NaN, 0 and -1.
 RF_KERNEL __launch_bounds__(THREADS)
 token_logprobs(const Bits *logits, i64 stride, i32 vocab, const Row *__restrict__ rows, i32 *out, i32 most) {
     __shared__ Shared shared_;

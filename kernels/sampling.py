@@ -130,26 +130,33 @@ class TokenCounts:
 
 
 def entries(
-    counts: TokenCounts | None = None, bias: Mapping[int, float] | None = None, banned: Iterable[int] = ()
+    counts: TokenCounts | None = None,
+    bias: Mapping[int, float] | None = None,
+    banned: Iterable[int] = (),
+    prompt: bool = True,
 ) -> NDArray[np.void]:
-    """Return the `ENTRY` array of a row whose tokens are penalised by ``counts``, biased, or never to be drawn."""
-    banned = np.fromiter(banned, np.int32)
-    if not bias and not len(banned):
-        if counts is None:
-            return _NO_ENTRIES
-        found = np.zeros(len(counts.ids), ENTRY)
-        found["id"], found["count"] = counts.ids, counts.counts
+    """Return the `ENTRY` array of a row whose tokens are penalised by ``counts``, biased, or never to be drawn.
+
+    Without ``prompt``, tokens that stand in the prompt alone are left out: only a repetition penalty is for them.
+    """
+    barred = np.fromiter(banned, np.int32)
+    penalised = times = np.empty(0, np.int32)
+    if counts is not None:
+        penalised, times = counts.ids, counts.counts
+        if not prompt:
+            penalised, times = penalised[times > 0], times[times > 0]
+    if not bias and not len(barred):
+        found = np.zeros(len(penalised), ENTRY)
+        found["id"], found["count"] = penalised, times
         return found
     biased = np.fromiter(bias or (), np.int32)
-    penalised = np.empty(0, np.int32) if counts is None else counts.ids
-    ids = np.unique(np.concatenate([penalised, biased, banned]))
+    ids = np.unique(np.concatenate([penalised, biased, barred]))
     found = np.zeros(len(ids), ENTRY)
     found["id"], found["count"] = ids, -1
-    if counts is not None:
-        found["count"][np.searchsorted(ids, penalised)] = counts.counts
+    found["count"][np.searchsorted(ids, penalised)] = times
     if bias:
         found["bias"][np.searchsorted(ids, biased)] = np.fromiter(bias.values(), np.float32)
-    found["bias"][np.searchsorted(ids, banned)] = -np.inf
+    found["bias"][np.searchsorted(ids, barred)] = -np.inf
     return found
 
 
@@ -204,11 +211,15 @@ class Drawn:
     @classmethod
     def unpacked(cls, out: NDArray[np.int32], n: int, most: int) -> Drawn:
         """Read what the kernels wrote, `out_words` words, for ``n`` rows and ``most`` top tokens."""
-        heads, tops = np.split(out, [4 * n])
-        if not len(tops) and most < 0:
-            heads = np.concatenate([heads, np.full(n, np.nan, np.float32).view(np.int32), np.zeros(n, np.int32)])
-        tokens, errors, logprobs, ranks = heads.reshape(4, n)
-        ids, values = tops.reshape(2, n, max(most, 0))
+        if most < 0:
+            nothing = np.empty((n, 0))
+            unknown = np.full(n, np.nan, np.float32)
+            tokens, errors = out[: 2 * n].reshape(2, n)
+            return cls(
+                tokens, errors, unknown, np.zeros(n, np.int32), nothing.astype(np.int32), nothing.astype(np.float32)
+            )
+        tokens, errors, logprobs, ranks = out[: 4 * n].reshape(4, n)
+        ids, values = out[4 * n : out_words(n, most)].reshape(2, n, most)
         return cls(tokens, errors, logprobs.view(np.float32), ranks, ids, values.view(np.float32))
 
 
@@ -227,7 +238,7 @@ class Launches(Protocol):
 class Device(Protocol):
     """Where logits are: compiles kernels, and holds arrays."""
 
-    def compile(self, name: str, defines: Mapping[str, str]) -> Launches:
+    def compile(self, name: str, defines: Mapping[str, str | int]) -> Launches:
         """Compile kernels/``name``.hip."""
 
     def array(self, values: NDArray[Any]) -> Any:
@@ -258,14 +269,15 @@ class Sampler:
     """Draws tokens from logits that stay on a device.
 
     ``kind`` is how logits are stored: ``F32``, ``F16`` or ``BF16``. Penalised and biased logits are rounded to it.
-    Raises ValueError for a vocabulary beyond `MAX_VOCAB`.
+    ``threads``, of the block that takes a row, change no token. Raises ValueError for a vocabulary beyond `MAX_VOCAB`.
     """
 
-    def __init__(self, device: Device, kind: str, vocab_size: int) -> None:
+    def __init__(self, device: Device, kind: str, vocab_size: int, threads: int = THREADS) -> None:
         if not 1 <= vocab_size <= MAX_VOCAB:
             raise ValueError(f"vocab_size is {vocab_size}; it must be 1 to {MAX_VOCAB}")
         self._device = device
-        self._module = device.compile("sampling", {"RF_TYPE": kind})
+        self._module = device.compile("sampling", {"RF_TYPE": kind, "RF_THREADS": threads})
+        self._threads = threads
         self._vocab_size = vocab_size
 
     def start(self, logits: Any, batch: Batch, stride: int | None = None) -> Pending:
@@ -279,9 +291,9 @@ class Sampler:
             rows = self._device.array(batch.rows.view(np.uint32))
             places = self._device.array(batch.entries.view(np.uint32)) if len(batch.entries) else None
             of = [logits, np.int64(stride or self._vocab_size), np.int32(self._vocab_size), rows]
-            self._module.launch("sample_tokens", n, THREADS, [*of, places, out])
+            self._module.launch("sample_tokens", n, self._threads, [*of, places, out])
             if most >= 0:
-                self._module.launch("token_logprobs", n, THREADS, [*of, out, np.int32(most)])
+                self._module.launch("token_logprobs", n, self._threads, [*of, out, np.int32(most)])
         return Pending(self._device, out, n, most)
 
     def sample(self, logits: Any, batch: Batch, stride: int | None = None) -> Drawn:

@@ -1,32 +1,56 @@
-"""From logits to a token: temperature, then top-k, top-p, min-p, then one draw."""
+"""From logits to a token: what a request may ask of the draw, and what comes of it.
+
+The draw itself is ``kernels.sample_numpy``, or ``kernels.sampling`` where the logits stay on a device; both take the
+same arrays and draw the same tokens.
+"""
 
 from __future__ import annotations
 
+import functools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kernels import philox
+from kernels import sample_numpy, sampling
+from kernels.sampling import Batch, Drawn, TokenCounts
 from services.engine.modelconfig import ModelConfig
 from services.errors import FieldInvalid, ForwardFailed, ServiceError
 
 MAX_TEMPERATURE = 100.0
 MAX_TOP_K = 2**31 - 1
 MAX_SEED = 2**64 - 1
+MAX_REPETITION_PENALTY = 100.0
+MAX_PENALTY = 2.0
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGPROBS = sampling.MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request draws: ``temperature`` 0 takes the likeliest; ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 are off."""
+    """How one request draws.
+
+    ``temperature`` 0 takes the likeliest; ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, ``repetition_penalty`` 1 and the other
+    penalties 0 are off. ``logit_bias`` has (token, what to add) in the order of tokens. ``logprobs`` is how many of the
+    likeliest tokens to tell with the log probability of the one drawn, None for neither.
+    """
 
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a draw needs the request's `TokenCounts`."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 def validate(
@@ -36,6 +60,12 @@ def validate(
     min_p: float | None,
     seed: int | None,
     defaults: ModelConfig,
+    *,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    logprobs: int | None = None,
 ) -> SamplingParams:
     """Check what a request asks for; what it leaves out is the model's default, then temperature 1 and no limits.
 
@@ -51,6 +81,9 @@ def validate(
         min_p = 0.0
     if seed is None:
         seed = secrets.randbits(64)
+    if repetition_penalty is None:
+        repetition_penalty = 1.0
+    penalties = {"presence_penalty": presence_penalty or 0.0, "frequency_penalty": frequency_penalty or 0.0}
     # Written so that NaN fails.
     if not 0 <= temperature <= MAX_TEMPERATURE:
         raise FieldInvalid(
@@ -64,74 +97,146 @@ def validate(
         raise FieldInvalid(f"min_p is {min_p}; it must be at least 0 and less than 1", field="sampling.min_p")
     if not 0 <= seed <= MAX_SEED:
         raise FieldInvalid(f"seed is {seed}; it must be 0 to {MAX_SEED}", field="sampling.seed")
-    return SamplingParams(float(temperature), int(top_k), float(top_p), float(min_p), int(seed))
+    if not 0 < repetition_penalty <= MAX_REPETITION_PENALTY:
+        raise FieldInvalid(
+            f"repetition_penalty is {repetition_penalty}; it must be more than 0 and at most "
+            f"{MAX_REPETITION_PENALTY:g}",
+            field="sampling.repetition_penalty",
+        )
+    for name, penalty in penalties.items():
+        if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
+            raise FieldInvalid(
+                f"{name} is {penalty}; it must be {-MAX_PENALTY:g} to {MAX_PENALTY:g}", field=f"sampling.{name}"
+            )
+    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+        raise FieldInvalid(f"logprobs is {logprobs}; it must be 0 to {MAX_LOGPROBS}", field="sampling.logprobs")
+    return SamplingParams(
+        temperature=float(temperature),
+        top_k=int(top_k),
+        top_p=float(top_p),
+        min_p=float(min_p),
+        seed=int(seed),
+        repetition_penalty=float(repetition_penalty),
+        presence_penalty=float(penalties["presence_penalty"]),
+        frequency_penalty=float(penalties["frequency_penalty"]),
+        logit_bias=_logit_bias(logit_bias or {}, defaults.vocab_size),
+        logprobs=logprobs,
+    )
+
+
+def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise FieldInvalid(
+            f"logit_bias has {len(biases)} tokens; it may have {MAX_LOGIT_BIASES}", field="sampling.logit_bias"
+        )
+    for token, bias in biases.items():
+        field = f"sampling.logit_bias[{token}]"
+        if not 0 <= token < vocab_size:
+            raise FieldInvalid(f"logit_bias has token {token}; the vocabulary has {vocab_size} tokens", field=field)
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            raise FieldInvalid(
+                f"logit_bias of token {token} is {bias}; it must be {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
+                field=field,
+            )
+    return tuple(sorted((int(token), float(bias)) for token, bias in biases.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A token drawn.
+
+    ``logprob`` and ``rank`` are of the logits as the model gave them, before temperature, penalties, biases and bans:
+    the natural logarithm of the token's chance in their softmax, and 1 for the likeliest. ``top`` has the likeliest
+    tokens, in this order, with their log probabilities. None and empty where the request did not ask.
+    """
+
+    token: int
+    logprob: float | None = None
+    rank: int | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 def sample(
-    logits: NDArray[np.float32], params: Sequence[SamplingParams], positions: Sequence[int]
+    logits: Any,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    counts: Sequence[TokenCounts | None] | None = None,
+    banned: Sequence[Iterable[int]] | None = None,
+    draw: Callable[[Any, Batch], Drawn] = sample_numpy.sample,
 ) -> list[int | ServiceError]:
-    """Draw a token for each row of ``logits``, float32 ``[n, vocab_size]``.
+    """Draw a token for each row of ``logits``, as `choose` does."""
+    drawn = draw(logits, batch(params, positions, counts, banned))
+    tokens: list[int | ServiceError] = drawn.tokens.tolist()
+    for row, error in _errors(drawn, positions):
+        tokens[row] = error
+    return tokens
 
-    ``positions[i]`` is the position the token of row i will have. A result depends on its row, its parameters and its
-    position alone. A row that holds NaN or infinity gets ``ForwardFailed`` in the place of a token.
+
+def choose(
+    logits: Any,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    counts: Sequence[TokenCounts | None] | None = None,
+    banned: Sequence[Iterable[int]] | None = None,
+    draw: Callable[[Any, Batch], Drawn] = sample_numpy.sample,
+) -> list[Choice | ServiceError]:
+    """Draw a token for each row of ``logits`` ``[n, vocab_size]``, of what ``draw`` takes: an array, or a device's.
+
+    ``positions[i]`` is the position the token of row i will have; ``counts[i]`` what its request has so far, which a
+    request with penalties needs; ``banned[i]`` tokens that row i must not draw now, as those that would end it before
+    ``min_tokens``. A result depends on its row, its parameters and its position alone. A row that holds NaN or infinity
+    gets ``ForwardFailed`` in the place of a token, one that has every token banned ``FieldInvalid``.
     """
-    results: list[int | ServiceError] = [0] * len(params)
-    finite = np.isfinite(logits).all(axis=1)
-    greedy = np.array([p.temperature == 0 for p in params], bool)
-    for row in np.flatnonzero(~finite).tolist():
-        results[row] = ForwardFailed(f"the logits at position {positions[row]} hold NaN or infinity")
-    if rows := np.flatnonzero(finite & greedy).tolist():
-        for row, token in zip(rows, np.argmax(logits[rows], axis=1).tolist(), strict=True):  # the first of equals
-            results[row] = token
-    if rows := np.flatnonzero(finite & ~greedy).tolist():
-        drawn = _draw(logits[rows], [params[row] for row in rows], [positions[row] for row in rows])
-        for row, token in zip(rows, drawn, strict=True):
-            results[row] = token
+    drawn = draw(logits, batch(params, positions, counts, banned))
+    results: list[Choice | ServiceError] = [Choice(token) for token in drawn.tokens.tolist()]
+    for row, p in enumerate(params):
+        if p.logprobs is not None:
+            ids, values = drawn.top_ids[row, : p.logprobs].tolist(), drawn.top_logprobs[row, : p.logprobs].tolist()
+            top = tuple((token, value) for token, value in zip(ids, values, strict=True) if token >= 0)
+            results[row] = Choice(int(drawn.tokens[row]), float(drawn.logprobs[row]), int(drawn.ranks[row]), top)
+    for row, error in _errors(drawn, positions):
+        results[row] = error
     return results
 
 
-def _draw(logits: NDArray[np.float32], params: list[SamplingParams], positions: list[int]) -> list[int]:
-    """Draw one token a row, all rows finite and none greedy.
+def _errors(drawn: Drawn, positions: Sequence[int]) -> Iterator[tuple[int, ServiceError]]:
+    for row in drawn.errors.nonzero()[0].tolist():
+        if drawn.errors[row] == sampling.NOT_FINITE:
+            yield row, ForwardFailed(f"the logits at position {positions[row]} hold NaN or infinity")
+        else:
+            yield row, FieldInvalid(f"every token is banned at position {positions[row]}", field="sampling")
 
-    In the order from likely to unlikely, equals by id, every filter keeps a beginning of the row; so the filters only
-    shorten ``kept``, and one uniform number is looked up in the running sum.
-    """
-    n, vocab_size = logits.shape
-    ids = _by_likelihood(logits)
-    ordered = np.take_along_axis(logits, ids, axis=1).astype(np.float64)
-    temperature = np.array([p.temperature for p in params])[:, None]
-    with np.errstate(over="ignore"):  # a tiny temperature: everything but the likeliest becomes exp(-inf) = 0
-        weights = np.exp((ordered - ordered[:, :1]) / temperature)
-    running = np.cumsum(weights, axis=1)
 
-    kept = np.array([min(p.top_k or vocab_size, vocab_size) for p in params])
+def batch(
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    counts: Sequence[TokenCounts | None] | None = None,
+    banned: Sequence[Iterable[int]] | None = None,
+) -> Batch:
+    """Return the arrays that a sampler takes; arguments as of `choose`. ValueError if penalties miss their counts."""
+    records = [_record(p) for p in params]
+    if banned is None and not any(p.logit_bias or p.counts_tokens for p in params):
+        return Batch.of(records, positions)
+    entries = []
     for row, p in enumerate(params):
-        if p.top_p < 1:
-            # The fewest tokens whose share of what top-k left reaches top_p; the one that crosses it included.
-            reach = p.top_p * running[row, kept[row] - 1]
-            kept[row] = min(kept[row], int(np.searchsorted(running[row], reach)) + 1)
-        if p.min_p > 0:
-            # weights[row, 0] is 1, so the threshold relative to the likeliest is min_p itself.
-            kept[row] = min(kept[row], int(np.count_nonzero(weights[row] >= p.min_p)))
-
-    seeds = np.array([p.seed for p in params], np.uint64)
-    drawn = philox.uniform(seeds, np.array(positions, np.uint64))
-    chosen = []
-    for row in range(n):
-        sums = running[row, : kept[row]]
-        # The product may round up to the whole sum, hence the minimum.
-        place = min(int(np.searchsorted(sums, drawn[row] * sums[-1], side="right")), len(sums) - 1)
-        chosen.append(int(ids[row, place]))
-    return chosen
+        own = counts[row] if counts is not None and p.counts_tokens else None
+        if own is None and p.counts_tokens:
+            raise ValueError(f"row {row} has penalties, and no counts of its tokens")
+        prompt = p.repetition_penalty != 1
+        entries.append(sampling.entries(own, dict(p.logit_bias), banned[row] if banned is not None else (), prompt))
+    return Batch.of(records, positions, entries)
 
 
-def _by_likelihood(logits: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return the ids ``[n, vocab_size]`` of each row from the highest logit down, equal ones by rising id.
-
-    Sorting the logit's bits and the id as one integer is several times faster than a stable argsort.
-    """
-    bits = (logits + np.float32(0)).view(np.uint32)  # + 0 makes -0 and 0 equal
-    falling = np.where(bits >> np.uint32(31), bits, ~bits & np.uint32(0x7FFFFFFF))
-    keys = (falling.astype(np.uint64) << np.uint64(32)) | np.arange(logits.shape[1], dtype=np.uint64)
-    keys.sort(axis=1)
-    return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
+@functools.lru_cache(maxsize=4096)
+def _record(p: SamplingParams) -> bytes:
+    return sampling.settings(
+        seed=p.seed,
+        temperature=p.temperature,
+        top_k=p.top_k,
+        top_p=p.top_p,
+        min_p=p.min_p,
+        repetition_penalty=p.repetition_penalty,
+        presence_penalty=p.presence_penalty,
+        frequency_penalty=p.frequency_penalty,
+        logprobs=p.logprobs,
+    )

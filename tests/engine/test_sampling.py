@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kernels.sampling import Drawn, TokenCounts
+from services.engine import sampling
 from services.engine.modelconfig import ModelConfig
-from services.engine.sampling import SamplingParams, sample, validate
+from services.engine.sampling import Choice, SamplingParams, choose, sample, validate
 from services.errors import FieldInvalid, ForwardFailed
 
 DEFAULTS = ModelConfig(
@@ -200,9 +202,9 @@ def test_only_what_the_definitions_keep_is_drawn(
     assert likely <= drawn  # missed by a chance of 1e-29
 
 
-def test_each_token_has_its_half_open_share_of_the_uniform_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = {0.0: 0, 0.4999: 0, 0.5: 1, 1 - 2**-53: 1}
-    monkeypatch.setattr("kernels.philox.uniform", lambda seeds, positions: np.array(list(drawn)))
+def test_each_token_has_its_half_open_share_of_the_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = {0: 0, 2**63 - 1: 0, 2**63: 1, 2**64 - 1: 1}
+    monkeypatch.setattr("kernels.philox.bits", lambda seeds, positions: np.array(list(drawn), np.uint64))
     assert sample(np.zeros((4, 2), np.float32), [params()] * 4, range(4)) == list(drawn.values())
 
 
@@ -262,6 +264,74 @@ def test_extreme_but_finite_logits_are_drawn_from() -> None:
     assert kept(row, params(100.0)) == {1, 3}
 
 
+# --- penalties, biases, bans, log probabilities ----------------------------------------------------------------------
+
+
+def test_penalties_look_at_the_tokens_so_far() -> None:
+    rows = np.array([[2.0, 1.9, 1.8]] * 4, np.float32)
+    several = [
+        dataclasses.replace(params(0.0), presence_penalty=0.15),
+        dataclasses.replace(params(0.0), frequency_penalty=0.15),
+        dataclasses.replace(params(0.0), repetition_penalty=1.2),
+        params(0.0),
+    ]
+    # Token 0 in the output, twice; token 1 in the prompt.
+    counts = [TokenCounts([1], [0, 0]) for _ in several]
+    assert sample(rows, several, range(4), counts) == [1, 1, 2, 0]
+    counts[0].add(1)
+    assert sample(rows, several, range(4), counts) == [0, 1, 2, 0]
+
+
+def test_penalties_without_counts_are_a_mistake() -> None:
+    penalised = dataclasses.replace(params(), frequency_penalty=0.1)
+    for counts in (None, [None, None]):
+        with pytest.raises(ValueError, match="row 1 has penalties"):
+            sample(np.zeros((2, 4), np.float32), [params(), penalised], [0, 1], counts)
+
+
+def test_biases_and_bans_are_of_their_row() -> None:
+    rows = np.array([[2.0, 1.0, 0.0]] * 4, np.float32)
+    biased = dataclasses.replace(params(0.0), logit_bias=((1, 1.5), (2, 1.0)))
+    several = [params(0.0), biased, params(0.0), biased]
+    assert sample(rows, several, range(4)) == [0, 1, 0, 1]
+    assert sample(rows, several, range(4), banned=[(), (), (0,), {0, 1}]) == [0, 1, 1, 2]
+    found = sample(rows, several, range(4), banned=[(), (2, 1, 0), (0,), (1,)])
+    assert isinstance(found[1], FieldInvalid)
+    assert "position 1" in found[1].message
+    assert found[:1] + found[2:] == [0, 1, 0]
+
+
+def test_what_is_told_of_a_choice() -> None:
+    rows = np.log(np.array([[0.5, 0.3, 0.2]] * 4, np.float64)).astype(np.float32)
+    rows[3, 0] = np.nan
+    wanted = [dataclasses.replace(params(0.0), logit_bias=((0, -50.0),), logprobs=n) for n in (None, 0, 2, 2)]
+    unasked, alone, two, bad = choose(rows, wanted, [4, 5, 6, 7])
+    assert unasked == Choice(1)
+    assert isinstance(alone, Choice)
+    assert (alone.token, alone.rank, alone.top) == (1, 2, ())
+    assert alone.logprob == pytest.approx(math.log(0.3), abs=1e-6)
+    assert isinstance(two, Choice)
+    assert [token for token, _ in two.top] == [0, 1]
+    assert [value for _, value in two.top] == pytest.approx([math.log(0.5), math.log(0.3)], abs=1e-6)
+    assert isinstance(bad, ForwardFailed)
+    # More than there are.
+    many = choose(rows[:1], [dataclasses.replace(params(), logprobs=20)], [0])[0]
+    assert isinstance(many, Choice)
+    assert [token for token, _ in many.top] == [0, 1, 2]
+
+
+def test_another_sampler_draws_of_the_same_arrays() -> None:
+    def last(logits: Any, batch: Any) -> Drawn:
+        n = len(batch.rows)
+        none = np.zeros((n, 0))
+        tokens = batch.rows["position"].astype(np.int32) + logits
+        errors = np.zeros(n, np.int32)
+        return Drawn(tokens, errors, none[:, :0], none, none, none)  # type: ignore[arg-type]
+
+    assert sample(100, [params(), params(0.0)], [3, 4], draw=last) == [103, 104]
+    assert choose(100, [params()], [3], draw=last) == [Choice(103)]
+
+
 # --- validation ------------------------------------------------------------------------------------------------------
 
 
@@ -305,6 +375,17 @@ def test_an_unset_seed_is_drawn() -> None:
         ("top_k", -1, "2147483647"),
         ("seed", 2**64, "18446744073709551615"),
         ("seed", -1, "18446744073709551615"),
+        ("repetition_penalty", 0.0, "100"),
+        ("repetition_penalty", -1.0, "100"),
+        ("repetition_penalty", 100.5, "100"),
+        ("repetition_penalty", math.nan, "100"),
+        ("presence_penalty", 2.1, "-2 to 2"),
+        ("presence_penalty", -2.1, "-2 to 2"),
+        ("presence_penalty", math.nan, "-2 to 2"),
+        ("frequency_penalty", 2.1, "-2 to 2"),
+        ("frequency_penalty", -math.inf, "-2 to 2"),
+        ("logprobs", 21, "0 to 20"),
+        ("logprobs", -1, "0 to 20"),
     ],
 )
 def test_what_is_out_of_range_is_said_with_its_field_and_limit(name: str, bad: float, limit: str) -> None:
@@ -322,10 +403,42 @@ def test_what_is_out_of_range_is_said_with_its_field_and_limit(name: str, bad: f
         ("min_p", (0.0, 0.999999)),
         ("top_k", (0, 2**31 - 1)),
         ("seed", (0, 2**64 - 1)),
+        ("repetition_penalty", (1e-30, 100.0)),
+        ("presence_penalty", (-2.0, 2.0)),
+        ("frequency_penalty", (-2.0, 2.0)),
+        ("logprobs", (0, 20)),
     ],
 )
 def test_the_limits_themselves_are_allowed(name: str, edges: tuple[float, float]) -> None:
     for edge in edges:
         p = checked(**{"seed": 1, name: edge})
         assert getattr(p, name) == edge
-        assert isinstance(sample(np.zeros((1, 5), np.float32), [p], [3])[0], int)
+        counts = [TokenCounts([0, 1], [1, 2])]
+        assert isinstance(sample(np.zeros((1, 5), np.float32), [p], [3], counts)[0], int)
+
+
+def test_logit_biases_have_limits_of_their_own() -> None:
+    for bias in ({128: 1.0}, {-1: 1.0}):
+        with pytest.raises(FieldInvalid, match=r"logit_bias has token -?1\d*; the vocabulary has 128 tokens") as caught:
+            checked(logit_bias=bias)
+        assert caught.value.field == f"sampling.logit_bias[{next(iter(bias))}]"
+    for value in (100.5, -101.0, math.nan, math.inf):
+        with pytest.raises(FieldInvalid, match=r"token 7 is .*; it must be -100 to 100") as caught:
+            checked(logit_bias={3: 1.0, 7: value})
+        assert caught.value.field == "sampling.logit_bias[7]"
+    large = dataclasses.replace(DEFAULTS, vocab_size=5000)
+    with pytest.raises(FieldInvalid, match="has 1025 tokens; it may have 1024") as caught:
+        checked(large, logit_bias=dict.fromkeys(range(1025), 0.5))
+    assert caught.value.field == "sampling.logit_bias"
+    assert len(checked(large, logit_bias=dict.fromkeys(range(1024), 0.5)).logit_bias) == 1024
+    assert checked(logit_bias={9: -100, 2: 100}).logit_bias == ((2, 100.0), (9, -100.0))
+
+
+def test_what_is_new_is_off_unless_asked_for() -> None:
+    plain = checked(seed=1)
+    assert (plain.repetition_penalty, plain.presence_penalty, plain.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert (plain.logit_bias, plain.logprobs) == ((), None)
+    assert not plain.counts_tokens
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        assert checked(**{name: 0.5}).counts_tokens
+    assert sampling.MAX_LOGPROBS == 20
