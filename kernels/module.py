@@ -40,7 +40,8 @@ class Module:
         """Start kernel ``name`` on ``stream``, by default the current one, and do not wait for it.
 
         ``args`` are CuPy arrays, None for a null pointer, or NumPy scalars of exactly the kernel's widths: nothing
-        checks them, on a GPU. ``shared`` is the bytes of dynamic shared memory.
+        checks them, on a GPU. ``shared`` is the bytes of dynamic shared memory. Raises ValueError for an empty grid or
+        block, which CuPy would take for one of 1.
         """
         function = self._functions.get(name)
         if function is None:
@@ -88,4 +89,7 @@ def _compile(cupy: Any, text: str, file: str, defines: Mapping[str, str]) -> Mod
 
 
 def _extent(extent: Extent) -> tuple[int, ...]:
-    return extent if isinstance(extent, tuple) else (extent,)
+    found = extent if isinstance(extent, tuple) else (extent,)
+    if min(found) < 1:
+        raise ValueError(f"a grid or block of {found}: each extent must be at least 1")
+    return found
