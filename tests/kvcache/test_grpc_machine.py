@@ -101,6 +101,6 @@ def test_random_histories_of_four_clients(loop: Loop, tmp_path: Path) -> None:
         make_driver = staticmethod(lambda: Wire(new_world(), loop, tmp_path))
 
     try:
-        run_state_machine_as_test(Machine, settings=examples(25))  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(Machine, settings=examples(20))  # type: ignore[no-untyped-call]
     except Exception as error:
         raise error from (FourClients.failures or [None])[0]
