@@ -238,7 +238,7 @@ class Launches(Protocol):
 class Device(Protocol):
     """Where logits are: compiles kernels, and holds arrays."""
 
-    def compile(self, name: str, defines: Mapping[str, str | int]) -> Launches:
+    def compile(self, name: str, defines: Mapping[str, str]) -> Launches:
         """Compile kernels/``name``.hip."""
 
     def array(self, values: NDArray[Any]) -> Any:
@@ -276,7 +276,7 @@ class Sampler:
         if not 1 <= vocab_size <= MAX_VOCAB:
             raise ValueError(f"vocab_size is {vocab_size}; it must be 1 to {MAX_VOCAB}")
         self._device = device
-        self._module = device.compile("sampling", {"RF_TYPE": kind, "RF_THREADS": threads})
+        self._module = device.compile("sampling", {"RF_TYPE": kind, "RF_THREADS": str(threads)})
         self._threads = threads
         self._vocab_size = vocab_size
 
