@@ -7,7 +7,7 @@ the batch it is computed in: the libraries choose their products by shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kernels import attention, gemm, module, ops_numpy
 from kernels.attention import Attention, Geometry
+from kernels.sampling import Sampler
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
@@ -85,12 +86,12 @@ class Planned:
 
 
 class CupyOps:
-    """A backend for GPU ``device``: activations of ``dtype``, pages of ``page_size`` tokens, their numbers ``kv_dtype``.
+    """A backend for GPU ``device``: activations of ``dtype``, pages of ``page_size`` tokens in ``kv_dtype``.
 
     Types are ``f32``, ``f16`` and ``bf16``, for pages ``int8`` too. A thread's current device becomes this one in
-    `weight`, `rope_table` and `fitted`, which a forward pass begins with. Raises ValueError for an unknown type. A kernel
-    that does not compile raises `module.KernelError`, a product that fails `gemm.GemmError`, a GPU that fails CuPy's own
-    errors.
+    `weight`, `rope_table` and `fitted`, which a forward pass begins with. Raises ValueError for an unknown type. A
+    kernel that does not compile raises `module.KernelError`, a product that fails `gemm.GemmError`, a GPU that fails
+    CuPy's own errors.
     """
 
     def __init__(self, device: int, dtype: str, kv_dtype: str, page_size: int) -> None:
@@ -266,6 +267,13 @@ class CupyOps:
         self._device.use()
         self._attention(query_heads, layers, kv_heads, head_dim, scale).compile()
 
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    def sampler(self, vocab_size: int) -> Sampler:
+        """Draws from the widened product of the head, which stays on the device. Raises ValueError for its size."""
+        self._device.use()
+        return Sampler(_Memory(self._cupy), "F32", vocab_size)
+
     # --- parts of these -----------------------------------------------------------------------------------------------
 
     def _attention(self, query_heads: int, layers: int, kv_heads: int, head_dim: int, scale: float) -> Attention:
@@ -282,6 +290,26 @@ class CupyOps:
 
     def _module(self, name: str, **defines: str | int) -> module.Module:
         return module.load(name, {"RF_TYPE": self._kind, **defines})
+
+
+class _Memory:
+    """CuPy as a sampler takes it."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+
+    def compile(self, name: str, defines: Mapping[str, str]) -> module.Module:
+        return module.load(name, defines)
+
+    def array(self, values: NDArray[Any]) -> Any:
+        return self._cupy.asarray(values)
+
+    def empty(self, shape: int, dtype: Any) -> Any:
+        return self._cupy.empty(shape, dtype)
+
+    def get(self, array: Any) -> NDArray[Any]:
+        host: NDArray[Any] = self._cupy.asnumpy(array)
+        return host
 
 
 def _gpu(cupy: Any, device: int) -> attention.Gpu:

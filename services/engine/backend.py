@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from services.engine.arena import private_pages
 from services.engine.devicearena import DevicePages, private_device_pages
 from services.engine.modelconfig import ModelConfig
 from services.engine.pagesource import Geometry
-from services.engine.sampling import SamplingParams, sample
+from services.engine.sampling import sample
 from services.errors import InvalidConfiguration, ServiceError
 from services.gpu import Gpu, Runtime
 
@@ -21,8 +22,8 @@ DEVICES = (CPU, GPU)
 DTYPES = ("f32", "f16", "bf16")
 KV_DTYPES = (*DTYPES, "int8")
 
-#: Draws a token for each row of a backend's logits; see `sampling.sample`.
-Sampler = Callable[[Any, Sequence[SamplingParams], Sequence[int]], list[int | ServiceError]]
+#: `sampling.sample` of a backend's logits.
+Sampler = Callable[..., list[int | ServiceError]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class Backend:
     """One way to compute. ``dtype`` is of weights and activations, ``kv_dtype`` of K and V in pages.
 
     ``name`` is for people. ``gpu`` is None on the host. ``prepare`` makes all that a model's steps would otherwise wait
-    for, and raises InvalidConfiguration for one that is not computed here. ``finish`` returns when nothing of a step is
-    under way: only then may its pages be told of or given up.
+    for and returns what draws from its logits; it raises InvalidConfiguration for a model that is not computed here.
+    ``finish`` returns when nothing of a step is under way: only then may its pages be told of or given up.
     """
 
     name: str
@@ -39,8 +40,7 @@ class Backend:
     dtype: str
     kv_dtype: str
     gpu: Gpu | None
-    sampler: Sampler
-    prepare: Callable[[ModelConfig], None]
+    prepare: Callable[[ModelConfig], Sampler]
     finish: Callable[[], None]
 
     def private(self, geometry: Geometry, total_pages: int) -> Any:
@@ -60,7 +60,7 @@ def on_host(dtype: str | None, kv_dtype: str | None) -> Backend:
     for flag, value in (("--dtype", dtype), ("--kv-dtype", kv_dtype)):
         if value not in (None, "f32"):
             raise InvalidConfiguration(f"{flag} {value}: a CPU computes in f32; see --device", field=flag)
-    return Backend("numpy", ops_numpy, "f32", "f32", None, sample, lambda config: None, lambda: None)
+    return Backend("numpy", ops_numpy, "f32", "f32", None, lambda config: sample, lambda: None)
 
 
 def on_gpu(ordinal: int, dtype: str, kv_dtype: str | None, page_size: int) -> Backend:
@@ -68,21 +68,21 @@ def on_gpu(ordinal: int, dtype: str, kv_dtype: str | None, page_size: int) -> Ba
     gpu = Runtime.load().gpu(ordinal)
     from kernels.module import KernelError
     from kernels.ops_cupy import CupyOps
-    from services.engine.devicesampler import DeviceSampler
 
     ops = CupyOps(ordinal, dtype, kv_dtype or dtype, page_size)
 
-    def prepare(config: ModelConfig) -> None:
+    def prepare(config: ModelConfig) -> Sampler:
         try:
+            sampler = ops.sampler(config.vocab_size)
             ops.compile_attention(
                 config.query_heads, config.layers, config.kv_heads, config.head_dim, config.head_dim**-0.5
             )
         except ValueError as error:
-            raise InvalidConfiguration(
-                f"--model: its attention is not served on a GPU: {error}", field="--model"
-            ) from error
+            raise InvalidConfiguration(f"--model: not served on a GPU: {error}", field="--model") from error
         except KernelError as error:
             raise InvalidConfiguration(f"--device gpu: {error}", field="--device") from error
 
+        return functools.partial(sample, draw=sampler.sample)
+
     name = "rocm" if gpu.runtime.is_hip else "cuda"
-    return Backend(name, ops, dtype, kv_dtype or dtype, gpu, DeviceSampler(), prepare, ops.synchronize)
+    return Backend(name, ops, dtype, kv_dtype or dtype, gpu, prepare, ops.synchronize)

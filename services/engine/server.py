@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_limits
 
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services.engine.arena import page_bytes_of
-from services.engine.backend import CPU, Backend, on_gpu, on_host
+from services.engine.backend import CPU, Backend, Sampler, on_gpu, on_host
 from services.engine.batch import Row
 from services.engine.config import LOCAL, Config, default_pool_id, model_id
 from services.engine.devicearena import DevicePages
@@ -72,14 +72,14 @@ class Engine:
         await self._serving.start()
         threadpool_limits(config.cpu_threads, user_api="blas")
         backend = await asyncio.to_thread(self._make_backend)
-        model = await asyncio.to_thread(self._load, backend)
+        model, sampler = await asyncio.to_thread(self._load, backend)
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.model, model.config.vocab_size)
         if config.pool_id is not None:
             self.pool_id = config.pool_id
         else:
             self.pool_id = await asyncio.to_thread(default_pool_id, config.model, backend.dtype, backend.kv_dtype)
         source, memory, epoch = await self._open_source(model, backend)
-        await asyncio.to_thread(_warm_up, model, backend, config.page_size)
+        await asyncio.to_thread(_warm_up, model, backend, sampler, config.page_size)
         running = asyncio.get_running_loop()
 
         def outbox(events: list[Event]) -> None:
@@ -89,7 +89,7 @@ class Engine:
             running.call_soon_threadsafe(self._say, serving)
 
         self.loop = EngineLoop(
-            self._make_runner(model, lambda: backend.view(memory()), backend.sampler, backend.finish),
+            self._make_runner(model, lambda: backend.view(memory()), sampler, backend.finish),
             source,
             config.limits,
             outbox,
@@ -122,12 +122,11 @@ class Engine:
         dtype = config.dtype or ModelConfig.from_folder(config.model).dtype
         return on_gpu(config.gpu, dtype, config.kv_dtype, config.page_size)
 
-    def _load(self, backend: Backend) -> Model:
-        """Raises ModelInvalid, InvalidConfiguration."""
+    def _load(self, backend: Backend) -> tuple[Model, Sampler]:
+        """The model, and what draws from its logits. Raises ModelInvalid, InvalidConfiguration."""
         try:
             model = Model.load(self.config.model, backend.ops, backend.dtype)
-            backend.prepare(model.config)
-            return model
+            return model, backend.prepare(model.config)
         except MemoryError as error:
             raise InvalidConfiguration(
                 f"--model {self.config.model}: there is no room for its weights in {backend.dtype}", field="--model"
@@ -195,11 +194,11 @@ class Engine:
         await self._serving.drain(1.0)
 
 
-def _warm_up(model: Model, backend: Backend, page_size: int) -> None:
+def _warm_up(model: Model, backend: Backend, sampler: Sampler, page_size: int) -> None:
     """Run one token once, in memory of its own: nothing of the pool is this engine's yet."""
     memory = backend.private(model.geometry(page_size, backend.kv_dtype), 1)
     logits = model.forward([Row([0], 0, [0], True)], backend.view(memory))
-    backend.sampler(logits, [SamplingParams(0.0, 0, 1.0, 0.0, 0)], [1])
+    sampler(logits, [SamplingParams(0.0, 0, 1.0, 0.0, 0)], [1])
     backend.finish()
     if isinstance(memory, DevicePages):
         memory.close()
