@@ -309,6 +309,28 @@ def measure_pages(pages: int) -> PageRow:
     return PageRow(pages, round(statistics.median(rounds), 3), round(per_page, 1))
 
 
+def plot(rows: list[PageRow], path: Path) -> None:
+    """Draw both costs against the pool's size. Needs matplotlib, which is in the extra ``bench``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (time_axes, memory_axes) = pyplot.subplots(1, 2, figsize=(9, 3.6))
+    sizes = [row.pages for row in rows]
+    time_axes.plot(sizes, [row.us_per_page for row in rows], "-o")
+    time_axes.set_ylabel("us a page: granted, filled, cached, evicted")
+    memory_axes.plot(sizes, [row.bytes_per_page for row in rows], "-o")
+    memory_axes.set_ylabel("resident bytes a page")
+    for axes in (time_axes, memory_axes):
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("pages in the pool, all of them cached")
+        axes.grid(True, alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 # --- both ----------------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +341,7 @@ def main() -> int:
     parser.add_argument("--pages", type=int, nargs="*", default=[1000, 100_000, 1_000_000], help="pool sizes")
     parser.add_argument("--calls", type=int, default=400, help="calls that count, each (default 400)")
     parser.add_argument("--json", action="store_true", help="one JSON object a row instead of tables")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the costs of a page too")
     parser.add_argument("--serve-echo", metavar="ADDRESS", help=argparse.SUPPRESS)
     parser.add_argument("--one-pool", type=int, help=argparse.SUPPRESS)
     flags = parser.parse_args()
@@ -349,6 +372,8 @@ def main() -> int:
         one = costs[-1]
         text = f"{one.pages:9} {one.us_per_page:8.3f} {one.bytes_per_page:11.1f}"
         print(json.dumps(dataclasses.asdict(one)) if flags.json else text, flush=True)
+    if costs and flags.plot is not None:
+        plot(costs, flags.plot)
     if costs:
         flat = max(one.us_per_page for one in costs) / min(one.us_per_page for one in costs)
         missed |= flat > 1.5 or costs[-1].bytes_per_page > 400
