@@ -9,5 +9,5 @@ class DirectMachine(CacheMachine):
     make_driver = staticmethod(lambda: Direct(new_world()))
 
 
-DirectMachine.TestCase.settings = examples(90)
+DirectMachine.TestCase.settings = examples(120)
 TestCacheMachine = DirectMachine.TestCase
