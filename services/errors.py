@@ -118,7 +118,7 @@ class SequenceRemoved(ServiceError):
 
 
 class SequenceMismatch(ServiceError):
-    """The sequence exists and was opened with another prompt or salt."""
+    """The sequence exists and was opened with another prompt, salt or retention."""
 
     code, reason = "FAILED_PRECONDITION", "SEQUENCE_MISMATCH"
 

@@ -50,6 +50,7 @@ class Limits:
     drain_s: float = 30.0
     cache_ttl_s: float | None = None
     eviction: str = "lru"
+    retained_share: float = 0.5
     max_sessions: int = 256
     max_sequences: int = 65536
     sequence_ttl_s: float | None = None
@@ -91,6 +92,7 @@ class KvCache:
             chain_hash,
             self.events,
             limits.eviction,
+            limits.retained_share,
         )
         self._sessions = Sessions()
         self._quarantine = Quarantine(alive)
@@ -198,7 +200,9 @@ class KvCache:
     def _use(self, session_id: str) -> Session:
         now = self._clock()
         session = self._sessions.use(session_id, now)
-        self.pool_of(session).last_used = now
+        pool = self.pool_of(session)
+        pool.last_used = now
+        pool.table.cached.pass_time(now)
         return session
 
     def _end(self, session: Session, *, lost: bool) -> None:
@@ -326,8 +330,9 @@ class KvCache:
         if self.limits.sequence_ttl_s is not None:
             self.expire_sequences(self.limits.sequence_ttl_s)
         self._quarantine.sweep(now)
-        if self.limits.cache_ttl_s is not None:
-            for pool in self.pools:
+        for pool in self.pools:
+            pool.table.cached.pass_time(now)
+            if self.limits.cache_ttl_s is not None:
                 pool.expire_cached(now - self.limits.cache_ttl_s)
         return lost
 
@@ -350,10 +355,14 @@ class KvCache:
         self.expired_sequences += count
         return count
 
-    def evict_pages(self, pool_id: str, most: int | None) -> int:
-        """Free cached pages, the least recently used first; how many. Raises PoolUnknown."""
+    def evict_pages(self, pool_id: str, most: int | None, *, retained: bool = False) -> tuple[int, int]:
+        """Free cached pages, as an allocation would, but retained ones only if told; how many, and how many retained
+        ones are left. Raises PoolUnknown.
+        """
         pool = self.pools.get(pool_id)
-        return pool.evict(pool.table.total if most is None else most)
+        cached = pool.table.cached
+        cached.pass_time(self._clock())
+        return pool.evict(pool.table.total if most is None else most, retained=retained), cached.retained_count
 
     def explain(self, pool_id: str, prompt: list[int], salt: str) -> list[PageAnswer]:
         """Why the prompt's pages are cached or not; changes nothing. Raises PoolUnknown, FieldInvalid."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.flags import FlagParser, add_serving_flags, byte_size, one_of, seconds, tls_of, whole
+from services.flags import FlagParser, Number, add_serving_flags, byte_size, one_of, seconds, tls_of, whole
 from services.kvcache.arena import default_directory
 from services.kvcache.cache import MAX_TTL_S, MIN_TTL_S, Limits
 from services.kvcache.eviction import POLICIES, policy_name
@@ -96,6 +97,13 @@ class Config:
             f"which cached page goes first: {', '.join(POLICIES)}",
             metavar="P",
         )
+        flags.add(
+            "--retained-share",
+            Number(_share, (int, float)),
+            _DEFAULTS.retained_share,
+            "share of a pool's pages, 0 to 1, that may stay cached longer because sequences asked for retention",
+            metavar="X",
+        )
         flags.add("--max-sessions", whole(1, 65536), _DEFAULTS.max_sessions, "sessions at a time", metavar="N")
         flags.add(
             "--max-sequences", whole(1, 10**7), _DEFAULTS.max_sequences, "live sequences of one session", metavar="N"
@@ -130,6 +138,7 @@ class Config:
                 drain_s=values["drain"],
                 cache_ttl_s=values["cache-ttl"],
                 eviction=values["eviction"],
+                retained_share=values["retained-share"],
                 max_sessions=values["max-sessions"],
                 max_sequences=values["max-sequences"],
                 sequence_ttl_s=values["sequence-ttl"],
@@ -139,6 +148,17 @@ class Config:
         )
         check_exposure(config.listeners, config.tls, config.insecure)
         return config
+
+
+def _share(text: str) -> float:
+    """A part of a whole. Raises ValueError."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise ValueError("want a number from 0 to 1")
+    return share
 
 
 def _directory(text: str) -> Path:

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 from services.errors import ExceedsPool, FieldInvalid, QuotaExceeded, SequenceExists, SequenceMismatch, TooManySequences
 from services.kvcache.pool import Pool
+from services.kvcache.retention import Retention
 from services.kvcache.sequence import Sequence, digest_fork, digest_opening, token_array
 from services.kvcache.sessions import Session
 
 
 class Demand(NamedTuple):
-    """See SequenceDemand in the proto. ``prompt`` is None when nothing is opened."""
+    """See SequenceDemand in the proto. ``prompt`` is None when nothing is opened, and then ``retention`` is."""
 
     sequence_id: str
     prompt: list[int] | None
@@ -25,6 +26,7 @@ class Demand(NamedTuple):
     tokens: list[int]
     total_pages: int
     known_pages: int
+    retention: Retention | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,16 @@ class Grant(NamedTuple):
 
 def serve(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
     """Open, report and grow. Raises the item reasons of AllocatePages."""
-    sequence_id, prompt, salt, start, tokens, wanted, known = demand
+    sequence_id, prompt, salt, start, tokens, wanted, known, retention = demand
     sequence = session.find(sequence_id)
     if sequence is None:
         return _open(session, pool, demand, now)
-    if prompt is not None and digest_opening(prompt_array(prompt), salt) != sequence.opening_digest:
-        raise SequenceMismatch(f"sequence {sequence_id!r} is open with another prompt or salt", field="opening")
+    if prompt is not None and (
+        retention != sequence.retention or digest_opening(prompt_array(prompt), salt) != sequence.opening_digest
+    ):
+        raise SequenceMismatch(
+            f"sequence {sequence_id!r} is open with another prompt, salt or retention", field="opening"
+        )
     new = pool.check_tokens(sequence, start, tokens)
     held = len(sequence.pages)
     total = wanted if wanted > held else held
@@ -88,6 +94,8 @@ def _open(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
         raise FieldInvalid("tokens: nothing can be resident before a sequence is opened", field="tokens")
     _check_room_for_sequence(session)
     prompt = prompt_array(demand.prompt)
+    if demand.retention is not None:
+        demand.retention.check()
     matched = pool.match(prompt, demand.salt)
     total = max(len(matched), demand.total_pages)
     if demand.known_pages > total:
@@ -97,6 +105,7 @@ def _open(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
 
     digest = digest_opening(prompt, demand.salt)
     sequence = Sequence(session.id, demand.sequence_id, demand.salt, digest, now)
+    sequence.retention = demand.retention
     session.add(sequence)
     pool.open(sequence, prompt, matched)
     return _grow(session, pool, sequence, total, demand.known_pages, now)

@@ -118,11 +118,26 @@ class DensityQueue(LruQueue):
     def push(self, page: int, now: float) -> None:
         """Add as the newest. Raises ValueError when it is in the queue."""
         super().push(page, now)
+        self.note_cached(page)
+        self._rank(page)
+
+    def enter(self, page: int, now: float) -> None:
+        """Add, as the newest, a page that was cached already. Raises ValueError when it is in the queue."""
+        super().push(page, now)
         self._clock += 1
-        link, parent = self._links.key(page), self._links.parent(page)
+        self._rank(page)
+
+    def note_cached(self, page: int) -> None:
+        """A stay begins."""
+        self._clock += 1
+        link = self._links.key(page)
         returns = self._recall(link) if self._returns[page] == _NEW else self._returns[page] + 1
-        self._returns[page] = returns = min(returns, len(_LEVEL) - 1)
-        level = _LEVEL[returns]
+        self._returns[page] = min(returns, len(_LEVEL) - 1)
+        self._model.began(link, self._level(page), self._clock)
+
+    def _rank(self, page: int) -> None:
+        """Place a page that is in the order by time, as the newest of its level."""
+        parent = self._links.parent(page)
         self._cached_at[page] = self._clock
         if parent is not None:
             if self._place[parent] == _CONDEMNED and not self._continuations[parent]:
@@ -131,17 +146,24 @@ class DensityQueue(LruQueue):
             self._parent[page] = parent
             self._continuations[parent] += 1
         self._place[page] = _QUEUED
-        self._link(page, level)
-        self._model.began(link, level, self._clock)
+        self._link(page, self._level(page))
 
     def discard(self, page: int) -> None:
         """Take out of the queue: its content was asked for. Raises ValueError when it is not in it."""
         self._remove(page)
+        self.note_returned(page)
+
+    def note_returned(self, page: int) -> None:
+        """A stay has ended in a hit."""
         self._model.returned(self._links.key(page), self._clock)
 
     def evict(self, page: int) -> None:
         """Take out of the queue: its content is given up. Raises ValueError when it is not in it."""
         self._remove(page)
+        self.note_evicted(page)
+
+    def note_evicted(self, page: int) -> None:
+        """How often the content came back is remembered, for a while."""
         link = self._links.key(page)
         self._memory[link % len(self._memory)] = (link >> 48 & 0xFFF8) | self._returns[page]
         self._returns[page] = _NEW

@@ -83,6 +83,19 @@ class LruQueue:
         """Take out of the queue: its content is given up. Raises ValueError when it is not in it."""
         self.discard(page)
 
+    def enter(self, page: int, now: float) -> None:
+        """Add, as the newest, a page that was cached already. Raises ValueError when it is in the queue."""
+        self.push(page, now)
+
+    def note_cached(self, page: int) -> None:
+        """A page is cached and does not enter the queue yet. Policies that learn learn from these three."""
+
+    def note_returned(self, page: int) -> None:
+        """The content of a cached page outside the queue was asked for."""
+
+    def note_evicted(self, page: int) -> None:
+        """The content of a cached page outside the queue is given up."""
+
     def touch(self, page: int, now: float) -> None:
         """Make a queued page the newest."""
         self.discard(page)

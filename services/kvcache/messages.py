@@ -16,6 +16,7 @@ from services.kvcache.events import MAX_LINKS, Event, EventKind, Link
 from services.kvcache.explain import PageAnswer
 from services.kvcache.layout import PageLayout
 from services.kvcache.pool import Pool
+from services.kvcache.retention import Retention
 from services.kvcache.sessions import Process
 from services.kvcache.steps import Steps
 
@@ -58,6 +59,7 @@ def pool_stats_message(pool: Pool, sessions: int) -> pb.PoolStats:
         expired_pages=totals.expired_pages,
         refused_demands=totals.refused_demands,
         device_ordinal=pool.arena.device.ordinal if pool.arena.device else None,
+        retained_pages=table.cached.retained_count,
     )
 
 
@@ -138,14 +140,15 @@ def read_demands(items: Any) -> list[Demand]:
         sequence_id = item.sequence_id
         if not 1 <= len(sequence_id) <= MAX_NAME:
             check_name(sequence_id, f"demands[{len(demands)}].sequence_id")
-        prompt, salt = None, ""
+        prompt, salt, retention = None, "", None
         if item.HasField("opening"):
             opening = item.opening
             prompt, salt = opening.prompt[:], opening.salt
             check_name(salt, f"demands[{len(demands)}].opening.salt", least=0)
-        demands.append(
-            Demand(sequence_id, prompt, salt, item.start, item.tokens[:], item.total_pages, item.known_pages)
-        )
+            if opening.HasField("retention"):
+                retention = read_retention(opening.retention)
+        tokens, total, known = item.tokens[:], item.total_pages, item.known_pages
+        demands.append(Demand(sequence_id, prompt, salt, item.start, tokens, total, known, retention))
     return demands
 
 
@@ -183,6 +186,18 @@ def read_steps(steps: pb.SequenceSteps, *, growing: bool) -> Steps:
     return Steps(ids, starts, tokens, counts, total, known)
 
 
+def read_retention(message: pb.Retention) -> Retention:
+    """What an opening asks for, right or wrong."""
+    return Retention(message.ttl.ToNanoseconds() / 1e9, message.priority)
+
+
+def retention_message(retention: Retention | None) -> pb.Retention | None:
+    """A sequence's retention."""
+    if retention is None:
+        return None
+    return pb.Retention(ttl=duration_message(retention.ttl_s), priority=retention.priority)
+
+
 def read_layout(message: pb.PageLayout) -> PageLayout:
     """Raises InvalidConfiguration."""
     return PageLayout(
@@ -215,7 +230,7 @@ def read_process(message: pb.ProcessIdentity) -> Process | None:
 def duration_message(seconds: float) -> duration_pb2.Duration:
     """Seconds as a Duration."""
     duration = duration_pb2.Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
+    duration.FromNanoseconds(round(seconds * 1e9))
     return duration
 
 

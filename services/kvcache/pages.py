@@ -15,7 +15,7 @@ import enum
 from array import array
 from collections.abc import Hashable, Iterable, Iterator
 
-from services.kvcache.lru import LruQueue
+from services.kvcache.retention import RetainingQueue
 
 
 class PageState(enum.IntEnum):
@@ -39,7 +39,7 @@ class PageTable:
     ``ValueError`` tell of a bug in it, before anything changes.
     """
 
-    def __init__(self, total: int, cached: LruQueue) -> None:
+    def __init__(self, total: int, cached: RetainingQueue) -> None:
         self.total = total
         self.cached = cached
         self.quarantined_count = 0

@@ -13,6 +13,7 @@ from services.kvcache.eviction import make_queue
 from services.kvcache.layout import PageLayout
 from services.kvcache.pages import PageState, PageTable
 from services.kvcache.prefix import ChainHash, PrefixIndex
+from services.kvcache.retention import RetainingQueue
 from services.kvcache.sequence import Sequence
 
 
@@ -82,13 +83,17 @@ class Pool:
         chain_hash: ChainHash,
         events: EventRing,
         eviction: str,
+        retained_share: float,
     ) -> None:
         self.id = pool_id
         self.layout = layout
         self.page_size = layout.page_size
         self.arena = arena
         self.index = PrefixIndex(total_pages, chain_hash, lambda kind, link: events.add(pool_id, kind, link))
-        self.table = PageTable(total_pages, make_queue(eviction, total_pages, self.index))
+        policy = make_queue(eviction, total_pages, self.index)
+        # Rounded first: 0.29 of 100 pages is 29.
+        retained = int(round(total_pages * retained_share, 6))
+        self.table = PageTable(total_pages, RetainingQueue(policy, self.index, retained))
         self.sequences: dict[Sequence, None] = {}
         self.totals = Totals()
         self.last_used = 0.0
@@ -193,6 +198,7 @@ class Pool:
         for page in child.pages:
             self.table.hold(page, child)
         child.published, child.chain_broken = parent.published, parent.chain_broken
+        child.retention = parent.retention
         child.tokens.extend(parent.tokens)
 
     def tail_is_shared(self, sequence: Sequence) -> bool:
@@ -288,6 +294,9 @@ class Pool:
         Tail first, so that a prefix is evicted after its continuations. Complete pages stay cached. The others are
         free at once when the engine let go of them, and quarantined when it was ``lost``: a kernel of its may still
         be writing there.
+
+        What the sequence promises, and what a page behind is promised, is promised to each page's link: to the page
+        that lookups find for it, whoever holds that.
         """
         del self.sequences[sequence]
         table, published = self.table, sequence.published
@@ -295,7 +304,13 @@ class Pool:
         if sequence.copy is not None:
             unfinished.insert(0, sequence.copy[1])
             sequence.copy = None
+        cached, retention = table.cached, sequence.retention
+        cached.pass_time(now)
+        promise = retention.promise(now) if retention is not None else None
+        promises = promise is not None or cached.has_promises
         for page in reversed(sequence.pages[:published]):
+            if promises:
+                promise = cached.promise(self.index.primary_of(page), promise)
             self._settle(page, table.drop(page, sequence), now)
         if not lost:
             table.give_back(unfinished, sequence)
@@ -326,7 +341,7 @@ class Pool:
             self.table.free(page)
 
     def expire_cached(self, before: float) -> int:
-        """Free the pages cached last before a time; returns how many."""
+        """Free the pages cached last before a time, none that is retained; returns how many."""
         count = 0
         while (page := self.table.cached.oldest) is not None and self.table.cached.since(page) <= before:
             self._uncache(page, EventKind.EXPIRED)
@@ -334,17 +349,22 @@ class Pool:
         self.totals.expired_pages += count
         return count
 
-    def evict(self, most: int) -> int:
-        """Free the cached pages that the policy gives up first, at most so many; returns how many."""
+    def evict(self, most: int, *, retained: bool = True) -> int:
+        """Free the cached pages that are given up first, at most so many; returns how many.
+
+        Retained ones come last, or not at all.
+        """
         count = 0
-        while count < most and (page := self.table.cached.victim()) is not None:
+        while count < most and (page := self.table.cached.victim(retained=retained)) is not None:
             self._uncache(page, EventKind.EVICTED)
             count += 1
         self.totals.evicted_pages += count
         return count
 
     def _uncache(self, page: int, kind: EventKind) -> None:
-        self.index.withdraw(page, kind)
+        heir = self.index.withdraw(page, kind)
+        if heir is not None:  # somebody's copy is found from now on: what was promised was promised of the link
+            self.table.cached.promise(heir, self.table.cached.promised(page))
         self.table.free(page)
 
     def check(self) -> Iterator[str]:
@@ -374,6 +394,9 @@ class Pool:
                 if at < sequence.published and self.index.tokens(page) != chunk:
                     yield f"{sequence!r}: page {page} is published with other tokens"
         published = set(self.index.published())
+        for page in self.table.cached.promises():
+            if self.table.state(page) != PageState.HELD or not self.index.is_primary(page):
+                yield f"page {page} has a promise, is {self.table.state(page).name} and no lookup finds it held"
         for page in range(self.table.total):
             if self.table.holders(page) != holders.get(page, set()):
                 yield f"page {page}: holders {set(self.table.holders(page))}, block tables say {holders.get(page)}"

@@ -42,6 +42,7 @@ class Pools:
         chain: ChainHash,
         events: EventRing,
         eviction: str,
+        retained_share: float,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._default_pages = default_pages
@@ -50,6 +51,7 @@ class Pools:
         self._chain = chain
         self._events = events
         self._eviction = eviction
+        self._retained_share = retained_share
         self._by_id: dict[str, Pool] = {}
 
     def __iter__(self) -> Iterator[Pool]:
@@ -127,7 +129,7 @@ class Pools:
                 self._drop(old)
         arena = self._make_arena(layout, pages, self._canary_slots, device)
         try:
-            pool = Pool(pool_id, layout, pages, arena, self._chain, self._events, self._eviction)
+            pool = Pool(pool_id, layout, pages, arena, self._chain, self._events, self._eviction, self._retained_share)
         except BaseException:
             arena.close()
             raise

@@ -141,14 +141,16 @@ class PrefixIndex:
             self._salts[page] = salt
         return True
 
-    def withdraw(self, page: int, kind: EventKind = EventKind.EVICTED) -> None:
-        """Forget a published page; the oldest stand-by takes a primary's place, else the link is gone as ``kind``."""
-        key = self._keys[page]
+    def withdraw(self, page: int, kind: EventKind = EventKind.EVICTED) -> int | None:
+        """Forget a published page. The oldest stand-by takes a primary's place and is returned, else the link is gone
+        as ``kind``.
+        """
+        key, heir = self._keys[page], None
         standby = self._standby.get(key, [])
         if self._primary[key] != page:
             standby.remove(page)
         elif standby:
-            self._primary[key] = standby.pop(0)
+            self._primary[key] = heir = standby.pop(0)
         else:
             del self._primary[key]
             self._on_change(kind, Link(key, self._parents[page]))
@@ -156,6 +158,7 @@ class PrefixIndex:
             self._standby.pop(key, None)
         self._tokens[page] = None
         self._salts.pop(page, None)
+        return heir
 
     def _same(self, page: int, parent: int, tokens: bytes, salt: str | None) -> bool:
         return self._parents[page] == parent and self._tokens[page] == tokens and self._salts.get(page) == salt

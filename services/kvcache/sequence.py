@@ -6,6 +6,8 @@ import hashlib
 from array import array
 from collections.abc import Sequence as Items
 
+from services.kvcache.retention import Retention
+
 UINT32_MAX = 0xFFFFFFFF
 
 
@@ -20,8 +22,8 @@ class Sequence:
     ``published`` leading pages carry links of the prefix cache; ``chain_broken`` says that no further page can (a link
     of another chain has the hash, see ``prefix``). ``forked`` says that it has been a side of a fork: no other sequence
     shares a page that is not full. ``copy`` is (index, page): the fresh page at that index gets its
-    content from this one, which the sequence holds until it reports a token behind the copied ones. Instances are the
-    holders in the page table: compared by identity.
+    content from this one, which the sequence holds until it reports a token behind the copied ones. ``retention`` is
+    for its published pages when it ends. Instances are the holders in the page table: compared by identity.
     """
 
     __slots__ = (
@@ -36,6 +38,7 @@ class Sequence:
         "opening_digest",
         "pages",
         "published",
+        "retention",
         "salt",
         "session_id",
         "tokens",
@@ -50,6 +53,7 @@ class Sequence:
         self.tokens: array[int] = array("I")
         self.published = 0
         self.cached_tokens = 0
+        self.retention: Retention | None = None
         self.chain_broken = False
         self.forked = False
         self.copy: tuple[int, int] | None = None

@@ -202,8 +202,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     async def EvictPages(self, request: pb.EvictPagesRequest, context: Any) -> pb.EvictPagesResponse:
         """See the proto."""
         most = request.max_pages if request.HasField("max_pages") else None
-        count = self._cache.evict_pages(request.pool_id, most)
-        return pb.EvictPagesResponse(epoch=self._cache.epoch, evicted_pages=count)
+        evicted, left = self._cache.evict_pages(request.pool_id, most, retained=request.include_retained)
+        return pb.EvictPagesResponse(epoch=self._cache.epoch, evicted_pages=evicted, retained_pages=left)
 
     @maps_errors
     async def ExpireSequences(self, request: pb.ExpireSequencesRequest, context: Any) -> pb.ExpireSequencesResponse:
@@ -269,6 +269,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             age=messages.duration_message(now - sequence.created_at),
             idle=messages.duration_message(now - sequence.last_access),
             access_count=sequence.access_count,
+            retention=messages.retention_message(sequence.retention),
         )
 
 
