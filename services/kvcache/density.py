@@ -132,8 +132,8 @@ class DensityQueue(LruQueue):
         self._clock += 1
         link = self._links.key(page)
         returns = self._recall(link) if self._returns[page] == _NEW else self._returns[page] + 1
-        self._returns[page] = min(returns, len(_LEVEL) - 1)
-        self._model.began(link, self._level(page), self._clock)
+        self._returns[page] = returns = min(returns, len(_LEVEL) - 1)
+        self._model.began(link, _LEVEL[returns], self._clock)
 
     def _rank(self, page: int) -> None:
         """Place a page that is in the order by time, as the newest of its level."""
@@ -146,7 +146,7 @@ class DensityQueue(LruQueue):
             self._parent[page] = parent
             self._continuations[parent] += 1
         self._place[page] = _QUEUED
-        self._link(page, self._level(page))
+        self._link(page, _LEVEL[self._returns[page]])
 
     def discard(self, page: int) -> None:
         """Take out of the queue: its content was asked for. Raises ValueError when it is not in it."""

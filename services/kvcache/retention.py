@@ -32,7 +32,7 @@ SLACK = 64
 
 
 class Promise(NamedTuple):
-    """How strongly, and until when in the cache's clock. As a tuple it is a rank: of two pages, the lesser goes first."""
+    """How strongly, and until when in the cache's clock. Of two pages, the one with the lesser promise goes first."""
 
     priority: int
     until: float
@@ -52,7 +52,7 @@ class Retention(NamedTuple):
         """Raises FieldInvalid."""
         if not 0 < self.ttl_s <= MAX_RETENTION_S:
             raise FieldInvalid(
-                f"opening.retention.ttl is {self.ttl_s:g} s; it must be more than 0 s and at most {MAX_RETENTION_S:g} s",
+                f"opening.retention.ttl is {self.ttl_s:g} s; it must be above 0 s and at most {MAX_RETENTION_S:g} s",
                 field="opening.retention.ttl",
                 limit=f"{MAX_RETENTION_S:g}",
             )
@@ -69,7 +69,7 @@ class Retention(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A retained page in its priority's heap. ``number`` counts up: of one expiry, the first to be cached goes first."""
+    """A retained page in its priority's heap. ``number`` counts up: of one expiry, the first cached goes first."""
 
     until: float
     number: int

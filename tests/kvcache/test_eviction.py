@@ -14,6 +14,7 @@ from services.kvcache.config import Config
 from services.kvcache.density import DensityQueue
 from services.kvcache.eviction import POLICIES, make_queue
 from services.kvcache.lru import LruQueue
+from services.kvcache.retention import RetainingQueue
 from services.kvcache.reuse import FOLLOWED, HORIZON, LEVELS, ReuseModel
 
 TOTAL = 64
@@ -40,11 +41,11 @@ class Forest:
         return self.parents.get(page)
 
 
-def sound(queue: LruQueue) -> None:
+def sound(queue: LruQueue | RetainingQueue) -> None:
     assert list(queue.check()) == []
 
 
-def drain(queue: LruQueue) -> list[int]:
+def drain(queue: LruQueue | RetainingQueue) -> list[int]:
     """Evict everything; the order it went in."""
     order = []
     while (page := queue.victim()) is not None:

@@ -142,6 +142,67 @@ def test_operators_evict_expire_and_drop(running: Running) -> None:
     assert not stats.pools and stats.arena_bytes == 0
 
 
+def retention(ttl_s: float, priority: int) -> pb.Retention:
+    message = pb.Retention(priority=priority)
+    message.ttl.FromNanoseconds(round(ttl_s * 1e9))
+    return message
+
+
+def test_a_retained_prefix_survives_until_its_time_is_over(running: Running) -> None:
+    session, system = running.session(), list(range(8))
+    asked = retention(30.001, 80)
+    allocate(running, session, opening("system", system, 2, retention=asked))
+    allocate(running, session, pb.SequenceDemand(sequence_id="system", tokens=system))
+    get = pb.GetSequenceRequest(session_id=session, sequence_id="system")
+    assert running.stub.GetSequence(get).sequence.retention == asked
+    fork = pb.ForkSequenceRequest(session_id=session, parent_sequence_id="system", child_sequence_id="child")
+    running.stub.ForkSequence(fork)
+    get.sequence_id = "child"
+    assert running.stub.GetSequence(get).sequence.retention == asked
+    allocate(running, session, removed=("system", "child"))
+
+    def hits(name: str) -> int:
+        grant = allocate(running, session, opening(name, [*system, 99], 3)).grants[0]
+        allocate(running, session, removed=(name,))
+        return int(grant.cached_tokens)
+
+    def fill(turn: int) -> None:
+        for at in range(8):
+            publish(running, session, f"fill-{turn}-{at}", [100 + turn * 8 + at] * 12)
+
+    fill(0)
+    stats = running.stub.GetStats(pb.GetStatsRequest()).pools[0]
+    assert (stats.retained_pages, stats.cached_pages) == (2, 7) and stats.evicted_pages > 10
+    assert hits("early") == 8
+    evicted = running.stub.EvictPages(pb.EvictPagesRequest(pool_id="pool"))
+    assert evicted.evicted_pages > 0 and evicted.retained_pages == 2
+    for _ in range(3):  # the lease is 10 s
+        running.now += 9
+        running.stub.RenewSession(pb.RenewSessionRequest(session_id=session))
+    fill(1)
+    assert hits("late") == 8
+    running.now += 3.002
+    running.sweep()
+    assert running.stub.GetStats(pb.GetStatsRequest()).pools[0].retained_pages == 0
+    fill(2)
+    assert hits("too-late") == 0
+
+
+def test_operators_evict_retained_pages_when_they_say_so(running: Running) -> None:
+    session = running.session()
+    publish(running, session, "other", [7] * 8)
+    allocate(running, session, opening("kept", [8] * 5, 2, retention=retention(60, 1)))
+    allocate(running, session, pb.SequenceDemand(sequence_id="kept", tokens=[8] * 5))
+    allocate(running, session, removed=("kept",))
+    told = []
+    for fields in ({}, {"include_retained": True}):
+        reply = running.stub.EvictPages(pb.EvictPagesRequest(pool_id="pool", **fields))
+        told.append((reply.evicted_pages, reply.retained_pages))
+    assert told == [(2, 1), (1, 0)]
+    assert running.stub.GetStats(pb.GetStatsRequest()).pools[0].cached_pages == 0
+    assert not running.stub.Fsck(pb.FsckRequest()).violations
+
+
 class Router:
     """A reader of WatchEvents that keeps a map of what is cached."""
 
@@ -330,6 +391,17 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
     ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", removed=("",))), "INVALID_ARGUMENT", "FIELD_INVALID", "remove_sequence_ids[0]", "1 to 128"),
     ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", opening("a", [1], 1, salt="s" * 129))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].opening.salt", "129"),
     ("AllocatePages", lambda r: item_error(r, opening("n", [], 1)), "INVALID_ARGUMENT", "FIELD_INVALID", "opening.prompt", "at least one"),
+    *(
+        ("AllocatePages", lambda r, bad=bad: item_error(r, opening("n", [1], 1, retention=bad)), "INVALID_ARGUMENT", "FIELD_INVALID", f"opening.retention.{field}", words)  # type: ignore[misc]
+        for bad, field, words in (
+            (retention(0, 1), "ttl", "above 0 s"),
+            (retention(86400.5, 1), "ttl", "at most 86400 s"),
+            (pb.Retention(priority=5), "ttl", "is 0 s"),
+            (retention(1, 0), "priority", "is 0; it must be 1 to 100"),
+            (retention(1, 101), "priority", "is 101"),
+        )
+    ),
+    ("AllocatePages", lambda r: item_error(r, opening("live", [1, 2], 1, retention=retention(1, 1))), "FAILED_PRECONDITION", "SEQUENCE_MISMATCH", "opening", "retention"),
     ("AllocatePages", lambda r: item_error(r, pb.SequenceDemand(sequence_id="n")), "NOT_FOUND", "SEQUENCE_UNKNOWN", "", "'n'"),
     ("AllocatePages", lambda r: item_error(r, opening("gone", [1], 1)), "FAILED_PRECONDITION", "SEQUENCE_REMOVED", "", "'gone'"),
     ("AllocatePages", lambda r: item_error(r, opening("live", [9], 1)), "FAILED_PRECONDITION", "SEQUENCE_MISMATCH", "opening", "'live'"),
