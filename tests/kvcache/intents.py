@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from hypothesis import strategies as st
 
 from services.kvcache.demand import Demand
+from services.kvcache.retention import Retention
 from tests.kvcache.model import SIZE, Key, Model, ModelSequence
 from tests.kvcache.transactions import (
     Allocate,
@@ -51,6 +52,7 @@ class OpenSequence:
     text: int
     length: int
     pages: int
+    retention: Retention | None = None
 
     def operation(self, machine: CacheMachine) -> Operation | None:
         session = machine.session(self.at)
@@ -59,7 +61,7 @@ class OpenSequence:
     def demand(self, machine: CacheMachine, session: str) -> Demand:
         key, text = machine.new_key(session), TEXTS[self.text]
         machine.model.texts[key] = text
-        return Demand(key[1], text[: self.length], self.salt, 0, [], self.pages, 0)
+        return Demand(key[1], text[: self.length], self.salt, 0, [], self.pages, 0, self.retention)
 
 
 @dataclass(frozen=True)
@@ -248,8 +250,11 @@ class Do:
 
 
 which = st.integers(0, 11)
+#: Their times run out exactly when time is looked at, or outlive what is cached.
+retentions = st.none() | st.builds(Retention, st.sampled_from([1.0, 10.0, 20.0, 200.0]), st.sampled_from([1, 50]))
 opens = st.builds(
-    OpenSequence, which, st.sampled_from(["", "s"]), st.integers(0, 2), st.integers(1, 13), st.integers(0, 5)
+    OpenSequence,
+    *(which, st.sampled_from(["", "s"]), st.integers(0, 2), st.integers(1, 13), st.integers(0, 5), retentions),
 )
 parts = st.builds(Part, which, st.integers(0, 9), st.integers(0, 2), st.integers(0, 3), st.booleans())
 steps = st.builds(Step, which, st.lists(parts, min_size=1, max_size=4), st.integers(0, 20), st.none() | opens)
@@ -263,7 +268,7 @@ renewals = st.builds(RenewLease, which)
 endings = st.one_of(
     st.builds(CloseSession, which),
     st.builds(KillProcess, which),
-    st.builds(Do, st.builds(Evict, st.integers(0, 3))),
+    st.builds(Do, st.builds(Evict, st.integers(0, 3), st.booleans())),
     st.builds(Do, st.builds(Expire, st.sampled_from([0.0, 1.0, 2.0, 10.0, 100.0]))),
 )
 #: They add up to the ttl of a lease, to a drain and to the ttl of a cached page exactly.

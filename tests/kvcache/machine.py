@@ -38,7 +38,7 @@ from tests.kvcache.intents import (
     steps,
     times,
 )
-from tests.kvcache.model import CACHE_TTL_S, DRAIN_S, PAGES, SIZE, TTL_S, Key, Model, ModelSequence
+from tests.kvcache.model import CACHE_TTL_S, DRAIN_S, MOST_RETAINED, PAGES, SIZE, TTL_S, Key, Model, ModelSequence
 from tests.kvcache.transactions import (
     Answer,
     Append,
@@ -90,7 +90,7 @@ class Driver(Protocol):
         """As the model names them."""
 
     def cached(self) -> list[int]:
-        """Cached pages, oldest first."""
+        """Cached pages, as they are to go."""
 
     def close(self) -> None:
         """Free what it has."""
@@ -120,6 +120,7 @@ class Direct:
             "free_pages": table.free_count,
             "held_pages": table.held_count,
             "cached_pages": table.cached_count,
+            "retained_pages": table.cached.retained_count,
             "quarantined_pages": table.quarantined_count,
             "never_used_pages": table.never_used_count,
             "recycled_pages": table.recycled_count,
@@ -146,7 +147,14 @@ class Direct:
 
 
 def new_world() -> World:
-    return World(PAGES, page_size=SIZE, drain_s=DRAIN_S, cache_ttl_s=CACHE_TTL_S, default_ttl_s=TTL_S)
+    return World(
+        PAGES,
+        page_size=SIZE,
+        drain_s=DRAIN_S,
+        cache_ttl_s=CACHE_TTL_S,
+        default_ttl_s=TTL_S,
+        retained_share=MOST_RETAINED / PAGES,
+    )
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -330,7 +338,7 @@ class CacheMachine(RuleBasedStateMachine):
             if len(self.driver.entries) == self.explained:
                 break
         assert violations == []
-        assert stats == self.model.stats()
-        assert cached == self.model.cached
+        assert stats == self.model.stats(), sorted(set(stats.items()) ^ set(self.model.stats().items()))
+        assert cached == self.model.evictable()
         pages = ("free_pages", "held_pages", "cached_pages", "quarantined_pages")
         assert sum(stats[name] for name in pages) == stats["total_pages"] == PAGES

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from services.kvcache.demand import Demand
+from services.kvcache.retention import Retention
 from tests.kvcache.transactions import (
     Allocate,
     Answer,
@@ -20,6 +21,7 @@ from tests.kvcache.transactions import (
     Close,
     Entry,
     Evict,
+    Evicted,
     Expire,
     Fork,
     Forked,
@@ -44,6 +46,7 @@ SIZE = 2
 DRAIN_S = 30.0
 TTL_S = 20.0
 CACHE_TTL_S = 100.0
+MOST_RETAINED = 4
 
 Key = tuple[str, str]  # session, sequence
 Link = tuple[str, tuple[int, ...]]  # salt, and every token from the start to the end of the page
@@ -78,6 +81,7 @@ class ModelSequence:
     tokens: list[int]
     pages: list[int]
     cached_tokens: int
+    retention: Retention | None
     last_access: float = 0.0
     access_count: int = 0
     copy: int | None = None  # the page its tail was copied from, held until a token behind is reported
@@ -95,7 +99,9 @@ class Model:
     def __init__(self) -> None:
         self.pages = {page: ModelPage() for page in range(PAGES)}
         self.links: dict[Link, list[int]] = {}  # first is the one that lookups find
-        self.cached: list[int] = []  # oldest first
+        self.cached: list[int] = []  # those that are not retained, oldest first
+        self.retained: list[int] = []  # oldest first
+        self.promises: dict[Link, tuple[int, float]] = {}  # priority and until when, of links that are found
         self.sessions: dict[str, ModelSession] = {}  # in the order they were opened
         self.sequences: dict[Key, ModelSequence] = {}  # in the order of their last access
         self.opened = 0
@@ -115,7 +121,8 @@ class Model:
             "total_pages": PAGES,
             "free_pages": len(free),
             "held_pages": sum(bool(page.holders) for page in self.pages.values()),
-            "cached_pages": len(self.cached),
+            "cached_pages": len(self.evictable()),
+            "retained_pages": len(self.retained),
             "quarantined_pages": sum(page.quarantine is not None for page in self.pages.values()),
             "never_used_pages": PAGES - used,
             "recycled_pages": len(free) - (PAGES - used),
@@ -149,17 +156,19 @@ class Model:
             case Open(pid, max_pages):
                 assert isinstance(answer, str) and answer not in self.sessions, answer
                 self.sessions[answer] = ModelSession(pid, max_pages, now + TTL_S)
+                self._pass_time(now)
             case PassTime():
                 pass
             case Kill(pid):
                 self.killed.add(pid)
             case Sweep():
                 self._sweep(answer, now)
-            case Evict(most):
-                count = min(most, len(self.cached))
-                assert answer == count
+            case Evict(most, retained):
+                self._pass_time(now)
+                count = min(most, len(self.evictable() if retained else self.cached))
                 for _ in range(count):
-                    self._uncache("evicted_pages")
+                    self._evict()
+                assert answer == Evicted(count, len(self.retained))
             case Expire(age):
                 self._expire(age, answer, now)
             case Close(session):
@@ -173,6 +182,7 @@ class Model:
                 self._serve(operation, answer, now)
 
     def _serve(self, operation: Allocate | Append | Fork | Remove | Get | Renew, answer: Answer, now: float) -> None:
+        self._pass_time(now)
         match operation:
             case Renew():
                 assert answer == TTL_S
@@ -186,7 +196,7 @@ class Model:
                 assert not told, f"{told} is told and was not asked for"
                 for demand, item in zip(demands, answer.items, strict=True):
                     self._demand((session, demand.sequence_id), demand, item, now)
-                assert answer.available_pages == len(self.free()) + len(self.cached)
+                assert answer.available_pages == len(self.free()) + len(self.evictable())
             case Append(session, reports, steps):
                 assert isinstance(answer, Recorded), answer
                 failed = dict(answer.failed)
@@ -198,7 +208,7 @@ class Model:
                 self._fork((session, parent), (session, child), answer, now)
             case Remove(session, names):
                 absent = tuple(name for name in names if not self._remove((session, name), now))
-                assert answer == Removed(len(names) - len(absent), absent, len(self.free()) + len(self.cached))
+                assert answer == Removed(len(names) - len(absent), absent, len(self.free()) + len(self.evictable()))
             case Get(session, name):
                 self._get((session, name), answer, now)
 
@@ -241,7 +251,7 @@ class Model:
         assert demand.prompt is not None
         matched = self.match(demand.salt, demand.prompt)
         total = max(len(matched), demand.total_pages)
-        available = len(self.free()) + len([page for page in self.cached if page not in matched])
+        available = len(self.free()) + len([page for page in self.evictable() if page not in matched])
         reasons = self._why_not_grow(key[0], total, total, total - len(matched), available)
         if demand.start or demand.tokens or not demand.prompt or demand.known_pages > total:
             reasons.add("FIELD_INVALID")
@@ -254,13 +264,15 @@ class Model:
         assert granted[: len(matched)] == matched and demand.known_pages == 0
         assert len(granted) == max(len(matched), demand.total_pages)
         cached = len(matched) * SIZE
-        opening = (tuple(demand.prompt), demand.salt)
+        opening = (tuple(demand.prompt), demand.salt, demand.retention)
         tokens, text = demand.prompt[:cached], self.texts.get(key, demand.prompt)
         self.opened += 1
-        sequence = ModelSequence(key, self.opened, opening, demand.salt, text, tokens, granted, cached)
+        sequence = ModelSequence(
+            key, self.opened, opening, demand.salt, text, tokens, granted, cached, demand.retention
+        )
         for page in matched:
-            if page in self.cached:
-                self.cached.remove(page)
+            if page in self.evictable():
+                self._take_out(page)
             self.pages[page].holders.add(key)
         for page in granted[len(matched) :]:
             self._take(page, key)
@@ -270,7 +282,7 @@ class Model:
 
     def _why_not_step(self, sequence: ModelSequence, demand: Demand) -> set[str]:
         reasons = self._why_not_tokens(sequence, demand.start, demand.tokens)
-        if demand.prompt is not None and (tuple(demand.prompt), demand.salt) != sequence.opening:
+        if demand.prompt is not None and (tuple(demand.prompt), demand.salt, demand.retention) != sequence.opening:
             reasons.add("SEQUENCE_MISMATCH")
         held = len(sequence.pages)
         total = max(held, demand.total_pages)
@@ -279,7 +291,7 @@ class Model:
         lets_go = sequence.copy is not None and demand.start + len(demand.tokens) > len(sequence.tokens)
         frees = lets_go and self.pages[self._source(sequence)].holders == {sequence.key}
         more = total - held + self._unshares(sequence, demand)
-        available = len(self.free()) + len(self.cached) + frees
+        available = len(self.free()) + len(self.evictable()) + frees
         return reasons | self._why_not_grow(sequence.key[0], total, more - lets_go, more, available)
 
     def _step(self, sequence: ModelSequence, demand: Demand, item: Grant) -> None:
@@ -354,7 +366,8 @@ class Model:
             turn = self.turns.get(key, False)
             text = parent.tokens + [token ^ turn for token in parent.text[len(parent.tokens) :]]
             self.opened += 1
-            child = ModelSequence(key, self.opened, opening, parent.salt, text, list(parent.tokens), pages, 0)
+            tokens, retention = list(parent.tokens), parent.retention
+            child = ModelSequence(key, self.opened, opening, parent.salt, text, tokens, pages, 0, retention)
             for page in pages:
                 self.pages[page].holders.add(key)
             self._touch(parent, now)
@@ -372,6 +385,7 @@ class Model:
                 len(sequence.tokens) // SIZE,
                 sequence.cached_tokens,
                 sequence.access_count,
+                sequence.retention,
             )
 
     def _remove(self, key: Key, now: float) -> bool:
@@ -416,8 +430,9 @@ class Model:
         for page, model in self.pages.items():
             if model.quarantine is not None and (model.quarantine[1] <= now or model.quarantine[0] in self.killed):
                 self._give_up(page)
+        self._pass_time(now)
         while self.cached and self.pages[self.cached[0]].cached_at <= now - CACHE_TTL_S:
-            self._uncache("expired_pages")
+            self._uncache(self.cached[0], "expired_pages")
 
     def _session_ended(self, session: str, until: float) -> None:
         """What it left in quarantine while it lived waits no longer than until then."""
@@ -429,7 +444,12 @@ class Model:
     # --- pages ---
 
     def free(self) -> set[int]:
-        return {p for p, m in self.pages.items() if not m.holders and p not in self.cached and m.quarantine is None}
+        cached = self.evictable()
+        return {p for p, m in self.pages.items() if not m.holders and p not in cached and m.quarantine is None}
+
+    def evictable(self) -> list[int]:
+        """Every cached page, in the order they are to go."""
+        return self.cached + sorted(self.retained, key=lambda page: (*self._promise(page), self.retained.index(page)))
 
     def match(self, salt: str, prompt: list[int]) -> list[int]:
         found: list[int] = []
@@ -452,9 +472,9 @@ class Model:
         if free:
             assert page in free, f"page {page} granted while {free} were free"
         else:
-            assert self.cached, f"page {page} granted while none was free or cached"
-            assert page == self.cached[0], f"evicted {page}, oldest is {self.cached[0]}"
-            self._uncache("evicted_pages")
+            assert self.evictable(), f"page {page} granted while none was free or cached"
+            assert page == self.evictable()[0], f"evicted {page} of {self.cached}, and retained {self.retained}"
+            self._evict()
         self.pages[page].holders, self.pages[page].used = {key}, True
         self.totals["granted_pages"] += 1
 
@@ -465,11 +485,53 @@ class Model:
             self.links[old.link].remove(page)
             if not self.links[old.link]:
                 del self.links[old.link]
+                self.promises.pop(old.link, None)
         self.pages[page] = ModelPage(old.generation + 1, used=True)
 
-    def _uncache(self, fate: str) -> None:
-        self._give_up(self.cached.pop(0))
+    def _evict(self) -> None:
+        self._uncache(self.evictable()[0], "evicted_pages")
+
+    def _uncache(self, page: int, fate: str) -> None:
+        """Nothing that is cached may continue it."""
+        link = self._link(page)
+        self._take_out(page)
+        self._give_up(page)
+        for salt, tokens in map(self._link, self.evictable()):
+            assert link != (salt, tokens[:-SIZE]) or link in self.links, f"{tokens} are cached, and {link} is not"
         self.totals[fate] += 1
+
+    def _take_out(self, page: int) -> None:
+        (self.cached if page in self.cached else self.retained).remove(page)
+
+    def _link(self, page: int) -> Link:
+        link = self.pages[page].link
+        assert link is not None, f"page {page} has no link"
+        return link
+
+    # --- retention ---
+
+    def _promise(self, page: int) -> tuple[int, float]:
+        """Of a published page; nothing is less than anything."""
+        return self.promises.get(self._link(page), (0, 0.0))
+
+    def _pass_time(self, now: float) -> None:
+        for page in self.evictable()[len(self.cached) :]:
+            if self._promise(page)[1] <= now:
+                self.retained.remove(page)
+                self._cache(page, now)
+        self.promises = {link: promise for link, promise in self.promises.items() if promise[1] > now}
+
+    def _cache(self, page: int, now: float) -> None:
+        """Nobody holds it, or it was used now. When too many are retained, the lowest is not any more."""
+        if self._promise(page)[1] > now:
+            self.retained.append(page)
+            if len(self.retained) <= MOST_RETAINED:
+                return
+            page = self.evictable()[len(self.cached)]
+            self.retained.remove(page)
+        self.promises.pop(self._link(page), None)
+        self.cached.append(page)
+        self.pages[page].cached_at = now
 
     def _write(self, sequence: ModelSequence, tokens: list[int]) -> None:
         """The engine ran these tokens, then told the cache."""
@@ -502,25 +564,32 @@ class Model:
             self._give_up(page)
 
     def _release(self, sequence: ModelSequence, now: float, lost: tuple[int | None, float] | None = None) -> None:
+        self._pass_time(now)
         del self.sequences[sequence.key]
         if sequence.copy is not None:
             self._let_go_of_copy(sequence, lost)
+        asked = sequence.retention
+        promises = [(asked.priority, now + asked.ttl_s)] if asked else []
         for at in reversed(range(len(sequence.pages))):
             page = sequence.pages[at]
             model = self.pages[page]
             model.holders.remove(sequence.key)
             complete = (at + 1) * SIZE <= len(sequence.tokens)
+            if complete:
+                # What is promised of a page behind it is promised of it too.
+                link = self._link(page)
+                promises += [self.promises[link]] if link in self.promises else []
+                if promises:
+                    self.promises[link] = (max(p for p, _ in promises), max(until for _, until in promises))
             if complete and model.link is not None and self.links[model.link][0] != page:
                 primary = self.links[model.link][0]
-                if primary in self.cached:
-                    self.cached.remove(primary)
-                    self.cached.append(primary)
-                    self.pages[primary].cached_at = now
+                if primary in self.evictable():
+                    self._take_out(primary)
+                    self._cache(primary, now)
                 if not model.holders:
                     self._give_up(page)
             elif complete and not model.holders:
-                self.cached.append(page)
-                model.cached_at = now
+                self._cache(page, now)
             elif not complete and not model.holders:
                 self._leave(page, lost)
 

@@ -410,6 +410,16 @@ def test_a_step_does_not_wait_for_the_sweeper() -> None:
     assert case.order() == "b" and case.retained == 1
 
 
+def test_sequences_that_end_with_their_session_do_not_wait_for_the_sweeper_either() -> None:
+    case = Case(8, default_ttl_s=600.0)
+    case.run("ab", MINUTE)
+    case.open("ab", Retention(5.0, 1))
+    case.world.now += 60.0
+    case.world.cache.close_session(case.session)
+    case.world.sound()
+    assert case.pool.table.cached.promised(case.pool.match(array("I", case.tokens("ab")), "")[0]) == (1, 1065.0)
+
+
 def test_operators_spare_what_is_retained_unless_they_say_so() -> None:
     case = Case(8)
     case.run("ab", MINUTE)

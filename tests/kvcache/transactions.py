@@ -8,6 +8,7 @@ from typing import Any
 
 from services.errors import ServiceError
 from services.kvcache.demand import Demand
+from services.kvcache.retention import Retention
 from services.kvcache.steps import Steps
 from tests.kvcache.fakes import World
 
@@ -73,6 +74,7 @@ class Close:
 @dataclass(frozen=True)
 class Evict:
     most: int
+    retained: bool
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,12 @@ class Forked:
 
 
 @dataclass(frozen=True)
+class Evicted:
+    count: int
+    retained_pages: int
+
+
+@dataclass(frozen=True)
 class Removed:
     count: int
     absent: tuple[str, ...]
@@ -177,10 +185,11 @@ class Table:
     published_pages: int
     cached_tokens: int
     access_count: int
+    retention: Retention | None
 
 
 #: The others answer with a session id, a count, a ttl, the ids of lost sessions, or nothing.
-Answer = Refused | Granted | Recorded | Forked | Removed | Table | str | int | float | frozenset[str] | None
+Answer = Refused | Granted | Recorded | Forked | Evicted | Removed | Table | str | int | float | frozenset[str] | None
 
 # --- done ------------------------------------------------------------------------------------------------------------
 
@@ -247,8 +256,8 @@ def _call(world: World, operation: Operation) -> Answer:
             return cache.renew_session(name).ttl_s
         case Close(name):
             return cache.close_session(name)
-        case Evict(most):
-            return cache.evict_pages("pool", most)
+        case Evict(most, retained):
+            return Evicted(*cache.evict_pages("pool", most, retained=retained))
         case Expire(age):
             return cache.expire_sequences(age)
         case Sweep():
@@ -287,4 +296,5 @@ def _table(sequence: Any, pool: Any) -> Table:
         sequence.published,
         sequence.cached_tokens,
         sequence.access_count,
+        sequence.retention,
     )

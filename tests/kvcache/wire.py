@@ -22,6 +22,7 @@ from google.rpc import status_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services import rpc
+from services.kvcache.messages import read_retention, retention_message
 from services.kvcache.servicer import SERVICE, KvCacheServicer
 from services.serving import Listener, Serving
 from tests.kvcache.conftest import LAYOUT_PB
@@ -34,6 +35,7 @@ from tests.kvcache.transactions import (
     Close,
     Entry,
     Evict,
+    Evicted,
     Expire,
     Fork,
     Forked,
@@ -283,7 +285,9 @@ def request_of(operation: Operation) -> tuple[str, Any]:
             for demand in demands:
                 opening = None
                 if demand.prompt is not None:
-                    opening = pb.SequenceOpening(prompt=demand.prompt, salt=demand.salt)
+                    opening = pb.SequenceOpening(
+                        prompt=demand.prompt, salt=demand.salt, retention=retention_message(demand.retention)
+                    )
                 request.demands.add(
                     sequence_id=demand.sequence_id,
                     opening=opening,
@@ -313,8 +317,8 @@ def request_of(operation: Operation) -> tuple[str, Any]:
             return "RenewSession", pb.RenewSessionRequest(session_id=session)
         case Close(session):
             return "CloseSession", pb.CloseSessionRequest(session_id=session)
-        case Evict(most):
-            return "EvictPages", pb.EvictPagesRequest(pool_id="pool", max_pages=most)
+        case Evict(most, retained):
+            return "EvictPages", pb.EvictPagesRequest(pool_id="pool", max_pages=most, include_retained=retained)
         case Expire(age):
             older = duration_pb2.Duration()
             older.FromNanoseconds(int(age * 1e9))
@@ -354,13 +358,15 @@ def answer_of(response: Any) -> Answer:
         case pb.GetSequenceResponse():
             one = response.sequence
             pages = tuple(map(_reference, one.pages))
-            return Table(pages, tuple(one.tokens), one.published_pages, one.cached_tokens, one.access_count)
+            retention = read_retention(one.retention) if one.HasField("retention") else None
+            counts = (one.published_pages, one.cached_tokens, one.access_count)
+            return Table(pages, tuple(one.tokens), *counts, retention)
         case pb.RenewSessionResponse():
             return float(response.ttl.ToNanoseconds() / 1e9)
         case pb.CloseSessionResponse():
             return response.removed_sequences if response.closed else None
         case pb.EvictPagesResponse():
-            return int(response.evicted_pages)
+            return Evicted(response.evicted_pages, response.retained_pages)
         case pb.ExpireSequencesResponse():
             return int(response.expired_sequences)
         case _:
