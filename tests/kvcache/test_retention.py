@@ -10,6 +10,7 @@ from services.errors import FieldInvalid, InvalidConfiguration, SequenceMismatch
 from services.kvcache.cache import Grant
 from services.kvcache.config import Config
 from services.kvcache.demand import Demand
+from services.kvcache.density import DensityQueue
 from services.kvcache.eviction import POLICIES, make_queue
 from services.kvcache.retention import MAX_RETENTION_S, SLACK, Promise, RetainingQueue, Retention
 from tests.kvcache.fakes import World
@@ -159,18 +160,21 @@ def test_the_learned_policy_goes_on_learning_of_retained_pages() -> None:
     queue = retaining("density", forest=forest)
     forest.content[0] = forest.content[7] = "the same"
     cache(queue, 0, 1, 10.0)
-    for _ in range(2):
-        queue.discard(0)
-        queue.push(0, 0.0)
     policy = queue._policy
-    assert policy.returns(0) == 2  # type: ignore[attr-defined]
+    assert isinstance(policy, DensityQueue)
+    for _ in range(2):
+        assert len(policy._model) == 1
+        queue.discard(0)
+        assert len(policy._model) == 0, "the stay has ended"
+        queue.push(0, 0.0)
+    assert policy.returns(0) == 2
     queue.pass_time(10.0)
-    assert policy.returns(0) == 2, "nobody asked for it"  # type: ignore[attr-defined]
+    assert policy.returns(0) == 2, "nobody asked for it"
     queue.discard(0)
     cache(queue, 0, 1, 20.0)
     queue.evict(0)
     queue.push(7, 10.0)
-    assert policy.returns(7) == 4, "evicted while it was retained, and known again"  # type: ignore[attr-defined]
+    assert policy.returns(7) == 4, "evicted while it was retained, and known again"
     queue.push(0, 10.0)
     forest.content[0] = "other"
     assert list(queue.check()) == []
