@@ -198,6 +198,24 @@ class QueueFull(ServiceError):
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "QUEUE_FULL", 1.0
 
 
+class RequestLive(ServiceError):
+    """The request is not over; cancel it first."""
+
+    code, reason = "FAILED_PRECONDITION", "REQUEST_LIVE"
+
+
+class TooManyWatchers(ServiceError):
+    """The generation's limit on watchers is reached."""
+
+    code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "TOO_MANY_WATCHERS", 1.0
+
+
+class DeadlineExceeded(ServiceError):
+    """The request's time was up before it was done."""
+
+    code, reason = "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"
+
+
 class Draining(ServiceError):
     """The service is shutting down."""
 
