@@ -176,6 +176,6 @@ class Watch:
             )
         text, token_ids = ("", ()) if self._at == end else generation.read(self._at, end)
         self._at = end
-        if end < generation.num_tokens:
+        if end < generation.num_tokens or generation.outcome is None:
             return News(text, token_ids)
         return News(text, token_ids, generation.outcome, generation.usage)

@@ -70,8 +70,8 @@ class EngineLoop:
     """Drives a scheduler, a runner and a page source.
 
     ``submit``, ``cancel``, ``abort_all``, ``drain`` and ``stop`` may be called from any thread; ``run``, or ``iterate``
-    by hand, from one. ``on_serving`` hears whether requests can be served at all: False after ``patience_s`` seconds without
-    a page source, and for good after an unexpected failure.
+    by hand, from one. ``on_serving`` hears whether requests can be served at all: False after ``patience_s`` seconds
+    without a page source, and for good after an unexpected failure.
     """
 
     def __init__(

@@ -25,7 +25,8 @@ class Turnover:
 
     def begin(self) -> None:
         """Somebody waits, and nobody did before."""
-        self._before = self._rate() or self._before
+        if self._marks:  # nothing is known of what came after the last end of that backlog
+            self._before = self._rate(self._marks[-1]) or self._before
         self._marks.clear()
         self._marks.append(self._clock())
 
@@ -35,11 +36,11 @@ class Turnover:
 
     def wait_for(self, places: float) -> float:
         """Seconds until so many places will have become free, from ``LEAST_S`` to ``MOST_S``."""
-        rate = self._rate() or self._before
+        rate = self._rate(self._clock()) or self._before
         return min(MOST_S, max(LEAST_S, places / rate)) if rate else UNKNOWN_S
 
-    def _rate(self) -> float:
+    def _rate(self, until: float) -> float:
         """Ends per second; 0 when there are too few to tell."""
         if len(self._marks) <= 2:
             return 0.0
-        return (len(self._marks) - 1) / max(self._clock() - self._marks[0], 1e-6)
+        return (len(self._marks) - 1) / max(until - self._marks[0], 1e-6)
