@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_each_item_is_answered_as_generate_would(engine: Engine) -> None:
 
 def test_answers_are_interleaved(engine: Engine) -> None:
     order = [one.index for one in batch(engine, request([1, 2], 24), request([3, 4], 24))]
-    changes = sum(one != other for one, other in zip(order, order[1:], strict=False))
+    changes = sum(one != other for one, other in itertools.pairwise(order))
     assert changes > 8, order
 
 

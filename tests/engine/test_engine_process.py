@@ -72,6 +72,26 @@ def test_a_killed_and_restarted_daemon_changes_no_token(directory: Path) -> None
             assert pool_of(second).sessions == 0
 
 
+def test_a_submitted_generation_survives_the_daemon(directory: Path) -> None:
+    with kvcache(directory) as first, engine(directory, first.address, model=BUNDLED_MODEL) as one:
+        stub = stub_of(one)
+        text, expected, _ = collect(stub.Generate(sampled(cache_salt="alone")))
+        asked = pb.SubmitGenerationRequest(request=sampled(request_id="survivor"))
+        stub.SubmitGeneration(asked)
+        watch = stub.WatchGeneration(pb.WatchGenerationRequest(request_id="survivor"))
+        begun = list(next(watch).response.token_ids)
+        first.kill()
+        assert stub.SubmitGeneration(asked).generation.state == pb.GENERATION_STATE_RUNNING
+        with kvcache(directory) as second:
+            assert begun + [token for one in watch for token in one.response.token_ids] == expected
+            over = stub.GetGeneration(pb.GetGenerationRequest(request_id="survivor")).generation
+            assert (over.state, over.text, list(over.token_ids)) == (pb.GENERATION_STATE_DONE, text, expected)
+            stats = stub.GetStats(pb.GetStatsRequest())
+            assert (stats.recoveries, stats.failed_requests, stats.retained_generations) == (1, 0, 1)
+            pool = pool_of(second)
+            assert (pool.active_sequences, pool.held_pages, pool.quarantined_pages) == (0, 0, 0)
+
+
 def test_a_daemon_that_stands_still_for_a_moment(directory: Path) -> None:
     with kvcache(directory) as daemon, engine(directory, daemon.address, model=BUNDLED_MODEL) as one:
         stub = stub_of(one)

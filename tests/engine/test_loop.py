@@ -301,7 +301,12 @@ def test_what_is_queued_is_told_before_the_step_and_what_is_refused_too() -> Non
     harness = Harness(max_batch=1, max_queue=0)
     told: list[tuple[str, bool]] = []
     deliver = harness.loop._outbox
-    harness.loop._outbox = lambda events: told.extend((e.request_id, bool(e.sequence)) for e in events) or deliver(events)  # type: ignore
+
+    def outbox(events: list[Event]) -> None:
+        told.extend((event.request_id, event.sequence is not None) for event in events)
+        deliver(events)
+
+    harness.loop._outbox = outbox
     harness.submit(make_request("a"), make_request("b"))
     run = harness.memory.run
 

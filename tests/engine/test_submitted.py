@@ -100,7 +100,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def test_it_is_what_generate_would_say(engine: Engine) -> None:
-    text, tokens, finish = collect(engine.stub.Generate(request(max_tokens=20)))
+    text, tokens, _ = collect(engine.stub.Generate(request(max_tokens=20)))
     begun = submit(engine, max_tokens=20)
     assert begun.request_id and begun.state in (pb.GENERATION_STATE_QUEUED, pb.GENERATION_STATE_RUNNING)
     assert not begun.HasField("finish") and not begun.HasField("expire_time")
