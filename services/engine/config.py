@@ -10,6 +10,7 @@ from typing import Any
 
 from services.engine.admission import Limits
 from services.engine.backend import CPU, DEVICES, DTYPES, KV_DTYPES
+from services.engine.cli import COMMANDS
 from services.engine.generations import Retention
 from services.errors import InvalidConfiguration, ModelInvalid
 from services.flags import FlagParser, add_serving_flags, byte_size, one_of, runtime_dir, seconds, tls_of, whole
@@ -58,8 +59,8 @@ class Config:
         flags = FlagParser(
             "python -m services.engine [serve]",
             "The inference engine: text in, text out, its K and V in pages of the KV-cache daemon.\n"
-            "`python -m services.engine generate --help` tells about the client; `python -m services.engine doctor`\n"
-            "checks whether this machine can run it.",
+            f"Its clients are `python -m services.engine` {', '.join(COMMANDS)}; each has --help.\n"
+            "`python -m services.engine doctor` checks whether this machine can run it.",
             "ROCMFORGE_ENGINE",
         )
         add_serving_flags(flags, "engine.sock", PORT)

@@ -16,6 +16,7 @@ import pytest
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
+from services.engine.cli import COMMANDS
 from services.engine.config import BUNDLED_MODEL
 from tests.generation import collect, request
 from tests.processes import ROOT, Service, engine, kvcache
@@ -189,9 +190,10 @@ def test_a_misspelt_variable_is_an_error() -> None:
 def test_help_tells_every_flag() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for flag in ("--model", "--kvcache", "--listen", "--max-batch", "--kvcache-patience", "--pool-id", "--tls-cert"):
-        assert flag in done.stdout
-    assert run("generate", "--help").returncode == 0
+    flags = ["--model", "--kvcache", "--listen", "--max-batch", "--kvcache-patience", "--pool-id", "--tls-cert"]
+    flags += ["--max-queue", "--max-queue-tokens", "--generation-ttl", "--generation-count", "--generation-memory"]
+    for word in (*flags, "--grace", *COMMANDS):
+        assert word in done.stdout
 
 
 def test_an_address_in_use_and_the_client(directory: Path) -> None:
