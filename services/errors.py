@@ -181,7 +181,7 @@ class PromptTooLong(ServiceError):
 
 
 class RequestExists(ServiceError):
-    """A live request has this id."""
+    """A live request or a submitted generation has this id."""
 
     code, reason = "ALREADY_EXISTS", "REQUEST_EXISTS"
 
@@ -193,7 +193,7 @@ class RequestUnknown(ServiceError):
 
 
 class QueueFull(ServiceError):
-    """The engine's queue is at its limit."""
+    """The engine's queue is at its limit, in requests or in tokens."""
 
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "QUEUE_FULL", 1.0
 
