@@ -36,12 +36,6 @@ class Internal(ServiceError):
     """A bug or damage on our side; nothing the caller did."""
 
 
-class NotImplementedYet(ServiceError):
-    """The call is part of the protocol and not served by this version."""
-
-    code, reason = "UNIMPLEMENTED", "NOT_IMPLEMENTED"
-
-
 class FieldInvalid(ServiceError):
     """A field is missing, malformed or outside its limits."""
 

@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 after a drain, 2 when it could not start as told; clients and doctor have their own."""
+    """Returns the exit status: 0 after a drain, 2 when it could not start as told; others have their own."""
     words = sys.argv[1:] if arguments is None else arguments
     if words and words[0] in cli.COMMANDS:
         return cli.run(words[0], words[1:])
