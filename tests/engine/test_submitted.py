@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -421,6 +422,21 @@ def test_retention_by_time(engine: Engine) -> None:
     finally:
         generations._clock = clock
         engine.idle()
+
+
+def test_what_has_expired_goes_without_anybody_s_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.engine.server.SWEEP_S", 0.01)
+    engine = RunningEngine(tmp_path).start()
+    try:
+        generations = engine.engine.generations
+        watched(watching(engine, submit(engine, "brief", 2, retention=5.0).request_id))
+        assert len(generations) == 1
+        clock = generations._clock
+        generations._clock = lambda: clock() + 6.0
+        until(lambda: not len(generations))
+        assert generations.bytes == 0
+    finally:
+        engine.close()
 
 
 def test_a_thousand_leave_what_is_kept_within_bounds(engine: Engine) -> None:
