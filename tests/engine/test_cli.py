@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,18 +95,25 @@ def test_the_same_submission_again_and_another(engine: Engine, capsys: Captured)
 
 
 def test_one_that_runs_and_is_cancelled(engine: Engine, capsys: Captured) -> None:
+    engine.steps.hold()
     assert run(engine, "submit", "x", "--max-tokens", "900", "--id", "long") == 0
     assert run(engine, "get", "long") == 0
-    assert "rocmforge get: not done: " in capsys.readouterr().err
+    assert "rocmforge get: not done: 0 tokens so far" in capsys.readouterr().err
     assert run(engine, "cancel", "nobody", "long") == 1
     assert capsys.readouterr().err.startswith("rocmforge cancel: REQUEST_UNKNOWN: ")
+    engine.steps.release()
     assert run(engine, "watch", "long") == 0
     assert run(engine, "status", "long") == 0
     assert "long: done (cancelled)\n" in capsys.readouterr().out
 
 
 def test_one_that_fails(engine: Engine, capsys: Captured) -> None:
+    engine.steps.hold()
+    began = time.monotonic()
     assert run(engine, "submit", "x", "--max-tokens", "900", "--timeout", "0.05", "--id", "late") == 0
+    while time.monotonic() < began + 0.1:
+        pass
+    engine.steps.release()
     capsys.readouterr()
     for command in ("watch", "get"):
         assert run(engine, command, "late") == 1
@@ -296,7 +304,7 @@ def test_a_reader_that_leaves(engine: Engine, tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_interrupt_keeps_what_is_done(engine: Engine, tmp_path: Path) -> None:
-    long = ({"prompt": [1, at + 2], "max_tokens": 900} for at in range(30))
+    long = ({"prompt": [1, at + 2], "max_tokens": 900, "ignore_eos": True} for at in range(30))
     source, output = write(tmp_path / "in", {"prompt": "x", "max_tokens": 1}, *long), tmp_path / "out"
     command = ["batch", str(source), "--output", str(output), "--target", engine.address, "--retries", "1000"]
     process = subprocess.Popen(

@@ -68,7 +68,7 @@ def assert_given_back(daemon: Service) -> None:
 
 
 def test_those_that_run_end_and_those_that_wait_are_told(directory: Path) -> None:
-    limits = ["--max-batch", "2", "--grace", "60"]
+    limits = ["--max-batch", "2", "--grace", "100"]
     with kvcache(directory) as daemon, engine(directory, daemon.address, *limits, model=BUNDLED_MODEL) as one:
         stub = stub_of(one)
         attached = stub.Generate(request(max_tokens=600))

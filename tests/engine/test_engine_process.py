@@ -124,7 +124,8 @@ def test_the_cache_outlives_a_killed_engine(directory: Path) -> None:
 
 
 def test_sigterm_lets_a_stream_end_and_gives_the_session_back(directory: Path) -> None:
-    with kvcache(directory) as daemon, engine(directory, daemon.address, model=BUNDLED_MODEL) as one:
+    grace = ["--grace", "100"]
+    with kvcache(directory) as daemon, engine(directory, daemon.address, *grace, model=BUNDLED_MODEL) as one:
         stream = stub_of(one).Generate(sampled())
         tokens = take(stream, 5)
         one.process.send_signal(signal.SIGTERM)
