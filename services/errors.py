@@ -36,12 +36,6 @@ class Internal(ServiceError):
     """A bug or damage on our side; nothing the caller did."""
 
 
-class NotImplementedYet(ServiceError):
-    """The call is part of the protocol and not served by this version."""
-
-    code, reason = "UNIMPLEMENTED", "NOT_IMPLEMENTED"
-
-
 class FieldInvalid(ServiceError):
     """A field is missing, malformed or outside its limits."""
 
@@ -181,7 +175,7 @@ class PromptTooLong(ServiceError):
 
 
 class RequestExists(ServiceError):
-    """A live request has this id."""
+    """A live request or a submitted generation has this id."""
 
     code, reason = "ALREADY_EXISTS", "REQUEST_EXISTS"
 
@@ -193,9 +187,27 @@ class RequestUnknown(ServiceError):
 
 
 class QueueFull(ServiceError):
-    """The engine's queue is at its limit."""
+    """The engine's queue is at its limit, in requests or in tokens."""
 
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "QUEUE_FULL", 1.0
+
+
+class RequestLive(ServiceError):
+    """The request is not over; cancel it first."""
+
+    code, reason = "FAILED_PRECONDITION", "REQUEST_LIVE"
+
+
+class TooManyWatchers(ServiceError):
+    """The generation's limit on watchers is reached."""
+
+    code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "TOO_MANY_WATCHERS", 1.0
+
+
+class DeadlineExceeded(ServiceError):
+    """The request's time was up before it was done."""
+
+    code, reason = "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"
 
 
 class Draining(ServiceError):

@@ -10,15 +10,17 @@ import functools
 import inspect
 import uuid
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 import structlog
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from services.errors import BY_REASON, Internal, ServiceError
+from services.errors import BY_REASON, FieldInvalid, Internal, ServiceError
 
 log = structlog.get_logger()
 
@@ -80,16 +82,60 @@ async def _abort(context: Any, error: ServiceError, domain: str) -> NoReturn:
     raise error  # abort_with_status raises; this line is for the type checker
 
 
-async def _abort_unexpected(context: Any, method: str, domain: str) -> NoReturn:
+def unexpected(method: str) -> Internal:
+    """What a caller is told of the exception being handled, which is a bug: an id, under which it is logged."""
     error_id = uuid.uuid4().hex
     log.exception("rpc_failed", method=method, error_id=error_id)
-    await _abort(context, Internal(f"internal error {error_id}; the log tells more", error_id=error_id), domain)
+    return Internal(f"internal error {error_id}; the log tells more", error_id=error_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands for a message that could not be parsed; ``why`` says what the parser said."""
+
+    why: str
+
+
+def _lenient(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    parse = handler.request_deserializer
+
+    def parse_or_say(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return Unreadable(str(error))
+
+    return handler._replace(request_deserializer=parse_or_say)
+
+
+class Readable:
+    """Stands for a server while a servicer is added to it, so that its methods are told of messages that cannot be
+    parsed, instead of gRPC answering UNKNOWN for them.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """As the server's; the methods registered below come before these."""
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
+        """As the server's."""
+        lenient = {name: _lenient(handler) for name, handler in handlers.items()}
+        self._server.add_registered_method_handlers(service, lenient)
+
+
+def _check_readable(request: Any) -> None:
+    if isinstance(request, Unreadable):
+        raise FieldInvalid(f"the message cannot be read: {request.why}")
 
 
 def maps_errors(domain: str) -> Callable[[Handler], Handler]:
     """Decorate a grpc.aio servicer method, unary or server-streaming, to report its errors as rich statuses.
 
-    What is not a ServiceError is a bug: it is logged with an id, and the caller is told the id alone.
+    What is not a ServiceError is a bug: it is logged with an id, and the caller is told the id alone. A message that
+    ``Readable`` could not parse is FIELD_INVALID.
     """
 
     def decorate(handler: Handler) -> Handler:
@@ -99,12 +145,13 @@ def maps_errors(domain: str) -> Callable[[Handler], Handler]:
             async def stream(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
                 responses = handler(self, request, context)
                 try:
+                    _check_readable(request)
                     async for response in responses:
                         yield response
                 except ServiceError as error:
                     await _abort(context, error, domain)
                 except Exception:
-                    await _abort_unexpected(context, handler.__name__, domain)
+                    await _abort(context, unexpected(handler.__name__), domain)
                 finally:
                     await responses.aclose()
 
@@ -113,11 +160,12 @@ def maps_errors(domain: str) -> Callable[[Handler], Handler]:
         @functools.wraps(handler)
         async def unary(self: Any, request: Any, context: Any) -> Any:
             try:
+                _check_readable(request)
                 return await handler(self, request, context)
             except ServiceError as error:
                 await _abort(context, error, domain)
             except Exception:
-                await _abort_unexpected(context, handler.__name__, domain)
+                await _abort(context, unexpected(handler.__name__), domain)
 
         return unary  # type: ignore[return-value]
 

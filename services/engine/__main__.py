@@ -1,6 +1,6 @@
 """``python -m services.engine [serve]``: run the engine until SIGTERM.
 
-``... generate`` is a client for it, ``... doctor`` checks whether it could run.
+``... generate`` and others are its clients, ``... doctor`` checks whether it could run.
 """
 
 from __future__ import annotations
@@ -9,23 +9,29 @@ import asyncio
 import contextlib
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import structlog
 
-from services.engine import client, doctor
-from services.engine.config import Config
-from services.engine.server import Engine
+from services.engine import cli
 from services.errors import ServiceError
 from services.serving import configure_logging, run_until_signal
+
+if TYPE_CHECKING:
+    from services.engine.config import Config
 
 log = structlog.get_logger()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 after a drain, 2 when it could not start as told; client and doctor have their own."""
+    """Returns the exit status: 0 after a drain, 2 when it could not start as told; others have their own."""
     words = sys.argv[1:] if arguments is None else arguments
-    if words[:1] == ["generate"]:
-        return client.main(words[1:])
+    if words and words[0] in cli.COMMANDS:
+        return cli.run(words[0], words[1:])
+    # These bring the arrays with them, which take longer to import than most clients to run.
+    from services.engine import doctor
+    from services.engine.config import Config
+
     configure_logging()
     try:
         if words[:1] == ["doctor"]:
@@ -39,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 async def _serve(config: Config, stop: asyncio.Event) -> None:
+    from services.engine.server import Engine
+
     engine = Engine(config)
     try:
         starting = asyncio.ensure_future(engine.start())

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from services.engine.sequence import Sequence
+from services.engine.turnover import Turnover
+from services.engine.waiting import Waiting
 from services.errors import ExceedsPool, QueueFull
 
 #: Seconds until a refused opening is tried again when no request of ours ends before: another engine's may.
@@ -23,11 +25,14 @@ AHEAD_SHARE = 16
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``max_batch`` requests run at once, on ``max_step_tokens`` a step; ``max_queue`` may wait beyond those."""
+    """``max_batch`` requests run at once, on ``max_step_tokens`` a step; ``max_queue`` may wait beyond those, with
+    ``max_queue_tokens`` tokens together.
+    """
 
     max_batch: int
     max_step_tokens: int
     max_queue: int
+    max_queue_tokens: int = 1 << 20
 
 
 class Admission:
@@ -46,18 +51,41 @@ class Admission:
         self._clock = clock
         self._probing = False
         self.opens_at = float("-inf")
+        self.turnover = Turnover(clock)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold so many tokens."""
         return -(-tokens // self._page_size)
 
-    def check_queue(self, waiting: int, running: int) -> None:
-        """Whether one more may wait. Raises QueueFull."""
-        slots = self._limits.max_batch - running if self._clock() >= self.opens_at else 0
-        if waiting >= self._limits.max_queue + slots:
+    def check_queue(self, waiting: Waiting, running: int, tokens: int) -> None:
+        """Whether one more, of so many tokens, may wait. Raises QueueFull, saying when to try again.
+
+        What waits only for the next step does not count. An empty queue takes a request of any length.
+        """
+        limits = self._limits
+        slots = limits.max_batch - running if self._clock() >= self.opens_at else 0
+        if len(waiting) < slots:
+            return
+        excess = len(waiting) + 1 - slots - limits.max_queue
+        if excess > 0:
             raise QueueFull(
-                f"{waiting} requests are waiting and the limit is {self._limits.max_queue}",
-                limit=self._limits.max_queue,
+                f"{len(waiting)} requests are waiting and the limit is {limits.max_queue}",
+                retry_after_s=self.turnover.wait_for(excess),
+                limit=limits.max_queue,
+            )
+        behind = len(waiting) - slots
+        if not behind or waiting.tokens + tokens <= limits.max_queue_tokens:
+            return
+        queued = waiting.tokens_behind(slots)
+        if queued + tokens > limits.max_queue_tokens:
+            places = (queued + tokens - limits.max_queue_tokens) * behind / queued
+            raise QueueFull(
+                f"requests of {queued} tokens are waiting and the limit is {limits.max_queue_tokens} tokens, with "
+                f"this one's {tokens}",
+                retry_after_s=self.turnover.wait_for(places),
+                limit_tokens=limits.max_queue_tokens,
+                queued_tokens=queued,
+                tokens=tokens,
             )
 
     def check_fits(self, sequence: Sequence) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 from services.engine.admission import Limits
 from services.engine.backend import CPU, DEVICES, DTYPES, KV_DTYPES
+from services.engine.cli import COMMANDS
+from services.engine.generations import Retention
 from services.errors import InvalidConfiguration, ModelInvalid
-from services.flags import FlagParser, add_serving_flags, one_of, runtime_dir, seconds, tls_of, whole
+from services.flags import FlagParser, add_serving_flags, byte_size, one_of, runtime_dir, seconds, tls_of, whole
 from services.serving import Listener, Tls, check_exposure
 
 PORT = 50051
@@ -48,6 +50,7 @@ class Config:
     pool_pages: int | None
     local_pages: int
     limits: Limits
+    retention: Retention
     echo: dict[str, Any]
 
     @classmethod
@@ -56,8 +59,8 @@ class Config:
         flags = FlagParser(
             "python -m services.engine [serve]",
             "The inference engine: text in, text out, its K and V in pages of the KV-cache daemon.\n"
-            "`python -m services.engine generate --help` tells about the client; `python -m services.engine doctor`\n"
-            "checks whether this machine can run it.",
+            f"Its clients are `python -m services.engine` {', '.join(COMMANDS)}; each has --help.\n"
+            "`python -m services.engine doctor` checks whether this machine can run it.",
             "ROCMFORGE_ENGINE",
         )
         add_serving_flags(flags, "engine.sock", PORT)
@@ -119,6 +122,22 @@ class Config:
         flags.add("--max-batch", whole(1, 1024), 32, "requests that run at a time", metavar="N")
         flags.add("--max-step-tokens", whole(1, 1 << 20), 512, "tokens computed in one step", metavar="N")
         flags.add("--max-queue", whole(0, 1 << 20), 1024, "requests that may wait beyond those running", metavar="N")
+        flags.add("--max-queue-tokens", whole(1, 1 << 40), 1 << 20, "tokens that these may have together", metavar="N")
+        flags.add(
+            "--generation-ttl",
+            seconds(1, 30 * 86400),
+            3600.0,
+            "seconds that a submitted generation is kept when it is over",
+            metavar="S",
+        )
+        flags.add("--generation-count", whole(1, 1 << 20), 1024, "such generations kept, the newest", metavar="N")
+        flags.add(
+            "--generation-memory",
+            byte_size,
+            "64MiB",
+            "what the output of submitted generations may take, live ones included; the oldest go first",
+            metavar="SIZE",
+        )
         flags.add(
             "--pool-pages",
             whole(1, 1 << 24),
@@ -145,7 +164,10 @@ class Config:
             page_size=values["page-size"],
             pool_pages=values["pool-pages"],
             local_pages=values["local-pages"],
-            limits=Limits(values["max-batch"], values["max-step-tokens"], values["max-queue"]),
+            limits=Limits(
+                values["max-batch"], values["max-step-tokens"], values["max-queue"], values["max-queue-tokens"]
+            ),
+            retention=Retention(values["generation-ttl"], values["generation-count"], values["generation-memory"]),
             echo=values.echo(),
         )
         check_exposure(config.listeners, config.tls, config.insecure)

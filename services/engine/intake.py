@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from typing import Any
 
 from services.engine.modelconfig import ModelConfig
 from services.engine.sampling import validate
 from services.engine.sequence import Request, Stopping
 from services.engine.tokenizer import TextStream, Tokenizer
-from services.errors import FieldInvalid, PromptTooLong
+from services.errors import FieldInvalid, PromptTooLong, ServiceError
 
 MAX_NAME = 128
 DEFAULT_MAX_TOKENS = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
+MAX_ITEMS = 1024
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
@@ -27,8 +31,10 @@ TEXT_BYTES_PER_TOKEN = 64
 INLINE_TEXT_BYTES = 16 * 1024
 
 
-async def read_request(message: Any, config: ModelConfig, tokenizer: Tokenizer, now: float) -> Request:
-    """Check a GenerateRequest and make what it leaves open definite.
+async def read_request(
+    message: Any, config: ModelConfig, tokenizer: Tokenizer, now: float, deadline: float | None = None
+) -> Request:
+    """Check a GenerateRequest and make what it leaves open definite. Times are seconds of the engine's clock.
 
     Raises FieldInvalid naming the field, and PromptTooLong.
     """
@@ -54,6 +60,7 @@ async def read_request(message: Any, config: ModelConfig, tokenizer: Tokenizer, 
         text=TextStream(tokenizer, message.stopping.stop, message.stopping.include_stop, limits.min_tokens),
         salt=message.cache_salt,
         submitted_at=now,
+        deadline=deadline,
     )
 
 
@@ -110,6 +117,44 @@ async def tokenize(text: str, tokenizer: Tokenizer, field: str) -> list[int]:
     if not ids:
         raise FieldInvalid(f"{field} gives no token", field=field)
     return ids
+
+
+def check_batch(message: Any) -> None:
+    """Raises FieldInvalid when a BatchGenerateRequest has no item or too many."""
+    count = len(message.requests)
+    if not 1 <= count <= MAX_ITEMS:
+        raise FieldInvalid(
+            f"requests has {count} items; it must have 1 to {MAX_ITEMS}", field="requests", limit=MAX_ITEMS
+        )
+
+
+def read_span(message: Any, field: str, most: float = math.inf, *, zero: bool = False) -> float | None:
+    """Seconds of a Duration field, of which 0 is one if ``zero``; None when it is unset. Raises FieldInvalid."""
+    if not message.HasField(field):
+        return None
+    duration = getattr(message, field)
+    if abs(duration.nanos) >= 10**9 or duration.seconds * duration.nanos < 0:
+        raise FieldInvalid(
+            f"{field} has {duration.seconds} seconds and {duration.nanos} nanos; these must be of one sign and less "
+            "than a second",
+            field=field,
+        )
+    seconds = float(duration.seconds + duration.nanos / 1e9)
+    if not (0 < seconds <= most or (zero and seconds == 0)):
+        limit = ("0 or more" if zero else "more than 0") + (f" and at most {most:g} s" if most < math.inf else "")
+        raise FieldInvalid(f"{field} is {seconds:g} s; it must be {limit}", field=field)
+    return seconds
+
+
+@contextmanager
+def inside(field: str) -> Iterator[None]:
+    """Errors raised within name their field as one of the message's in ``field``."""
+    try:
+        yield
+    except ServiceError as error:
+        if error.field:
+            error.field = f"{field}.{error.field}"
+        raise
 
 
 def check_tokens(ids: Items[int], field: str, vocab_size: int) -> None:

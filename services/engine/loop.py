@@ -6,6 +6,7 @@ out as soon as it is sampled; the end of a request goes out after its pages are 
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from services.engine.admission import Limits
 from services.engine.pagesource import Exchange, PageSource
 from services.engine.scheduler import Chunk, Scheduler
 from services.engine.sequence import FinishReason, Outcome, Request, Sequence
-from services.errors import Internal, KvCacheDown, ServiceError, SessionExpired
+from services.errors import DeadlineExceeded, Internal, KvCacheDown, ServiceError, SessionExpired
 
 log = structlog.get_logger()
 
@@ -38,7 +39,10 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """News of one request: text and tokens, or, last, how it ended; ``sequence`` is None if it was never queued."""
+    """News of one request: first its ``sequence`` alone, once it is queued; then text and tokens; last, how it ended.
+
+    A request that is refused has one event, its ``outcome`` without a ``sequence``.
+    """
 
     request_id: str
     text: str = ""
@@ -65,9 +69,9 @@ class Totals:
 class EngineLoop:
     """Drives a scheduler, a runner and a page source.
 
-    ``submit``, ``cancel``, ``abort_all`` and ``stop`` may be called from any thread; ``run``, or ``iterate`` by hand,
-    from one. ``on_serving`` hears whether requests can be served at all: False after ``patience_s`` seconds without
-    a page source, and for good after an unexpected failure.
+    ``submit``, ``cancel``, ``abort_all``, ``drain`` and ``stop`` may be called from any thread; ``run``, or ``iterate``
+    by hand, from one. ``on_serving`` hears whether requests can be served at all: False after ``patience_s`` seconds
+    without a page source, and for good after an unexpected failure.
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class EngineLoop:
         self._clock = clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._events: list[Event] = []
-        self._stopping = False
+        self._draining = self._stopping = False
         self._refusal: ServiceError | None = None  # what new requests are told, when nothing can serve them
         # The session: lost or not; whether it has answered yet; since when nobody answers, and when to ask again.
         self._lost = False
@@ -117,6 +121,10 @@ class EngineLoop:
     def abort_all(self, error: ServiceError) -> None:
         """End every live request with an error."""
         self._inbox.put(partial(self._abort_all, error))
+
+    def drain(self, error: ServiceError) -> None:
+        """Refuse new requests and end those that never ran with ``error``; the others go on."""
+        self._inbox.put(partial(self._drain, error))
 
     def stop(self, error: ServiceError) -> None:
         """Refuse new requests and end the live ones with ``error``; then ``run`` closes the page source and returns."""
@@ -157,6 +165,8 @@ class EngineLoop:
         """One round. Returns for how many seconds there is nothing to do unless the inbox gets a message."""
         while not self._inbox.empty():
             self._inbox.get()()
+        self._end_overdue()
+        self._deliver()
         if not self._lost and not self._source.may_launch():
             self._lose(SessionExpired("the lease was not renewed in time"))
         now = self._clock()
@@ -165,7 +175,7 @@ class EngineLoop:
             self._give_up()
         delay = self._recover(now) if self._lost else self._round(now)
         self._flush()
-        return delay
+        return max(0.0, min(delay, self.scheduler.next_deadline - self._clock()))
 
     def _round(self, now: float) -> float:
         exchange = self._ask() if now >= self._retry_at else None
@@ -204,7 +214,7 @@ class EngineLoop:
         else:
             self.scheduler.granted(grants)
             self._proven, self._down_since, self._failures, self._retry_at = True, None, 0, float("-inf")
-            if self._refusal is not None and not self._stopping:
+            if self._refusal is not None and not self._draining:
                 self._refusal = None
                 self._on_serving(True)
         finally:
@@ -270,8 +280,9 @@ class EngineLoop:
         refusal = self._refusal
         if refusal is None:
             try:
-                self.scheduler.submit(request)
+                sequence = self.scheduler.submit(request)
                 self.totals.prompt_tokens += len(request.prompt)
+                self._events.append(Event(request.request_id, sequence=sequence))
                 return
             except ServiceError as error:
                 refusal = error
@@ -286,8 +297,21 @@ class EngineLoop:
         for sequence in list(self.scheduler.live.values()):
             self.scheduler.finish(sequence, Outcome(error=error))
 
+    def _end_overdue(self) -> None:
+        for sequence in self.scheduler.overdue():
+            spent = self._clock() - sequence.request.submitted_at
+            error = DeadlineExceeded(f"not done in time: {sequence.num_generated_tokens} tokens after {spent:.3g} s")
+            self.scheduler.finish(sequence, Outcome(error=error))
+
+    def _drain(self, error: ServiceError) -> None:
+        self._draining, self._refusal = True, error
+        for sequence in list(self.scheduler.waiting):
+            if sequence.admitted_at is None:  # else it ran, and waits for pages to go on
+                self.scheduler.finish(sequence, Outcome(error=error))
+
     def _stop(self, error: ServiceError) -> None:
-        self._stopping, self._refusal = True, error
+        self._draining = self._stopping = True
+        self._refusal = error
         self._abort_all(error)
 
     def _fail(self, error: Exception) -> None:
@@ -318,15 +342,9 @@ class EngineLoop:
 
     def _count(self, sequence: Sequence, outcome: Outcome) -> None:
         fields = {
-            "request_id": sequence.id,
-            "prompt_tokens": len(sequence.request.prompt),
-            "cached_tokens": sequence.cached_tokens,
-            "completion_tokens": sequence.num_generated_tokens,
-            "preemptions": sequence.preemptions,
-            "queue_s": _since(sequence.request.submitted_at, sequence.admitted_at),
-            "first_token_s": _since(sequence.request.submitted_at, sequence.first_token_at),
-            "total_s": _since(sequence.request.submitted_at, sequence.finished_at),
-        }
+            name: round(value, 6) if isinstance(value, float) else value
+            for name, value in dataclasses.asdict(sequence.usage).items()
+        } | {"request_id": sequence.id}
         if outcome.error is not None:
             self.totals.failed_requests += 1
             log.warning("request_failed", reason=outcome.error.reason, detail=outcome.error.message, **fields)
@@ -336,7 +354,3 @@ class EngineLoop:
         else:
             self.totals.finished_requests += 1
             log.info("request_finished", reason=outcome.reason.name if outcome.reason else "", **fields)
-
-
-def _since(began: float, at: float | None) -> float | None:
-    return None if at is None else round(at - began, 6)

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import takewhile
 
 import structlog
 
 from services.engine.admission import GROWTH_PAGES, Admission, Limits
+from services.engine.deadlines import Deadlines
 from services.engine.pagesource import Demand, Grant, Opening
 from services.engine.sequence import Outcome, Request, Sequence, State
+from services.engine.waiting import Waiting
 from services.errors import (
     ExceedsPool,
     Internal,
@@ -76,11 +77,12 @@ class Scheduler:
         self._arrivals = 0
         self._source_ids = 0
         self.live: dict[str, Sequence] = {}
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = Waiting()
         self.running: list[Sequence] = []
         self.leaving: dict[str, Sequence] = {}  # by source id
         self._released: list[str] = []  # source ids to remove, whose requests go on under another
         self._settled: list[Sequence] = []
+        self._deadlines = Deadlines()
         self._holds: Counter[int] = Counter()  # page -> sequences of ours that have it
         self._sent: tuple[list[tuple[Demand, Sequence]], list[str]] = ([], [])
         self.preemptions = 0
@@ -99,24 +101,34 @@ class Scheduler:
         """When a waiting request may be opened; None when none waits."""
         return self._admission.opens_at if self.waiting else None
 
+    @property
+    def next_deadline(self) -> float:
+        """When the next of the live requests runs out of time; infinite when none does."""
+        return self._deadlines.next_at
+
     # --- requests come and go -----------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> Sequence:
         """Queue a request. Raises RequestExists, QueueFull, ExceedsPool."""
         if request.request_id in self.live:
             raise RequestExists(f"request {request.request_id!r} is live", field="request_id")
-        self._admission.check_queue(len(self.waiting), len(self.running))
-        self._arrivals += 1
-        sequence = Sequence(request, self._arrivals)
+        sequence = Sequence(request, self._arrivals + 1)
         self._admission.check_fits(sequence)
+        self._admission.check_queue(self.waiting, len(self.running), sequence.num_tokens)
+        self._arrivals += 1
         self.live[sequence.id] = sequence
-        self.waiting.append(sequence)
+        if request.deadline is not None:
+            self._deadlines.add(sequence.id, request.deadline)
+        self._wait(sequence)
         return sequence
 
     def finish(self, sequence: Sequence, outcome: Outcome) -> None:
         """End a request, whatever it was doing: the one way out. Ending it twice changes nothing."""
         if sequence.state is State.FINISHED:
             return
+        self._deadlines.discard(sequence.id)
+        if self.waiting:
+            self._admission.turnover.ended()
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
         else:
@@ -127,10 +139,19 @@ class Scheduler:
         else:
             self._settle(sequence)
 
+    def overdue(self) -> list[Sequence]:
+        """Requests whose time is up; each is told once."""
+        return [self.live[name] for name in self._deadlines.take(self._clock())]
+
     def take_settled(self) -> list[Sequence]:
         """Requests that ended and hold nothing any more; nothing here knows them from now on."""
         settled, self._settled = self._settled, []
         return settled
+
+    def _wait(self, sequence: Sequence) -> None:
+        if not self.waiting:
+            self._admission.turnover.begin()
+        self.waiting.add(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
         self._drop_pages(sequence)
@@ -245,8 +266,8 @@ class Scheduler:
         leaving, self.leaving = self.leaving, {}
         for sequence in leaving.values():
             self._settle(sequence)
-        for sequence in reversed(self.running):
-            self.waiting.appendleft(sequence)
+        for sequence in self.running:
+            self._wait(sequence)
         self.running.clear()
         for sequence in self.waiting:
             self._drop_pages(sequence)
@@ -335,8 +356,7 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
-            at = sum(1 for _ in takewhile(lambda waiting: waiting.arrival < sequence.arrival, self.waiting))
-            self.waiting.insert(at, sequence)
+            self._wait(sequence)
         self._drop_pages(sequence)
         sequence.forget_pages()
 

@@ -62,8 +62,24 @@ class Stopping:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request took: tokens, and seconds since it was submitted, None for what it never came to."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    preemptions: int
+    queue_s: float | None
+    first_token_s: float | None
+    total_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for, checked. ``sampling`` is the sampler's and opaque to scheduling; times are in seconds."""
+    """What was asked for, checked. ``sampling`` is the sampler's and opaque to scheduling.
+
+    Times are seconds of the engine's clock; at ``deadline`` the request ends, done or not.
+    """
 
     request_id: str
     prompt: Items[int]
@@ -72,6 +88,7 @@ class Request:
     text: Text
     salt: str = ""
     submitted_at: float = 0.0
+    deadline: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -131,6 +148,23 @@ class Sequence:
     def resident_target(self) -> int:
         """Tokens it must have room for so that neither the step under way nor the next one waits for a page."""
         return min(len(self.tokens) + 1, self.max_resident_tokens)
+
+    @property
+    def usage(self) -> Usage:
+        """What it took so far."""
+        since = self.request.submitted_at
+        queue_s, first_token_s, total_s = (
+            None if at is None else at - since for at in (self.admitted_at, self.first_token_at, self.finished_at)
+        )
+        return Usage(
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.num_generated_tokens,
+            preemptions=self.preemptions,
+            queue_s=queue_s,
+            first_token_s=first_token_s,
+            total_s=total_s,
+        )
 
     def unreported_pages(self, page_size: int) -> int:
         """Pages that are complete and that the source does not know to be."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -17,6 +17,7 @@ from services.engine.backend import CPU, Backend, Sampler, on_gpu, on_host
 from services.engine.batch import Row
 from services.engine.config import LOCAL, Config, default_pool_id, model_id
 from services.engine.devicearena import DevicePages
+from services.engine.generations import Generations
 from services.engine.kvclient import GrpcPageSource
 from services.engine.localpages import LocalPageSource
 from services.engine.loop import EngineLoop, Event, StepRunner
@@ -29,6 +30,7 @@ from services.engine.servicer import SERVICE, EngineServicer, Served
 from services.engine.streams import Streams
 from services.engine.tokenizer import Tokenizer
 from services.errors import Draining, InvalidConfiguration, ServiceError
+from services.rpc import Readable
 from services.serving import Serving
 
 log = structlog.get_logger()
@@ -36,6 +38,8 @@ log = structlog.get_logger()
 OPEN_RETRY_S = 0.2
 #: Seconds the engine's thread has to give its pages back and end, once every request is over.
 STOP_S = 10.0
+#: How often generations whose retention is over are looked for, in seconds, when nobody calls.
+SWEEP_S = 10.0
 
 
 class Engine:
@@ -47,7 +51,8 @@ class Engine:
     def __init__(self, config: Config, *, make_runner: Callable[..., StepRunner] = Runner) -> None:
         self.config = config
         self.streams = Streams()
-        self.servicer = EngineServicer(self.streams)
+        self.generations = Generations(config.retention)
+        self.servicer = EngineServicer(self.streams, self.generations)
         self.loop: EngineLoop | None = None
         self.pool_id = ""
         self._make_runner = make_runner
@@ -68,7 +73,7 @@ class Engine:
         answers within the configured patience.
         """
         config = self.config
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(self.servicer, self._serving.server)
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(self.servicer, Readable(self._serving.server))
         await self._serving.start()
         threadpool_limits(config.cpu_threads, user_api="blas")
         backend = await asyncio.to_thread(self._make_backend)
@@ -108,10 +113,11 @@ class Engine:
                 backend=backend.name,
                 tokenizer=tokenizer,
                 loop=self.loop,
-                max_queue=config.limits.max_queue,
+                limits=config.limits,
                 epoch=epoch,
             )
         )
+        self._begin(self._sweep())
         await self._serving.ready()
 
     def _make_backend(self) -> Backend:
@@ -171,20 +177,33 @@ class Engine:
             await asyncio.sleep(OPEN_RETRY_S)
 
     def _say(self, serving: bool) -> None:
-        task = asyncio.ensure_future(self._serving.ready() if serving else self._serving.not_ready())
+        if not self.servicer.draining:
+            self._begin(self._serving.ready() if serving else self._serving.not_ready())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.generations.expire()
+
     async def stop(self, grace_s: float) -> None:
-        """Refuse new requests, let running ones end for ``grace_s`` seconds, abort the rest, give everything back."""
+        """Refuse new requests and those that wait, let running ones end for ``grace_s`` seconds, abort the rest, give
+        everything back.
+        """
         self.servicer.drain()
         await self._serving.not_ready()
+        if self.loop is not None:
+            self.loop.drain(Draining("the engine is shutting down and takes no request up any more"))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.streams.until_none(), grace_s)
         if self.streams:
             log.warning("grace_over", live=len(self.streams))
         if self.loop is not None and self._thread is not None:
-            self.loop.stop(Draining("the engine is shutting down"))
+            self.loop.stop(Draining(f"the engine is shutting down and its grace of {grace_s:g} s is over"))
             await asyncio.to_thread(self._thread.join, STOP_S)
             if self._thread.is_alive():
                 log.error("engine_thread_stuck", live=len(self.streams))
@@ -192,6 +211,8 @@ class Engine:
             await asyncio.to_thread(self._source.close)
         # What the thread said last is in the event loop's queue by now; the calls need a moment to pass it on.
         await self._serving.drain(1.0)
+        for task in self._tasks:
+            task.cancel()
 
 
 def _warm_up(model: Model, backend: Backend, sampler: Sampler, page_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Proto to domain and back; nothing else."""
+"""The calls: each checks its message, asks the domain and answers; nothing else."""
 
 from __future__ import annotations
 
@@ -8,34 +8,45 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf import duration_pb2
-
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services import rpc
+from services.engine.admission import Limits
 from services.engine.arena import page_bytes_of
-from services.engine.intake import check_name, check_tokens, read_request, tokenize
-from services.engine.loop import EngineLoop, Event
+from services.engine.generation import Generation
+from services.engine.generations import Generations
+from services.engine.intake import (
+    check_batch,
+    check_name,
+    check_tokens,
+    inside,
+    read_request,
+    read_span,
+    tokenize,
+)
+from services.engine.loop import EngineLoop
+from services.engine.messages import (
+    DOMAIN,
+    duration_of,
+    error_of,
+    fingerprint,
+    generation_of,
+    response,
+    status,
+)
 from services.engine.modelconfig import ModelConfig
 from services.engine.pagesource import Geometry
-from services.engine.sequence import FinishReason, Sequence
-from services.engine.streams import Streams
+from services.engine.sequence import Request
+from services.engine.streams import Bundle, Listener, Stream, Streams
 from services.engine.tokenizer import Tokenizer
-from services.errors import Draining, FieldInvalid, NotImplementedYet, NotReady
+from services.errors import Draining, FieldInvalid, NotReady, RequestExists, ServiceError
 
-DOMAIN = "rocmforge.engine"
 SERVICE = pb.DESCRIPTOR.services_by_name["EngineService"].full_name
 
 MAX_TOKENIZE_BYTES = 1 << 20
 MAX_DETOKENIZE_TOKENS = 1 << 17
 INLINE_TOKENS = 4096
-
-_REASONS = {
-    FinishReason.EOS: pb.FINISH_REASON_EOS,
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
-}
+MAX_TIMEOUT_S = 86400.0
 
 maps_errors = rpc.maps_errors(DOMAIN)
 
@@ -51,18 +62,29 @@ class Served:
     backend: str
     tokenizer: Tokenizer
     loop: EngineLoop
-    max_queue: int
+    limits: Limits
     epoch: Callable[[], int]
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
-    """The service. It answers UNAVAILABLE until ``serve`` and again, to new requests, from ``drain`` on."""
+    """The service. It answers UNAVAILABLE until ``serve`` and again, to new requests, from ``drain`` on.
 
-    def __init__(self, streams: Streams, clock: Callable[[], float] = time.monotonic) -> None:
+    ``clock`` is monotonic and the engine's; ``wall`` tells the time of day.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        generations: Generations,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self.streams = streams
+        self.generations = generations
+        self.draining = False
         self._clock = clock
+        self._wall = wall
         self._served: Served | None = None
-        self._draining = False
 
     def serve(self, served: Served) -> None:
         """Begin to take requests."""
@@ -70,48 +92,179 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
-        self._draining = True
+        self.draining = True
 
     def _model(self) -> Served:
         if self._served is None:
             raise NotReady("the engine is starting and has no model yet")
         return self._served
 
+    def _check_open(self) -> None:
+        if self.draining:
+            raise Draining("the engine is shutting down")
+
+    def _deadline(self, context: Any) -> float | None:
+        left = context.time_remaining()
+        return None if left is None else self._clock() + left
+
+    # --- attached: a request ends with its call ------------------------------------------------------------------
+
+    async def _begin(self, message: Any, listener: Listener, deadline: float | None) -> Request:
+        """Check a GenerateRequest and hand it to the engine; ``listener`` hears of it from here on."""
+        served = self._model()
+        asked = await read_request(message, served.config, served.tokenizer, self._clock(), deadline)
+        # From here to the submission nothing is awaited, so none slips in behind the thread's end.
+        self._check_open()
+        if asked.request_id in self.generations:
+            raise RequestExists(f"a submitted generation has the id {asked.request_id!r}", field="request_id")
+        self.streams.open(asked.request_id, listener)
+        served.loop.submit(asked)
+        return asked
+
     @maps_errors
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """See the proto. However the call ends, its request does."""
-        served = self._model()
-        asked = await read_request(request, served.config, served.tokenizer, self._clock())
-        # From here to the submission nothing is awaited, so none slips in behind the thread's end.
-        if self._draining:
-            raise Draining("the engine is shutting down")
-        stream = self.streams.open(asked.request_id)
-        served.loop.submit(asked)
-        last: Event | None = None
+        stream = Stream()
+        asked = await self._begin(request, stream, self._deadline(context))
+        over = False
         try:
-            while last is None:
+            while not over:
                 news = await stream.next()
-                last = news.last
-                finish = _finish(last) if last is not None else None
-                if news.token_ids or finish is not None:
-                    yield pb.GenerateResponse(
-                        request_id=asked.request_id, text=news.text, token_ids=news.token_ids, finish=finish
-                    )
+                over = news.outcome is not None
+                message = response(asked.request_id, asked.sampling.seed, news)
+                if message is not None:
+                    yield message
         finally:
-            if last is None:
-                served.loop.cancel(asked.request_id)
-        if last.outcome is not None and last.outcome.error is not None:
+            if not over:
+                self._model().loop.cancel(asked.request_id)
+        error = error_of(news)
+        if error is not None:
             # One error may end many requests: each must not add its frames to the traceback of all.
-            raise last.outcome.error.with_traceback(None)
+            raise error.with_traceback(None)
+
+    @maps_errors
+    async def BatchGenerate(
+        self, request: pb.BatchGenerateRequest, context: Any
+    ) -> AsyncIterator[pb.BatchGenerateResponse]:
+        """See the proto. However the call ends, its requests do."""
+        self._model()
+        check_batch(request)
+        self._check_open()
+        items, begun = Bundle(len(request.requests)), dict[int, Request]()
+        beginning = asyncio.ensure_future(self._begin_all(request.requests, items, begun, self._deadline(context)))
+        try:
+            while items.remaining:
+                index, news = await items.next()
+                asked = begun.get(index) if news.outcome is None else begun.pop(index, None)
+                message = response(asked.request_id, asked.sampling.seed, news) if asked is not None else None
+                if message is not None:
+                    yield pb.BatchGenerateResponse(index=index, response=message)
+                error = error_of(news)
+                if error is not None:
+                    yield pb.BatchGenerateResponse(index=index, error=status(error))
+        finally:
+            beginning.cancel()
+            for asked in begun.values():
+                self._model().loop.cancel(asked.request_id)
+
+    async def _begin_all(self, messages: Any, items: Bundle, begun: dict[int, Request], deadline: float | None) -> None:
+        for index, message in enumerate(messages):
+            try:
+                with inside(f"requests[{index}]"):
+                    begun[index] = await self._begin(message, items.stream(index), deadline)
+            except ServiceError as error:
+                items.fail(index, error)
+            except Exception:
+                items.fail(index, rpc.unexpected("BatchGenerate"))
+            await asyncio.sleep(0)  # many prompts take a while to read: others have their turn in between
+
+    # --- submitted: a generation is known by its id --------------------------------------------------------------
+
+    @maps_errors
+    async def SubmitGeneration(self, request: pb.SubmitGenerationRequest, context: Any) -> pb.SubmitGenerationResponse:
+        """See the proto. Once it is begun it goes on, whether or not the caller waits for the answer."""
+        served, now, mark = self._model(), self._clock(), fingerprint(request)
+        timeout_s = read_span(request, "timeout", MAX_TIMEOUT_S)
+        retention_s = read_span(request, "retention", self.generations.retention.ttl_s)
+        with inside("request"):
+            wanted = request.request.request_id
+            generation = self.generations.again(wanted, mark) if wanted else None
+            if generation is None:
+                deadline = None if timeout_s is None else now + timeout_s
+                asked = await read_request(request.request, served.config, served.tokenizer, now, deadline)
+                # It may have come twice at once. From here to the submission nothing is awaited.
+                generation = self.generations.again(asked.request_id, mark)
+                if generation is None:
+                    generation = self._submit(served, asked, mark, retention_s)
+        await generation.accepted()
+        return pb.SubmitGenerationResponse(generation=self._shown(generation))
+
+    def _submit(self, served: Served, asked: Request, mark: bytes, retention_s: float | None) -> Generation:
+        self._check_open()
+        self.streams.check_free(asked.request_id)
+        generation = self.generations.open(asked.request_id, mark, asked.sampling.seed, retention_s)
+        self.streams.open(asked.request_id, generation)
+        served.loop.submit(asked)
+        return generation
+
+    def _shown(self, generation: Generation) -> pb.Generation:
+        return generation_of(generation, self.generations.expires_in(generation), self._wall())
+
+    def _find(self, request_id: str) -> Generation:
+        self._model()
+        check_name(request_id, "request_id")
+        return self.generations.find(request_id)
+
+    @maps_errors
+    async def WatchGeneration(
+        self, request: pb.WatchGenerationRequest, context: Any
+    ) -> AsyncIterator[pb.WatchGenerationResponse]:
+        """See the proto."""
+        generation = self._find(request.request_id)
+        with generation.watch(request.from_token) as watch:
+            over = False
+            while not over:
+                news = await watch.next()
+                over = news.outcome is not None
+                message = response(generation.request_id, generation.seed, news)
+                if message is not None:
+                    yield pb.WatchGenerationResponse(response=message)
+        error = error_of(news)
+        if error is not None:
+            yield pb.WatchGenerationResponse(error=status(error))
+
+    @maps_errors
+    async def GetGeneration(self, request: pb.GetGenerationRequest, context: Any) -> pb.GetGenerationResponse:
+        """See the proto."""
+        return pb.GetGenerationResponse(generation=self._shown(self._find(request.request_id)))
 
     @maps_errors
     async def CancelGeneration(self, request: pb.CancelGenerationRequest, context: Any) -> pb.CancelGenerationResponse:
         """See the proto."""
-        served = self._model()
-        check_name(request.request_id, "request_id")
-        if self.streams.is_live(request.request_id):
-            served.loop.cancel(request.request_id)
-        return pb.CancelGenerationResponse(request_id=request.request_id)
+        served, name = self._model(), request.request_id
+        check_name(name, "request_id")
+        over = name in self.generations and self.generations.find(name).outcome is not None
+        if not over and self.streams.is_live(name):
+            served.loop.cancel(name)
+        return pb.CancelGenerationResponse(request_id=name)
+
+    @maps_errors
+    async def DeleteGeneration(self, request: pb.DeleteGenerationRequest, context: Any) -> pb.DeleteGenerationResponse:
+        """See the proto."""
+        self._find(request.request_id)
+        self.generations.delete(request.request_id)
+        return pb.DeleteGenerationResponse()
+
+    @maps_errors
+    async def PurgeGenerations(self, request: pb.PurgeGenerationsRequest, context: Any) -> pb.PurgeGenerationsResponse:
+        """See the proto."""
+        self._model()
+        older_than_s = read_span(request, "older_than", zero=True)
+        if older_than_s is None:
+            raise FieldInvalid("older_than is missing; 0 purges all that are over", field="older_than")
+        return pb.PurgeGenerationsResponse(purged=self.generations.purge(older_than_s))
+
+    # --- text, model, counts -------------------------------------------------------------------------------------
 
     @maps_errors
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
@@ -155,12 +308,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         """See the proto."""
         served = self._model()
+        self.generations.expire()
         totals, scheduler = served.loop.totals, served.loop.scheduler
         running = len(scheduler.running) + len(scheduler.leaving)
         return pb.GetStatsResponse(
             running_requests=running,
             queued_requests=max(0, len(self.streams) - running),
-            queue_limit=served.max_queue,
+            queue_limit=served.limits.max_queue,
             finished_requests=totals.finished_requests,
             failed_requests=totals.failed_requests,
             cancelled_requests=totals.cancelled_requests,
@@ -170,76 +324,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             preemptions=scheduler.preemptions,
             steps=totals.steps,
             page_calls=totals.page_calls,
-            page_wait=_duration(totals.page_wait_s),
+            page_wait=duration_of(totals.page_wait_s),
             held_pages=scheduler.held_pages,
             recoveries=totals.recoveries,
-            draining=self._draining,
+            draining=self.draining,
             kvcache_epoch=served.epoch(),
+            queued_tokens=scheduler.waiting.tokens,
+            queue_token_limit=served.limits.max_queue_tokens,
+            retained_generations=self.generations.retained,
+            generation_bytes=self.generations.bytes,
+            generation_byte_limit=self.generations.retention.memory,
         )
-
-    @maps_errors
-    async def BatchGenerate(self, request: pb.BatchGenerateRequest, context: Any) -> pb.BatchGenerateResponse:
-        """Not served yet."""
-        raise NotImplementedYet("BatchGenerate is not served by this version")
-
-    @maps_errors
-    async def SubmitGeneration(self, request: pb.SubmitGenerationRequest, context: Any) -> pb.SubmitGenerationResponse:
-        """Not served yet."""
-        raise NotImplementedYet("SubmitGeneration is not served by this version")
-
-    @maps_errors
-    async def WatchGeneration(self, request: pb.WatchGenerationRequest, context: Any) -> pb.WatchGenerationResponse:
-        """Not served yet."""
-        raise NotImplementedYet("WatchGeneration is not served by this version")
-
-    @maps_errors
-    async def GetGeneration(self, request: pb.GetGenerationRequest, context: Any) -> pb.GetGenerationResponse:
-        """Not served yet."""
-        raise NotImplementedYet("GetGeneration is not served by this version")
-
-    @maps_errors
-    async def DeleteGeneration(self, request: pb.DeleteGenerationRequest, context: Any) -> pb.DeleteGenerationResponse:
-        """Not served yet."""
-        raise NotImplementedYet("DeleteGeneration is not served by this version")
-
-    @maps_errors
-    async def PurgeGenerations(self, request: pb.PurgeGenerationsRequest, context: Any) -> pb.PurgeGenerationsResponse:
-        """Not served yet."""
-        raise NotImplementedYet("PurgeGenerations is not served by this version")
-
-
-def _finish(last: Event) -> pb.Finish | None:
-    """How a request ended; None when it was by an error."""
-    outcome, sequence = last.outcome, last.sequence
-    if outcome is None or outcome.reason is None or sequence is None:
-        return None
-    finish = pb.Finish(reason=_REASONS[outcome.reason], seed=sequence.request.sampling.seed, usage=_usage(sequence))
-    if outcome.stop_token_id is not None:
-        finish.stop_token_id = outcome.stop_token_id
-    elif outcome.stop_text is not None:
-        finish.stop_text = outcome.stop_text
-    return finish
-
-
-def _usage(sequence: Sequence) -> pb.Usage:
-    began = sequence.request.submitted_at
-    usage = pb.Usage(
-        prompt_tokens=len(sequence.request.prompt),
-        cached_tokens=sequence.cached_tokens,
-        completion_tokens=sequence.num_generated_tokens,
-        preemptions=sequence.preemptions,
-    )
-    for field, at in (
-        (usage.queue_time, sequence.admitted_at),
-        (usage.time_to_first_token, sequence.first_token_at),
-        (usage.total_time, sequence.finished_at),
-    ):
-        if at is not None:
-            field.CopyFrom(_duration(at - began))
-    return usage
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(max(0, int(seconds * 1e9)))
-    return duration

@@ -7,9 +7,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from services.engine.loop import Event
-from services.errors import RequestExists, RequestUnknown
+from services.engine.sequence import Outcome, Usage
+from services.errors import RequestExists, RequestUnknown, ServiceError
 
 REMEMBERED = 1024
 REMEMBERED_S = 600.0
@@ -17,41 +19,91 @@ REMEMBERED_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What was added since the last look; ``last`` is the event that ended the request."""
+    """What was added since the last look, and, last, how the request ended; no ``usage`` of one that was refused."""
 
-    text: str
-    token_ids: list[int]
-    last: Event | None
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    outcome: Outcome | None = None
+    usage: Usage | None = None
+
+
+class Listener(Protocol):
+    """Hears of one request."""
+
+    def push(self, event: Event) -> None:
+        """Take the next event."""
 
 
 class Stream:
-    """One request's news. A caller that is slow to take them gets them merged, so none piles up."""
+    """One request's news for one caller. A caller that is slow to take them gets them merged, so none piles up."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_news: Callable[[], None] = lambda: None) -> None:
+        self._on_news = on_news
         self._text: list[str] = []
         self._token_ids: list[int] = []
-        self._last: Event | None = None
+        self._outcome: Outcome | None = None
+        self._usage: Usage | None = None
         self._changed = asyncio.Event()
 
     def push(self, event: Event) -> None:
         """Add an event."""
+        if not event.token_ids and event.outcome is None:
+            return  # it is queued, which concerns nobody here
         self._text.append(event.text)
         self._token_ids.extend(event.token_ids)
         if event.outcome is not None:
-            self._last = event
+            self._outcome, self._usage = event.outcome, event.sequence.usage if event.sequence else None
         self._changed.set()
+        self._on_news()
+
+    def take(self) -> News:
+        """Take what there is."""
+        self._changed.clear()
+        news = News("".join(self._text), tuple(self._token_ids), self._outcome, self._usage)
+        self._text, self._token_ids = [], []
+        return news
 
     async def next(self) -> News:
         """Wait for news and take them."""
         await self._changed.wait()
-        self._changed.clear()
-        news = News("".join(self._text), self._token_ids, self._last)
-        self._text, self._token_ids = [], []
-        return news
+        return self.take()
+
+
+class Bundle:
+    """Streams read together: whichever has had news for longest comes first. ``remaining`` have not ended yet."""
+
+    def __init__(self, count: int) -> None:
+        self.remaining = count
+        self._ready: dict[int, Stream | ServiceError] = {}
+        self._changed = asyncio.Event()
+
+    def stream(self, index: int) -> Stream:
+        """Make the stream of one."""
+        stream = Stream(lambda: self._mark(index, stream))
+        return stream
+
+    def fail(self, index: int, error: ServiceError) -> None:
+        """End one that never came to have a stream."""
+        self._mark(index, error)
+
+    def _mark(self, index: int, what: Stream | ServiceError) -> None:
+        self._ready.setdefault(index, what)
+        self._changed.set()
+
+    async def next(self) -> tuple[int, News]:
+        """Wait for news of any and take them."""
+        await self._changed.wait()
+        index = next(iter(self._ready))
+        what = self._ready.pop(index)
+        if not self._ready:
+            self._changed.clear()
+        news = what.take() if isinstance(what, Stream) else News(outcome=Outcome(error=what))
+        self.remaining -= news.outcome is not None
+        return index, news
 
 
 class Streams:
-    """Streams by request id, from submission to the request's last event. Owned by the asyncio loop.
+    """Who hears of which request, from submission to the request's last event. Owned by the asyncio loop.
 
     Ids that are over are remembered for ``REMEMBERED_S`` seconds, at most ``REMEMBERED`` of them, so that cancelling
     one can be told from cancelling one that never was.
@@ -59,7 +111,7 @@ class Streams:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._live: dict[str, Stream] = {}
+        self._live: dict[str, Listener] = {}
         self._over: OrderedDict[str, float] = OrderedDict()
         self._none_live = asyncio.Event()
         self._none_live.set()
@@ -67,22 +119,25 @@ class Streams:
     def __len__(self) -> int:
         return len(self._live)
 
-    def open(self, request_id: str) -> Stream:
-        """Make a request known. Raises RequestExists when one with this id is live."""
+    def check_free(self, request_id: str) -> None:
+        """Raises RequestExists when a request with this id is live."""
         if request_id in self._live:
             raise RequestExists(f"a live request has the id {request_id!r}", field="request_id")
+
+    def open(self, request_id: str, listener: Listener) -> None:
+        """Make a request known. Raises RequestExists when one with this id is live."""
+        self.check_free(request_id)
         self._over.pop(request_id, None)
-        stream = self._live[request_id] = Stream()
+        self._live[request_id] = listener
         self._none_live.clear()
-        return stream
 
     def deliver(self, events: Iterable[Event]) -> None:
-        """Hand events to their streams; the last one of a request ends its stream."""
+        """Hand events to their listeners; the last one of a request ends its being known."""
         for event in events:
-            stream = self._live.get(event.request_id)
-            if stream is None:
+            listener = self._live.get(event.request_id)
+            if listener is None:
                 continue
-            stream.push(event)
+            listener.push(event)
             if event.outcome is not None:
                 del self._live[event.request_id]
                 self._remember(event.request_id)

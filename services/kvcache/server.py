@@ -23,6 +23,7 @@ from services.kvcache.layout import PageLayout
 from services.kvcache.pool import Arena
 from services.kvcache.process import ProcessTable
 from services.kvcache.servicer import SERVICE, KvCacheServicer
+from services.rpc import Readable
 from services.serving import Serving
 
 log = structlog.get_logger()
@@ -82,7 +83,7 @@ class Daemon:
         if self.config.device != GPU:
             for name in prepare_directory(self.config.arena_dir):
                 log.info("stale_arena_removed", name=name)
-        kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server(self._servicer, self._serving.server)
+        kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server(self._servicer, Readable(self._serving.server))
         await self._serving.start()
         self._sweeper = asyncio.create_task(self._sweep())
         await self._serving.ready()

@@ -75,5 +75,5 @@ def test_errors_are_readable(pair: Pair) -> None:
     assert "InvalidArgument" in done.stderr and "FIELD_INVALID" in done.stderr and "prompt" in done.stderr
     done = grpcurl(pair.daemon, f"{CACHE}/RenewSession", body='{"sessionId": "x"}')
     assert "SESSION_EXPIRED" in done.stderr
-    done = grpcurl(pair.engine, f"{ENGINE}/WatchGeneration", body="{}")
-    assert "Unimplemented" in done.stderr and "NOT_IMPLEMENTED" in done.stderr
+    done = grpcurl(pair.engine, f"{ENGINE}/WatchGeneration", body='{"requestId": "none"}')
+    assert "NotFound" in done.stderr and "REQUEST_UNKNOWN" in done.stderr

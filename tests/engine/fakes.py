@@ -59,10 +59,11 @@ def make_request(
     eos: bool = False,
     stop: tuple[str, ...] = (),
     stop_token_ids: tuple[int, ...] = (),
+    deadline: float | None = None,
 ) -> Request:
     """A request of the fake model; its sampling parameters are the seed."""
     stopping = Stopping(max_tokens, min_tokens, frozenset({EOS} if eos else ()), frozenset(stop_token_ids))
-    return Request(request_id, tuple(prompt), stopping, seed, PlainText(stop), salt)
+    return Request(request_id, tuple(prompt), stopping, seed, PlainText(stop), salt, deadline=deadline)
 
 
 def next_token(context: Sequence[int], seed: int) -> int:
@@ -214,6 +215,7 @@ class Harness:
         max_batch: int = 8,
         max_step_tokens: int = 64,
         max_queue: int = 100,
+        max_queue_tokens: int = 1 << 20,
         patience_s: float = 60.0,
         late: bool = False,
     ) -> None:
@@ -231,7 +233,7 @@ class Harness:
         self.loop = EngineLoop(
             self.memory,
             self.source,
-            Limits(max_batch, max_step_tokens, max_queue),
+            Limits(max_batch, max_step_tokens, max_queue, max_queue_tokens),
             self._on_events,
             patience_s=patience_s,
             on_serving=self.serving.append,
@@ -276,6 +278,9 @@ class Harness:
             assert [s.arrival for s in queue] == sorted(s.arrival for s in queue)
         table = {page for sequence in everywhere for page in sequence.pages}
         assert scheduler.held_pages == len(table)
+        assert scheduler.waiting.tokens == sum(sequence.num_tokens for sequence in waiting)
+        unfinished = {s.id: s.request.deadline for s in [*waiting, *running] if s.request.deadline is not None}
+        assert scheduler._deadlines._at == unfinished
         for sequence in everywhere:
             assert len(set(sequence.pages)) == len(sequence.pages)
             assert sequence.num_reported_tokens <= sequence.num_computed_tokens <= sequence.num_tokens
@@ -287,6 +292,7 @@ class Harness:
         scheduler = self.loop.scheduler
         assert not scheduler.live and not scheduler.waiting and not scheduler.running and not scheduler.leaving
         assert not scheduler.held_pages and not scheduler.take_settled()
+        assert not scheduler.waiting.tokens and not len(scheduler._deadlines)
         assert self.local.live_sequences == 0
         assert self.local.free_pages + self.local.cached_pages == self.local.total_pages
 

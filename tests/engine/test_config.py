@@ -9,6 +9,7 @@ import pytest
 
 from services.engine.admission import Limits
 from services.engine.config import BUNDLED_MODEL, Config, default_pool_id, kvcache_target
+from services.engine.generations import Retention
 from services.errors import InvalidConfiguration, ModelInvalid
 
 
@@ -19,6 +20,8 @@ def test_defaults() -> None:
     assert config.kvcache.startswith("unix:/") and config.kvcache.endswith("kvcache.sock")
     assert [str(listener) for listener in config.listeners][1] == "127.0.0.1:50051"
     assert config.model == BUNDLED_MODEL
+    assert config.limits.max_queue_tokens == 1 << 20
+    assert config.retention == Retention(ttl_s=3600.0, count=1024, memory=64 << 20)
 
 
 def test_flags_beat_the_environment() -> None:
@@ -53,6 +56,10 @@ def test_a_file_sets_what_neither_flags_nor_the_environment_do(tmp_path: Path) -
         ("--max-batch", "0", "1 to 1024"),
         ("--max-step-tokens", "0", "1 to"),
         ("--max-queue", "-1", "0 to"),
+        ("--max-queue-tokens", "0", "1 to"),
+        ("--generation-ttl", "0", "1 to 2.592e+06"),
+        ("--generation-count", "0", "1 to"),
+        ("--generation-memory", "much", "256MiB"),
         ("--page-size", "5000", "1 to 4096"),
         ("--local-pages", "0", "1 to"),
         ("--pool-pages", "0", "1 to"),

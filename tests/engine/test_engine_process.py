@@ -16,6 +16,7 @@ import pytest
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
+from services.engine.cli import COMMANDS
 from services.engine.config import BUNDLED_MODEL
 from tests.generation import collect, request
 from tests.processes import ROOT, Service, engine, kvcache
@@ -72,6 +73,26 @@ def test_a_killed_and_restarted_daemon_changes_no_token(directory: Path) -> None
             assert pool_of(second).sessions == 0
 
 
+def test_a_submitted_generation_survives_the_daemon(directory: Path) -> None:
+    with kvcache(directory) as first, engine(directory, first.address, model=BUNDLED_MODEL) as one:
+        stub = stub_of(one)
+        text, expected, _ = collect(stub.Generate(sampled(cache_salt="alone")))
+        asked = pb.SubmitGenerationRequest(request=sampled(request_id="survivor"))
+        stub.SubmitGeneration(asked)
+        watch = stub.WatchGeneration(pb.WatchGenerationRequest(request_id="survivor"))
+        begun = list(next(watch).response.token_ids)
+        first.kill()
+        assert stub.SubmitGeneration(asked).generation.state == pb.GENERATION_STATE_RUNNING
+        with kvcache(directory) as second:
+            assert begun + [token for one in watch for token in one.response.token_ids] == expected
+            over = stub.GetGeneration(pb.GetGenerationRequest(request_id="survivor")).generation
+            assert (over.state, over.text, list(over.token_ids)) == (pb.GENERATION_STATE_DONE, text, expected)
+            stats = stub.GetStats(pb.GetStatsRequest())
+            assert (stats.recoveries, stats.failed_requests, stats.retained_generations) == (1, 0, 1)
+            pool = pool_of(second)
+            assert (pool.active_sequences, pool.held_pages, pool.quarantined_pages) == (0, 0, 0)
+
+
 def test_a_daemon_that_stands_still_for_a_moment(directory: Path) -> None:
     with kvcache(directory) as daemon, engine(directory, daemon.address, model=BUNDLED_MODEL) as one:
         stub = stub_of(one)
@@ -103,7 +124,8 @@ def test_the_cache_outlives_a_killed_engine(directory: Path) -> None:
 
 
 def test_sigterm_lets_a_stream_end_and_gives_the_session_back(directory: Path) -> None:
-    with kvcache(directory) as daemon, engine(directory, daemon.address, model=BUNDLED_MODEL) as one:
+    grace = ["--grace", "100"]
+    with kvcache(directory) as daemon, engine(directory, daemon.address, *grace, model=BUNDLED_MODEL) as one:
         stream = stub_of(one).Generate(sampled())
         tokens = take(stream, 5)
         one.process.send_signal(signal.SIGTERM)
@@ -169,9 +191,10 @@ def test_a_misspelt_variable_is_an_error() -> None:
 def test_help_tells_every_flag() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for flag in ("--model", "--kvcache", "--listen", "--max-batch", "--kvcache-patience", "--pool-id", "--tls-cert"):
-        assert flag in done.stdout
-    assert run("generate", "--help").returncode == 0
+    flags = ["--model", "--kvcache", "--listen", "--max-batch", "--kvcache-patience", "--pool-id", "--tls-cert"]
+    flags += ["--max-queue", "--max-queue-tokens", "--generation-ttl", "--generation-count", "--generation-memory"]
+    for word in (*flags, "--grace", *COMMANDS):
+        assert word in done.stdout
 
 
 def test_an_address_in_use_and_the_client(directory: Path) -> None:

@@ -13,6 +13,7 @@ from services.engine.loop import IDLE_CHECK_S, EngineLoop, Event
 from services.engine.scheduler import Chunk
 from services.engine.sequence import FinishReason
 from services.errors import (
+    DeadlineExceeded,
     Draining,
     ExceedsPool,
     ForwardFailed,
@@ -137,6 +138,68 @@ def session_lost_while_leaving(harness: Harness) -> None:
     assert harness.reason("a") is FinishReason.LENGTH
 
 
+def out_of_time_while_queued(harness: Harness) -> None:
+    harness.submit(*(make_request(f"r{at}", max_tokens=9) for at in range(8)))
+    harness.submit(make_request("a", deadline=harness.clock.now + 0.004))
+    harness.iterate(2)
+    assert [s.id for s in harness.loop.scheduler.waiting] == ["a"]
+    harness.until_idle()
+    assert isinstance(error_of(harness, "a"), DeadlineExceeded) and not harness.tokens["a"]
+    assert len(harness.tokens["r0"]) == 9
+
+
+def out_of_time_in_prefill(harness: Harness) -> None:
+    harness.submit(make_request("a", [1, 2] * 60, deadline=harness.clock.now + 0.0015))
+    harness.iterate(2)
+    assert 0 < harness.loop.scheduler.live["a"].num_computed_tokens < 120
+    harness.until_idle()
+    assert isinstance(error_of(harness, "a"), DeadlineExceeded) and not harness.tokens["a"]
+
+
+def out_of_time_in_decode(harness: Harness) -> None:
+    harness.submit(make_request("a", max_tokens=100, deadline=harness.clock.now + 0.01), make_request("b"))
+    harness.until_idle()
+    error = error_of(harness, "a")
+    assert isinstance(error, DeadlineExceeded) and 5 < len(harness.tokens["a"]) < 100
+    assert f"{len(harness.tokens['a'])} tokens" in error.message
+    assert harness.tokens["a"] == alone(make_request(max_tokens=100))[: len(harness.tokens["a"])]
+    assert harness.tokens["b"] == alone(make_request("b"))
+
+
+def out_of_time_before_it_was_seen(harness: Harness) -> None:
+    harness.submit(make_request("a", deadline=harness.clock.now))
+    harness.until_idle()
+    assert isinstance(error_of(harness, "a"), DeadlineExceeded) and not harness.source.exchanges
+
+
+def out_of_time_while_nobody_answers(harness: Harness) -> None:
+    harness.submit(make_request("a", max_tokens=50, deadline=harness.clock.now + 2.0))
+    harness.iterate(3)
+    harness.source.lease = False
+    harness.source.reopen_faults = [KvCacheDown("nobody")] * 8
+    harness.until_idle()
+    assert isinstance(error_of(harness, "a"), DeadlineExceeded)
+    assert harness.source.reopen_faults
+
+
+def done_in_time(harness: Harness) -> None:
+    harness.submit(make_request("a", max_tokens=5, deadline=harness.clock.now + 10))
+    harness.until_idle()
+    assert harness.reason("a") is FinishReason.LENGTH
+    harness.clock.now += 20
+    harness.iterate()
+
+
+def drained(harness: Harness) -> None:
+    harness.submit(*(make_request(f"r{at}", max_tokens=20) for at in range(10)))
+    harness.iterate(4)
+    harness.loop.drain(Draining("closing"))
+    harness.until_idle()
+    for name in ("r8", "r9"):
+        assert isinstance(error_of(harness, name), Draining) and not harness.tokens[name]
+    assert all(harness.tokens[f"r{at}"] == alone(make_request(max_tokens=20)) for at in range(8))
+
+
 WAYS: list[Callable[[Harness], None]] = [
     finished_by_length,
     finished_by_eos,
@@ -150,6 +213,13 @@ WAYS: list[Callable[[Harness], None]] = [
     text_error,
     aborted,
     session_lost_while_leaving,
+    out_of_time_while_queued,
+    out_of_time_in_prefill,
+    out_of_time_in_decode,
+    out_of_time_before_it_was_seen,
+    out_of_time_while_nobody_answers,
+    done_in_time,
+    drained,
 ]
 
 
@@ -191,10 +261,10 @@ def test_text_is_told_before_the_step_s_exchange_is_waited_for() -> None:
     order: list[str] = []
     serve, deliver = harness.source.serve, harness.loop._outbox
     harness.source.serve = lambda *batch: order.append("exchange") or serve(*batch)  # type: ignore
-    harness.loop._outbox = lambda events: order.append("text") or deliver(events)  # type: ignore
+    harness.loop._outbox = lambda events: order.append("text" if events[0].text else "") or deliver(events)  # type: ignore
     harness.submit(make_request("a", max_tokens=3))
     harness.iterate(3)
-    assert order == ["exchange", "text", "text", "exchange"]
+    assert order == ["", "exchange", "text", "text", "exchange"]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +281,8 @@ def test_refused_at_submission(request_: object, error: type[ServiceError]) -> N
     harness.loop._outbox = refused.extend
     harness.submit(request_)  # type: ignore[arg-type]
     harness.loop.iterate()
-    assert isinstance(refused[0].outcome.error, error) and refused[0].sequence is None  # type: ignore[union-attr]
+    [event] = [event for event in refused if event.outcome is not None]
+    assert isinstance(event.outcome.error, error) and event.sequence is None  # type: ignore[union-attr]
     assert list(harness.loop.scheduler.live) == ["live"]
 
 
@@ -220,10 +291,68 @@ def test_a_full_queue_is_said_with_advice() -> None:
     harness.submit(*(make_request(f"r{at}") for at in range(6)))
     harness.iterate()
     error = error_of(harness, "r5")
-    assert isinstance(error, QueueFull) and error.retry_after_s
+    assert isinstance(error, QueueFull) and error.retry_after_s == 1.0  # nothing is known yet
     harness.until_idle()
     assert len(harness.ended) == 6
     harness.check_empty()
+
+
+def test_what_is_queued_is_told_before_the_step_and_what_is_refused_too() -> None:
+    harness = Harness(max_batch=1, max_queue=0)
+    told: list[tuple[str, bool]] = []
+    deliver = harness.loop._outbox
+
+    def outbox(events: list[Event]) -> None:
+        told.extend((event.request_id, event.sequence is not None) for event in events)
+        deliver(events)
+
+    harness.loop._outbox = outbox
+    harness.submit(make_request("a"), make_request("b"))
+    run = harness.memory.run
+
+    def launched(step: list[Chunk]) -> list[int | ServiceError | None]:
+        assert told[:2] == [("a", True), ("b", False)]
+        return run(step)
+
+    harness.memory.run = launched  # type: ignore[method-assign,assignment]
+    harness.until_idle()
+    assert isinstance(error_of(harness, "b"), QueueFull) and len(told) > 2
+
+
+def test_an_idle_engine_wakes_for_a_deadline() -> None:
+    harness = Harness()
+    harness.source.lease = False
+    harness.source.reopen_faults = [KvCacheDown("nobody")] * 20
+    for _ in range(8):
+        harness.clock.now += harness.loop.iterate()  # by now it asks only once a second
+    began = harness.clock.now
+    harness.submit(make_request("a", deadline=began + 0.03))
+    while "a" not in harness.ended:
+        delay = harness.loop.iterate()
+        ended_at = harness.clock.now
+        harness.clock.now += delay
+    assert isinstance(error_of(harness, "a"), DeadlineExceeded)
+    assert ended_at - began == pytest.approx(0.03)
+    assert harness.loop.scheduler.next_deadline == float("inf")
+
+
+def test_a_drain_lets_those_go_on_that_lost_their_pages() -> None:
+    harness = Harness(pages=6, page_size=4, max_batch=4)
+    requests = [make_request(f"r{at}", [at] * 3, max_tokens=14, seed=at) for at in range(2)]
+    harness.submit(*requests)
+    while not harness.loop.scheduler.preemptions:
+        harness.iterate()
+    assert len(harness.loop.scheduler.waiting) == 1
+    harness.loop.drain(Draining("closing"))
+    harness.iterate()
+    harness.source.faults = [(SessionExpired("restarted"), False)]
+    harness.until_idle()
+    for request in requests:
+        assert harness.tokens[request.request_id] == alone(request)
+    assert harness.loop.totals.recoveries == 1
+    harness.submit(make_request("late"))
+    harness.iterate()
+    assert isinstance(error_of(harness, "late"), Draining)  # a session opened anew opens no doors
 
 
 def test_a_thousand_requests_leave_every_map_flat() -> None:

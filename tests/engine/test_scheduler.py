@@ -278,6 +278,48 @@ def test_the_queue_is_bounded_beyond_what_can_run() -> None:
         scheduler.submit(make_request("r5"))
 
 
+def test_the_queue_is_bounded_in_tokens_too() -> None:
+    scheduler, _ = started(max_batch=1, max_queue_tokens=10)
+    scheduler.submit(make_request("runs", [1] * 30))  # takes the free place, whatever its length
+    serve(scheduler)
+    scheduler.submit(make_request("long", [1] * 30))  # and so does the first in an empty queue
+    with pytest.raises(QueueFull) as caught:
+        scheduler.submit(make_request("late", [1]))
+    error = caught.value
+    assert "30 tokens" in error.message and "10 tokens" in error.message
+    assert error.metadata == {"limit_tokens": "10", "queued_tokens": "30", "tokens": "1"}
+    scheduler.finish(scheduler.live["long"], Outcome(FinishReason.CANCELLED))
+    for name in ("a", "b"):
+        scheduler.submit(make_request(name, [1] * 5))
+    assert scheduler.waiting.tokens == 10
+    with pytest.raises(QueueFull):
+        scheduler.submit(make_request("c", [1]))
+    scheduler.finish(scheduler.live["runs"], Outcome(FinishReason.CANCELLED))
+    scheduler.submit(make_request("c", [1] * 5))  # "a" waits only for the next step
+    assert len(scheduler.waiting) == 3
+
+
+def test_a_refusal_tells_when_a_place_will_be_free() -> None:
+    scheduler, clock = started(max_batch=1, max_queue=10, max_queue_tokens=40)
+    for at in range(11):
+        scheduler.submit(make_request(f"r{at}", [1] * 4))
+    for at in range(4):
+        serve(scheduler)
+        clock.now += 2
+        scheduler.finish(scheduler.live[f"r{at}"], Outcome(FinishReason.CANCELLED))
+    for at in range(11, 15):
+        scheduler.submit(make_request(f"r{at}", [1] * 4))
+    serve(scheduler)
+    with pytest.raises(QueueFull) as caught:
+        scheduler.submit(make_request("late", [1] * 12))
+    assert caught.value.retry_after_s == pytest.approx(2.0)  # a place, by their number
+    scheduler.finish(scheduler.live["r14"], Outcome(FinishReason.CANCELLED))
+    with pytest.raises(QueueFull) as caught:
+        scheduler.submit(make_request("late", [1] * 12))
+    assert caught.value.metadata["queued_tokens"] == "36"
+    assert caught.value.retry_after_s == pytest.approx(2 * 8 / 5)  # 8 tokens too many, 4 to a request, 5 ended in 8 s
+
+
 def test_an_id_is_live_once() -> None:
     scheduler, _ = started()
     scheduler.submit(make_request("a"))

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,6 @@ from services import rpc
 from services.errors import ServiceError
 from tests.engine.running import RunningEngine, refused
 from tests.generation import collect, request
-
-PROTO = Path(__file__).parents[2] / "protos/rocmforge/engine/v1/engine.proto"
 
 
 @pytest.fixture(scope="module")
@@ -225,23 +222,6 @@ def test_what_does_not_fit_the_pool_at_all(tmp_path: Path) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("BatchGenerate", pb.BatchGenerateRequest()),
-        ("SubmitGeneration", pb.SubmitGenerationRequest()),
-        ("WatchGeneration", pb.WatchGenerationRequest()),
-        ("GetGeneration", pb.GetGenerationRequest()),
-        ("DeleteGeneration", pb.DeleteGenerationRequest()),
-        ("PurgeGenerations", pb.PurgeGenerationsRequest()),
-    ],
-)
-def test_not_served_yet(engine: RunningEngine, method: str, message: Any) -> None:
-    error = refused(lambda: getattr(engine.stub, method)(message))
-    assert (error.code, error.reason) == ("UNIMPLEMENTED", "NOT_IMPLEMENTED")
-    assert method in error.message
-
-
 # --- requests in flight -----------------------------------------------------------------------------------------------
 
 
@@ -386,20 +366,69 @@ def test_drain(tmp_path: Path) -> None:
         engine.close()
 
 
+def test_a_drain_tells_those_that_wait_and_lets_those_go_on_that_run(tmp_path: Path) -> None:
+    engine = RunningEngine(tmp_path, "--max-batch", "2").start()
+    try:
+        engine.steps.hold()
+        asked = [submitted("runs", 6), submitted("waits", 6)]
+        engine.stub.SubmitGeneration(asked[0])
+        running = engine.stub.Generate(request(max_tokens=6))
+        assert engine.steps.reached.wait(30)
+        waiting = engine.stub.Generate(request(max_tokens=6))
+        late = engine.stub.SubmitGeneration.future(asked[1])
+        while len(engine.engine.streams) < 4:
+            pass
+        engine.steps.release()
+        late.result(30)  # it is queued
+        engine.steps.hold()
+        watches = [engine.stub.WatchGeneration(pb.WatchGenerationRequest(request_id=n)) for n in ("runs", "waits")]
+        next(watches[0])
+        stopping = engine.begin(engine.engine.stop(30))
+        while health(engine.channel) == health_pb2.HealthCheckResponse.SERVING:
+            pass
+        # What was said before may be asked for as long as somebody is served, and the same submission again.
+        assert engine.stub.SubmitGeneration(asked[0]).generation.state == pb.GENERATION_STATE_RUNNING
+        error = refused(lambda: engine.stub.SubmitGeneration(submitted("new", 6)))
+        assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINING") and error.retry_after_s
+        engine.steps.release()
+        assert len(collect(running)[1]) == 6
+        error = refused(lambda: waiting)
+        assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINING") and error.retry_after_s
+        *_, last = watches[0]
+        assert last.response.finish.reason == pb.FINISH_REASON_LENGTH
+        *_, last = watches[1]
+        error = rpc.error_from_status(last.error)
+        assert error.reason == "DRAINING" and error.retry_after_s
+        stopping.result(30)
+        engine.stopped = True
+    finally:
+        engine.close()
+
+
+def submitted(name: str, max_tokens: int) -> pb.SubmitGenerationRequest:
+    return pb.SubmitGenerationRequest(request=request(max_tokens=max_tokens, request_id=name))
+
+
 def test_what_outlasts_the_grace_is_told_so(tmp_path: Path) -> None:
     engine = RunningEngine(tmp_path).start()
     try:
+        running = engine.stub.Generate(request(max_tokens=900))
+        next(running)
+        engine.stub.SubmitGeneration(submitted("alone", 900))
+        watch = engine.stub.WatchGeneration(pb.WatchGenerationRequest(request_id="alone"))
+        next(watch)
         engine.steps.hold()
-        running = engine.stub.Generate(request(max_tokens=500))
         assert engine.steps.reached.wait(30)
         stopping = engine.begin(engine.engine.stop(0.01))
         loop = engine.engine.loop
         assert loop is not None
-        while loop._inbox.empty():  # the grace is over and the thread was told
+        while loop._inbox.qsize() < 2:  # the grace is over and the thread was told
             pass
         engine.steps.release()
         error = refused(lambda: running)
-        assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINING")
+        assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINING") and "grace of 0.01 s is over" in error.message
+        *_, last = watch
+        assert rpc.error_from_status(last.error).message == error.message
         stopping.result(30)
         engine.stopped = True
         assert not loop.scheduler.live
@@ -423,11 +452,3 @@ def test_an_engine_that_cannot_find_its_daemon_says_so(tmp_path: Path) -> None:
         assert caught.value.reason == "KVCACHE_DOWN"
     finally:
         engine.close()
-
-
-def test_every_rpc_documents_its_reasons() -> None:
-    text = PROTO.read_text()
-    methods = pb.DESCRIPTOR.services_by_name["EngineService"].methods
-    for method in methods:
-        comment = re.search(rf"((?:  //.*\n)+)  rpc {method.name}\(", text)
-        assert comment is not None and "Reasons:" in comment[1], method.name

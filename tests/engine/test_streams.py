@@ -7,23 +7,28 @@ import asyncio
 import pytest
 
 from services.engine.loop import Event
-from services.engine.sequence import FinishReason, Outcome
-from services.engine.streams import REMEMBERED, REMEMBERED_S, News, Streams
-from services.errors import RequestExists, RequestUnknown
-from tests.engine.fakes import Clock
+from services.engine.sequence import FinishReason, Outcome, Sequence
+from services.engine.streams import REMEMBERED, REMEMBERED_S, Bundle, News, Stream, Streams
+from services.errors import FieldInvalid, RequestExists, RequestUnknown
+from tests.engine.fakes import Clock, make_request
 
 END = Outcome(FinishReason.LENGTH)
+
+
+def opened(streams: Streams, request_id: str) -> Stream:
+    stream = Stream()
+    streams.open(request_id, stream)
+    return stream
 
 
 def test_news_are_merged_for_a_slow_caller() -> None:
     async def body() -> None:
         streams = Streams()
-        stream = streams.open("a")
+        stream = opened(streams, "a")
         streams.deliver([Event("a", "x", (1,)), Event("b", "lost", (9,)), Event("a", "y", (2,))])
-        assert await stream.next() == News("xy", [1, 2], None)
-        last = Event("a", outcome=END)
-        streams.deliver([Event("a", "z", (3,)), last])
-        assert await stream.next() == News("z", [3], last)
+        assert await stream.next() == News("xy", (1, 2))
+        streams.deliver([Event("a", "z", (3,)), Event("a", outcome=END)])
+        assert await stream.next() == News("z", (3,), END)
 
     asyncio.run(body())
 
@@ -31,8 +36,11 @@ def test_news_are_merged_for_a_slow_caller() -> None:
 def test_waiting_for_news() -> None:
     async def body() -> None:
         streams = Streams()
-        stream = streams.open("a")
+        stream = opened(streams, "a")
         waiting = asyncio.ensure_future(stream.next())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        streams.deliver([Event("a", sequence=Sequence(make_request("a"), 1))])  # it is queued: no news
         await asyncio.sleep(0)
         assert not waiting.done()
         streams.deliver([Event("a", "x", (1,))])
@@ -48,13 +56,13 @@ def test_an_id_is_live_until_its_last_event_and_over_from_then_on() -> None:
         streams = Streams()
         with pytest.raises(RequestUnknown):
             streams.is_live("a")
-        streams.open("a")
+        opened(streams, "a")
         with pytest.raises(RequestExists):
-            streams.open("a")
+            opened(streams, "a")
         assert streams.is_live("a") and len(streams) == 1
         streams.deliver([Event("a", outcome=END)])
         assert not streams.is_live("a") and len(streams) == 0
-        streams.open("a")
+        opened(streams, "a")
         assert streams.is_live("a")
 
     asyncio.run(body())
@@ -65,7 +73,7 @@ def test_what_is_over_is_forgotten_by_count_and_by_time() -> None:
         clock = Clock()
         streams = Streams(clock)
         for at in range(REMEMBERED + 10):
-            streams.open(str(at))
+            opened(streams, str(at))
             streams.deliver([Event(str(at), outcome=END)])
         assert len(streams._over) == REMEMBERED
         with pytest.raises(RequestUnknown):
@@ -83,13 +91,39 @@ def test_waiting_until_none_is_live() -> None:
     async def body() -> None:
         streams = Streams()
         await streams.until_none()
-        streams.open("a")
-        streams.open("b")
+        opened(streams, "a")
+        opened(streams, "b")
         waiting = asyncio.ensure_future(streams.until_none())
         streams.deliver([Event("a", outcome=END)])
         await asyncio.sleep(0)
         assert not waiting.done()
         streams.deliver([Event("b", outcome=END)])
         await waiting
+
+    asyncio.run(body())
+
+
+def test_of_a_bundle_whoever_has_waited_longest_comes_first() -> None:
+    async def body() -> None:
+        bundle = Bundle(3)
+        one, other = bundle.stream(0), bundle.stream(1)
+        other.push(Event("b", "x", (1,)))
+        one.push(Event("a", "y", (2,)))
+        other.push(Event("b", "z", (3,)))
+        error = FieldInvalid("no")
+        bundle.fail(2, error)
+        assert await bundle.next() == (1, News("xz", (1, 3)))
+        other.push(Event("b", outcome=END))
+        assert await bundle.next() == (0, News("y", (2,)))
+        assert await bundle.next() == (2, News(outcome=Outcome(error=error)))
+        assert bundle.remaining == 2
+        assert await bundle.next() == (1, News(outcome=END))
+        waiting = asyncio.ensure_future(bundle.next())
+        await asyncio.sleep(0)
+        assert not waiting.done() and bundle.remaining == 1
+        one.push(Event("a", "", (4,)))
+        one.push(Event("a", outcome=END))
+        assert await waiting == (0, News("", (4,), END))
+        assert bundle.remaining == 0
 
     asyncio.run(body())

@@ -6,27 +6,54 @@ import re
 from pathlib import Path
 
 from services import errors
+from services.engine.turnover import LEAST_S, MOST_S
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_daemons_error_table_is_the_codes() -> None:
-    source = (ROOT / "services" / "errors.py").read_text()
-    section = source.split("# --- the KV-cache daemon")[1].split("# --- the engine")[0]
-    names = ["FieldInvalid", "Internal", *re.findall(r"^class (\w+)", section, re.MULTILINE)]
-    text = (ROOT / "docs" / "daemon.md").read_text()
-    documented = re.findall(r"^\| `([A-Z_]+)` \| `([A-Z_]+)` \| (.*) \| (.*) \|$", text, re.MULTILINE)
-    told = {(reason, code, retry.strip(), meaning) for reason, code, retry, meaning in documented}
+def table(page: str) -> set[tuple[str, str, str, str]]:
+    """Reason, status, retry and meaning of each row of a page's table of errors."""
+    rows = re.findall(r"^\| `([A-Z_]+)` \| `([A-Z_]+)` \| (.*) \| (.*) \|$", page, re.MULTILINE)
+    return {(reason, code, retry.strip(), meaning) for reason, code, retry, meaning in rows}
+
+
+def rows(names: list[str]) -> set[tuple[str, str, str, str]]:
+    """What a table has to say of these errors."""
     expected = set()
     for kind in (getattr(errors, name) for name in names):
         retry = f"after {kind.retry_after_s:g} s" if kind.retry_after_s else ""
+        if kind is errors.QueueFull:
+            retry = f"{LEAST_S:g} to {MOST_S:g} s, estimated"
         expected.add((kind.reason, kind.code, retry, kind.__doc__.strip().splitlines()[0]))
-    assert told == expected
+    return expected
+
+
+def names_between(begin: str, end: str | None) -> list[str]:
+    section = (ROOT / "services" / "errors.py").read_text().split(begin)[1]
+    return re.findall(r"^class (\w+)", section.split(end)[0] if end else section, re.MULTILINE)
+
+
+def test_the_daemons_error_table_is_the_codes() -> None:
+    names = ["FieldInvalid", "Internal", *names_between("# --- the KV-cache daemon", "# --- the engine")]
+    assert table((ROOT / "docs" / "daemon.md").read_text()) == rows(names)
+
+
+def test_the_engines_error_table_is_the_codes() -> None:
+    own = set(names_between("# --- the engine", None)) - {"ModelInvalid"}  # which ends the start, and no call
+    assert table((ROOT / "docs" / "api.md").read_text()) == rows(["FieldInvalid", "Internal", "ExceedsPool", *own])
+
+
+def test_every_rpc_of_the_engine_has_an_example() -> None:
+    proto = (ROOT / "protos" / "rocmforge" / "engine" / "v1" / "engine.proto").read_text()
+    page = (ROOT / "docs" / "api.md").read_text()
+    methods = re.findall(r"^  rpc (\w+)\(", proto, re.MULTILINE)
+    assert methods
+    assert [name for name in methods if f"rocmforge.engine.v1.EngineService/{name}\n" not in page] == []
 
 
 def test_structures_names_every_module() -> None:
     text = (ROOT / "docs" / "structures.md").read_text()
-    for package in ("services", "services/kvcache", "services/engine"):
+    for package in ("services", "services/kvcache", "services/engine", "services/engine/cli"):
         modules = [path.name for path in (ROOT / package).glob("*.py") if not path.name.startswith("__")]
         missing = [name for name in modules if f"`{name}`" not in text and f"/{name}`" not in text]
         assert not missing, f"docs/structures.md does not tell what {missing} of {package} are"

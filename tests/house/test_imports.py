@@ -19,7 +19,10 @@ KVCACHE = (
     *("layout", "lru", "pages", "prefix", "sequence", "sequences", "sessions", "quarantine", "pool", "pools"),
     *("cache", "events", "explain", "demand", "density", "eviction", "reuse"),
 )
-ENGINE = ("sequence", "scheduler", "admission", "pagesource", "localpages", "generations")
+ENGINE = (
+    *("sequence", "scheduler", "admission", "waiting", "turnover", "deadlines", "pagesource", "localpages"),
+    *("loop", "streams", "generation", "generations"),
+)
 DOMAIN = {
     "services.errors",
     *(f"services.kvcache.{name}" for name in KVCACHE),
@@ -28,7 +31,8 @@ DOMAIN = {
 NOT_IN_DOMAIN = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "rocmforge", "numpy", "cupy")
 
 #: Modules that may import generated code: the edges where messages come in and go out.
-EDGES = {"servicer", "messages", "server", "kvclient", "client", "__main__"}
+EDGES = {"servicer", "messages", "server", "kvclient", "__main__"}
+CLIENTS = ("services.engine.cli",)
 
 
 def imported(source: str, module: str, is_package: bool = False) -> Iterator[str]:
@@ -106,7 +110,8 @@ def generated_inside(modules: Imports) -> list[str]:
     return [
         f"{module} imports {name}"
         for module, names in modules.items()
-        if within(module, ["services"]) and module != "services.rpc" and module.rpartition(".")[2] not in EDGES
+        if within(module, ["services"]) and module != "services.rpc" and not within(module, CLIENTS)
+        if module.rpartition(".")[2] not in EDGES
         for name in sorted(names)
         if within(name, ["rocmforge"])
     ]

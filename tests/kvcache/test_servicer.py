@@ -474,3 +474,11 @@ def test_every_documented_reason_is_reached() -> None:
     reached["OpenSession"] |= {"ATTACH_BUSY", "GPU_ERROR"}
     reached["AttachSession"].add("GPU_ERROR")
     assert reached == documented
+
+
+@pytest.mark.parametrize("body", [b"\x0a\x02\xff\xfe", b"\x0a\xff"], ids=["UTF-8", "wire format"])
+def test_a_message_that_cannot_be_read(running: Running, body: bytes) -> None:
+    call = running.channel.unary_unary("/rocmforge.kvcache.v1.KvCacheService/OpenSession")
+    error = refused(lambda: call(body))
+    assert (error.code, error.reason) == ("INVALID_ARGUMENT", "FIELD_INVALID")
+    assert "OpenSessionRequest" in error.message

@@ -1,0 +1,235 @@
+"""``python -m services.engine batch``: a file of prompts through the engine, a line of JSON in, a line of JSON out."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+import grpc
+
+from rocmforge.engine.v1 import engine_pb2 as pb
+from rocmforge.engine.v1 import engine_pb2_grpc
+from services import rpc
+from services.engine.cli import call
+from services.engine.cli.lines import Item, Output, count, items, keep_what_is_done
+from services.engine.cli.progress import Progress
+from services.engine.cli.request import Unfit, add_flags, from_fields, given
+from services.errors import ServiceError
+
+NAME = "batch"
+
+MAX_CONCURRENCY = 1024
+#: Items of one call at most: so many wait for the slowest of them before their places are taken again.
+ITEMS_A_CALL = 8
+_LOST_RETRY_S = 1.0
+
+
+class Lost(Exception):
+    """A call that nobody answered, or that ended with its engine; ``items`` are those it had not brought to an end."""
+
+    def __init__(self, message: str, items: list[Item]) -> None:
+        super().__init__(message)
+        self.items = items
+
+
+class Batch:
+    """Takes items from ``items`` and brings each to its line of output.
+
+    ``run`` is called by ``threads`` threads; each has some items in one call at a time. An item that may succeed later
+    is tried again, ``retries`` times, when the engine says so; and so are calls that no engine answered.
+    """
+
+    def __init__(self, items: Iterator[Item], output: Output, target: str, concurrency: int, retries: int) -> None:
+        self._items = items
+        self._output = output
+        self._target = target
+        self._items_a_call = max(1, min(ITEMS_A_CALL, concurrency // 4))
+        self._retries = retries
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self.threads = self._working = -(-concurrency // self._items_a_call)
+        self.ended = threading.Event()  # nobody works any more, or there is a failure
+        self.failure: BaseException | None = None
+
+    def stop(self) -> None:
+        """Have every thread end soon; the channel's closing ends their calls."""
+        self._stopped.set()
+
+    def run(self, stub: Any) -> None:
+        """Work until there is nothing left."""
+        again: list[Item] = []
+        lost = 0
+        try:
+            while not self._stopped.is_set():
+                items = [*again, *self._take(self._items_a_call - len(again))]
+                if not items:
+                    return
+                try:
+                    again, delay_s = self._call(stub, items)
+                    lost = 0
+                except Lost as error:
+                    again, delay_s, lost = error.items, _LOST_RETRY_S, lost + 1
+                    if lost > self._retries:
+                        raise
+                if again:
+                    self._stopped.wait(delay_s)
+        except BaseException as failure:
+            if not self._stopped.is_set():
+                self.failure = failure
+            self.ended.set()
+        finally:
+            with self._lock:
+                self._working -= 1
+                if not self._working:
+                    self.ended.set()
+
+    def _take(self, count: int) -> list[Item]:
+        with self._lock:
+            return [item for _, item in zip(range(count), self._items, strict=False)]
+
+    def _call(self, stub: Any, items: list[Item]) -> tuple[list[Item], float]:
+        """Have items answered. Returns those to be tried again, and after how many seconds."""
+        left, again, delays = dict(enumerate(items)), list[Item](), [0.0]
+
+        def give_up_or_retry(index: int, error: ServiceError) -> None:
+            item = left.pop(index)
+            item.attempts += 1
+            if error.retry_after_s is None or item.attempts > self._retries:
+                error.field = error.field.removeprefix(f"requests[{index}].")
+                self._output.failed(item, error)
+                return
+            item.restart()
+            again.append(item)
+            delays.append(error.retry_after_s)
+
+        try:
+            for one in stub.BatchGenerate(pb.BatchGenerateRequest(requests=[item.request for item in items])):
+                if one.WhichOneof("result") == "error":
+                    give_up_or_retry(one.index, rpc.error_from_status(one.error))
+                    continue
+                item = left[one.index]
+                item.text.append(one.response.text)
+                item.token_ids.extend(one.response.token_ids)
+                if one.response.HasField("finish"):
+                    del left[one.index]
+                    self._output.finished(item, one.response.finish)
+        except grpc.RpcError as failed:
+            error = call.failure(failed, self._target)
+            if self._stopped.is_set() or (error.code == "UNAVAILABLE" and error.retry_after_s is None):
+                for item in left.values():
+                    item.restart()
+                raise Lost(call.describe(error), [*again, *left.values()]) from failed
+            for index in list(left):
+                give_up_or_retry(index, error)
+        return again, max(delays)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status; 1 when an item failed. What was written before an interrupt stays."""
+    flags = _parser().parse_args(arguments)
+    try:
+        if not 1 <= flags.concurrency <= MAX_CONCURRENCY:
+            raise Unfit(f"--concurrency {flags.concurrency}: want 1 to {MAX_CONCURRENCY}")
+        if flags.retries < 0:
+            raise Unfit(f"--retries {flags.retries}: want 0 or more")
+        if flags.resume and not flags.output:
+            raise Unfit("--resume continues what is in --output FILE, which is missing")
+        from_fields({}, given(flags))
+        return _run(flags)
+    except Unfit as unfit:
+        call.say(NAME, str(unfit))
+        return 2
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            call.drop_output()
+            return 1
+        call.say(NAME, f"{error.filename or flags.output}: {error.strerror}")
+        return 2
+    except Lost as lost:
+        call.say(NAME, str(lost))
+        return 1
+
+
+def _run(flags: argparse.Namespace) -> int:
+    with ExitStack() as files:
+        source, total = sys.stdin.buffer, None
+        if flags.input != "-":
+            source = files.enter_context(Path(flags.input).open("rb"))
+            total = count(source)
+        done: set[int] = set()
+        file: TextIO = sys.stdout
+        if flags.output:
+            path = Path(flags.output)
+            if flags.resume:
+                done = keep_what_is_done(path)
+            elif path.exists():
+                raise Unfit(f"{path} exists: --resume continues it")
+            file = files.enter_context(path.open("a", encoding="utf-8"))
+        elif isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")
+        progress = Progress(sys.stderr, None if total is None else max(0, total - len(done)))
+        try:
+            return _process(flags, source, done, Output(file, progress, flags.token_ids))
+        finally:
+            progress.close()
+
+
+def _process(flags: argparse.Namespace, source: Any, done: set[int], output: Output) -> int:
+    todo = items(source, done, given(flags), output)
+    batch = Batch(todo, output, flags.target, flags.concurrency, flags.retries)
+    try:
+        _work(batch, flags.target)
+    except KeyboardInterrupt:
+        return 130
+    if batch.failure is not None:
+        raise batch.failure
+    return 1 if output.progress.failed else 0
+
+
+def _work(batch: Batch, target: str) -> None:
+    """Have the batch worked on by threads until it is done, has failed, or is interrupted."""
+    with call.connect(target) as channel:
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        workers = [threading.Thread(target=batch.run, args=(stub,), daemon=True) for _ in range(batch.threads)]
+        for worker in workers:
+            worker.start()
+        try:
+            batch.ended.wait()
+        finally:
+            batch.stop()
+            channel.close()
+            for worker in workers:
+                worker.join()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = call.parser(
+        NAME,
+        'Generate for each line of INPUT, an object as {"prompt": "...", "id": "...", "max_tokens": 8}, and write a '
+        "line for each as it is done, in any order, with the number of its input line as index, from 0, and its text, "
+        "or its error. Flags hold for lines that do not say otherwise.",
+    )
+    parser.add_argument("input", nargs="?", default="-", metavar="INPUT", help="lines of JSON; - is standard input")
+    parser.add_argument("--output", metavar="FILE", help="where lines go (default: standard output)")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with FILE: what is done there is not done again, what failed is"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=32, metavar="N", help="items in the engine at a time (default %(default)s)"
+    )
+    parser.add_argument(
+        "--retries",
+        type=int,
+        default=10,
+        metavar="N",
+        help="how often an item is tried again when the engine is full or gone (default %(default)s)",
+    )
+    parser.add_argument("--token-ids", action="store_true", help="write the tokens' ids, too")
+    add_flags(parser)
+    return parser

@@ -1,0 +1,81 @@
+"""What every command does around its call: the flag that says where the engine is, and one line when it fails."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from rocmforge.engine.v1 import engine_pb2_grpc
+from services import rpc
+from services.errors import ServiceError
+from services.flags import runtime_dir
+
+
+def parser(command: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the flags that all commands have."""
+    made = argparse.ArgumentParser(prog=f"python -m services.engine {command}", description=description)
+    made.add_argument(
+        "--target",
+        default=f"unix:{runtime_dir() / 'engine.sock'}",
+        metavar="ADDR",
+        help="the engine: unix:/path or host:port (default %(default)s)",
+    )
+    return made
+
+
+def say(command: str, sentence: str) -> None:
+    """One line on standard error."""
+    print(f"rocmforge {command}: {sentence}", file=sys.stderr)
+
+
+def describe(error: ServiceError) -> str:
+    """An error in a line."""
+    return f"{error.reason}: {error.message}"
+
+
+def failure(error: grpc.RpcError, target: str) -> ServiceError:
+    """The error behind a failed call. One that never reached an engine says so."""
+    found = rpc.error_from(error)
+    if found.reason == "UNKNOWN":
+        name = error.code().name
+        found = type("Lost", (ServiceError,), {"code": name, "reason": name})(found.message)
+        if name == "UNAVAILABLE":
+            found.message = f"no engine at {target}: {found.message}"
+    return found
+
+
+def connect(target: str) -> grpc.Channel:
+    """A channel that no proxy of the environment comes into."""
+    return grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
+
+
+def run(command: str, target: str, body: Callable[[Any], int]) -> int:
+    """Call ``body`` with a stub, and return its exit status or that of how it failed.
+
+    An interrupt ends its calls, and so does a reader of standard output that leaves.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? for it
+    with connect(target) as channel:
+        try:
+            return body(engine_pb2_grpc.EngineServiceStub(channel))
+        except grpc.RpcError as error:
+            say(command, describe(failure(error, target)))
+            return 1
+        except BrokenPipeError:
+            drop_output()
+            return 1
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return 130
+
+
+def drop_output() -> None:
+    """Let what is still to be flushed at the interpreter's end go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

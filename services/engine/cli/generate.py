@@ -1,0 +1,45 @@
+"""``python -m services.engine generate``: stream a completion to the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from typing import Any
+
+from services.engine.cli import call
+from services.engine.cli.answer import print_text, summary
+from services.engine.cli.request import Unfit, add_flags, add_prompt, from_flags
+
+NAME = "generate"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status. An interrupt cancels the request, and so does a reader of the output that leaves."""
+    flags = _parser().parse_args(arguments)
+    try:
+        if flags.timeout is not None and not 0 < flags.timeout < math.inf:
+            raise Unfit(f"--timeout {flags.timeout:g}: want more than 0 seconds")
+        request = from_flags(flags)
+    except Unfit as unfit:
+        call.say(NAME, str(unfit))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+    def body(stub: Any) -> int:
+        finish = print_text(stub.Generate(request, timeout=flags.timeout))
+        if flags.show_usage and finish is not None:
+            print(summary(finish), file=sys.stderr)
+        return 0
+
+    return call.run(NAME, flags.target, body)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = call.parser(NAME, "Stream a completion of PROMPT to standard output.")
+    add_prompt(parser)
+    add_flags(parser)
+    parser.add_argument("--timeout", type=float, metavar="S", help="seconds the whole call may take (default: no end)")
+    parser.add_argument("--show-usage", action="store_true", help="tell counts, times and the seed on standard error")
+    return parser

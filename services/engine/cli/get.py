@@ -1,0 +1,47 @@
+"""``python -m services.engine get``: what a submitted generation has said so far."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from google.protobuf import json_format
+
+from rocmforge.engine.v1 import engine_pb2 as pb
+from services import rpc
+from services.engine.cli import call
+
+NAME = "get"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status; 1 if the generation failed."""
+    flags = _parser().parse_args(arguments)
+    try:
+        message = pb.GetGenerationRequest(request_id=flags.id)
+    except UnicodeError:
+        call.say(NAME, "ID must be UTF-8")
+        return 2
+
+    def body(stub: Any) -> int:
+        generation = stub.GetGeneration(message).generation
+        failed = generation.HasField("error")
+        if flags.json:
+            print(json_format.MessageToJson(generation, preserving_proto_field_name=True))
+        else:
+            if generation.text:
+                print(generation.text, end="" if generation.text.endswith("\n") else "\n")
+            if failed:
+                call.say(NAME, call.describe(rpc.error_from_status(generation.error)))
+            elif not generation.HasField("finish"):
+                call.say(NAME, f"not done: {len(generation.token_ids)} tokens so far")
+        return 1 if failed else 0
+
+    return call.run(NAME, flags.target, body)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = call.parser(NAME, "Print what a submitted generation has said so far.")
+    parser.add_argument("id", metavar="ID", help="what `submit` printed")
+    parser.add_argument("--json", action="store_true", help="print all there is to know of it as JSON")
+    return parser

@@ -1,0 +1,64 @@
+"""``python -m services.engine submit``: start a generation that goes on by itself, and print its id."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from google.protobuf import duration_pb2
+
+from rocmforge.engine.v1 import engine_pb2 as pb
+from services.engine.cli import call
+from services.engine.cli.request import Unfit, add_flags, add_prompt, from_flags
+
+NAME = "submit"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    flags = _parser().parse_args(arguments)
+    try:
+        message = pb.SubmitGenerationRequest(request=from_flags(flags))
+        for name in ("timeout", "retention"):
+            _put_span(message, name, getattr(flags, name))
+        message.request.request_id = flags.id
+    except Unfit as unfit:
+        call.say(NAME, str(unfit))
+        return 2
+    except UnicodeError:
+        call.say(NAME, "--id must be UTF-8")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+    def body(stub: Any) -> int:
+        print(stub.SubmitGeneration(message).generation.request_id)
+        return 0
+
+    return call.run(NAME, flags.target, body)
+
+
+def _put_span(message: pb.SubmitGenerationRequest, name: str, seconds: float | None) -> None:
+    if seconds is None:
+        return
+    try:
+        span = duration_pb2.Duration()
+        span.FromNanoseconds(round(seconds * 1e9))
+    except (ValueError, OverflowError) as error:  # not finite, or beyond what a Duration holds
+        raise Unfit(f"--{name} {seconds:g}: out of range") from error
+    getattr(message, name).CopyFrom(span)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = call.parser(
+        NAME,
+        "Start a completion of PROMPT that goes on by itself, and print its id: `watch`, `get` and `cancel` take it.",
+    )
+    add_prompt(parser)
+    add_flags(parser)
+    parser.add_argument(
+        "--id", default="", metavar="ID", help="its id; the same submission again changes nothing (default: a new one)"
+    )
+    parser.add_argument("--timeout", type=float, metavar="S", help="seconds until it must be done (default: no end)")
+    parser.add_argument("--retention", type=float, metavar="S", help="seconds it is kept then (default: the engine's)")
+    return parser

@@ -1,0 +1,112 @@
+"""Domain to proto and back: what a request's end, its usage and a generation look like on the wire."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from google.protobuf import duration_pb2, timestamp_pb2
+
+from rocmforge.engine.v1 import engine_pb2 as pb
+from services import rpc
+from services.engine.generation import Generation, GenerationState
+from services.engine.sequence import FinishReason, Outcome, Usage
+from services.engine.streams import News
+from services.errors import ServiceError
+
+DOMAIN = "rocmforge.engine"
+
+_REASONS = {
+    FinishReason.EOS: pb.FINISH_REASON_EOS,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+}
+_STATES = {
+    GenerationState.QUEUED: pb.GENERATION_STATE_QUEUED,
+    GenerationState.RUNNING: pb.GENERATION_STATE_RUNNING,
+    GenerationState.DONE: pb.GENERATION_STATE_DONE,
+    GenerationState.FAILED: pb.GENERATION_STATE_FAILED,
+}
+
+
+def fingerprint(message: Any) -> bytes:
+    """16 bytes that two different messages of a type do not share."""
+    return hashlib.blake2b(message.SerializeToString(deterministic=True), digest_size=16).digest()
+
+
+def error_of(news: News) -> ServiceError | None:
+    """The error that ended the request, if one did."""
+    return news.outcome.error if news.outcome is not None else None
+
+
+def status(error: ServiceError) -> Any:
+    """An error as the google.rpc.Status that a message carries."""
+    return rpc.status_of(error, DOMAIN)
+
+
+def response(request_id: str, seed: int, news: News) -> pb.GenerateResponse | None:
+    """News of a request as a response; None when there is nothing to tell, but an error perhaps."""
+    finish = finish_of(news.outcome, news.usage, seed)
+    if finish is None and not news.token_ids:
+        return None
+    return pb.GenerateResponse(request_id=request_id, text=news.text, token_ids=news.token_ids, finish=finish)
+
+
+def finish_of(outcome: Outcome | None, usage: Usage | None, seed: int) -> pb.Finish | None:
+    """How a request ended; None while it has not, and when it was by an error."""
+    if outcome is None or outcome.reason is None:
+        return None
+    finish = pb.Finish(reason=_REASONS[outcome.reason], seed=seed, usage=usage_of(usage))
+    if outcome.stop_token_id is not None:
+        finish.stop_token_id = outcome.stop_token_id
+    elif outcome.stop_text is not None:
+        finish.stop_text = outcome.stop_text
+    return finish
+
+
+def usage_of(usage: Usage | None) -> pb.Usage | None:
+    """What a request took."""
+    if usage is None:
+        return None
+    message = pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        preemptions=usage.preemptions,
+    )
+    for field, seconds in (
+        (message.queue_time, usage.queue_s),
+        (message.time_to_first_token, usage.first_token_s),
+        (message.total_time, usage.total_s),
+    ):
+        if seconds is not None:
+            field.CopyFrom(duration_of(seconds))
+    return message
+
+
+def generation_of(generation: Generation, expires_in_s: float | None, now: float) -> pb.Generation:
+    """A generation with all of its output; ``now`` is the time of day in seconds since the epoch."""
+    text, token_ids = generation.read(0, generation.num_tokens)
+    message = pb.Generation(
+        request_id=generation.request_id,
+        state=_STATES[generation.state],
+        text=text,
+        token_ids=token_ids,
+        finish=finish_of(generation.outcome, generation.usage, generation.seed),
+        usage=usage_of(generation.usage),
+    )
+    if generation.outcome is not None and generation.outcome.error is not None:
+        message.error.CopyFrom(status(generation.outcome.error))
+    if expires_in_s is not None:
+        expiry = timestamp_pb2.Timestamp()
+        expiry.FromNanoseconds(int((now + expires_in_s) * 1e9))
+        message.expire_time.CopyFrom(expiry)
+    return message
+
+
+def duration_of(seconds: float) -> duration_pb2.Duration:
+    """Seconds as a Duration, which is never negative here."""
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(max(0, int(seconds * 1e9)))
+    return duration

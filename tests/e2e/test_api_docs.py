@@ -1,0 +1,80 @@
+"""The calls of docs/api.md, typed as they stand there: a fresh engine answers what is printed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Pair
+from tests.e2e.test_grpcurl import GRPCURL, messages
+from tests.processes import ROOT
+
+ADDRESS = "127.0.0.1:50051"
+#: What differs from run to run, and from one way of being scheduled to another.
+VOLATILE = {
+    *("queueTime", "timeToFirstToken", "totalTime", "expireTime", "pageWait", "kvcacheEpoch", "steps", "pageCalls"),
+}
+
+pytestmark = pytest.mark.skipif(GRPCURL is None, reason="grpcurl is not on PATH nor in build/bin")
+
+
+def examples() -> list[tuple[str, str]]:
+    """The commands of the page, in order, and what it says that they print."""
+    blocks = re.findall(r"^```\n\$ (.*?)\n```$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE | re.DOTALL)
+    found = []
+    for block in blocks:
+        typed = re.match(r".*?EngineService/\w+$", block, re.MULTILINE | re.DOTALL)
+        assert typed is not None, block
+        found.append((typed[0], block[typed.end() :]))
+    return found
+
+
+def steady(value: Any) -> Any:
+    """A message without what differs from run to run."""
+    if isinstance(value, list):
+        return [steady(item) for item in value]
+    if isinstance(value, dict):
+        return {key: "*" if key in VOLATILE else steady(item) for key, item in value.items()}
+    return "live" if value in ("GENERATION_STATE_QUEUED", "GENERATION_STATE_RUNNING") else value
+
+
+def folded(answers: list[Any]) -> dict[Any, Any]:
+    """A stream's answers by request, since how much of a text comes at a time differs."""
+    whole: dict[Any, Any] = {}
+    for answer in answers:
+        response = answer.get("response", answer)
+        one = whole.setdefault((answer.get("index"), response.get("requestId")), {"text": "", "tokenIds": []})
+        one.update({key: item for key, item in {**answer, **response}.items() if key not in ("text", "tokenIds")})
+        one.pop("response", None)
+        one["text"] += response.get("text", "")
+        one["tokenIds"] += response.get("tokenIds", [])
+    return whole
+
+
+def words(output: str) -> list[str]:
+    """An error as grpcurl prints it, whatever the version: keys in one case, spaces aside."""
+    return re.sub(r"_(\w)", lambda match: match[1].upper(), output).split()
+
+
+def test_every_example_prints_what_the_page_says(pair: Pair) -> None:
+    while not pair.engine.events("engine_serving"):  # where it tells its address
+        pass
+    told = examples()
+    assert len(told) >= 12
+    for command, printed in told:
+        typed = shlex.split(command.replace("\\\n", " ").replace(ADDRESS, pair.engine.tcp()))
+        assert typed[0] == "grpcurl"
+        done = subprocess.run([str(GRPCURL), *typed[1:]], capture_output=True, text=True, timeout=60)
+        if printed.lstrip().startswith("ERROR:"):
+            assert words(done.stderr) == words(printed), command
+            continue
+        assert done.returncode == 0, done.stderr
+        expected, answered = messages(printed.lstrip()), messages(done.stdout)
+        if re.search(r"EngineService/(Generate|BatchGenerate|WatchGeneration)$", command):
+            assert steady(folded(answered)) == steady(folded(expected)), command
+        else:
+            assert steady(answered) == steady(expected), command

@@ -1,0 +1,351 @@
+"""The terminal's commands against an engine: what they print, how they fail, and a batch that can go on."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocmforge.engine.v1 import engine_pb2 as pb
+from services.engine import cli
+from services.engine.cli.progress import Progress
+from tests.engine.fakes import Clock
+from tests.engine.running import RunningEngine
+from tests.generation import collect, request
+from tests.processes import ROOT
+
+Engine = RunningEngine
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    limits = ["--max-batch", "4", "--max-queue", "4", "--local-pages", "256"]
+    one = RunningEngine(tmp_path_factory.mktemp("e"), *limits)
+    yield one.start()
+    one.close()
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """Shared by this module's tests; each leaves it idle."""
+    yield shared
+    shared.steps.release()
+    shared.idle()
+
+
+def run(engine: Engine, command: str, *arguments: str) -> int:
+    return cli.run(command, [*arguments, "--target", engine.address])
+
+
+GREEDY = ["--temperature", "0", "--max-tokens", "12"]
+
+
+def expected(engine: Engine, prompt: str = "ROMEO:", max_tokens: int = 12) -> str:
+    return collect(engine.stub.Generate(request(prompt, max_tokens, stopping={"ignore_eos": False})))[0]
+
+
+def printed(text: str) -> str:
+    return text if text.endswith("\n") else f"{text}\n"
+
+
+# --- one generation ---------------------------------------------------------------------------------------------------
+
+
+def test_submit_watch_get_status_and_cancel(engine: Engine, capsys: Captured) -> None:
+    text = printed(expected(engine))
+    assert run(engine, "submit", "ROMEO:", *GREEDY) == 0
+    name = capsys.readouterr().out.strip()
+    assert run(engine, "watch", name, "--show-usage") == 0
+    shown = capsys.readouterr()
+    assert shown.out == text and shown.err.startswith("length; prompt 2 tokens") and "seed" in shown.err
+    assert run(engine, "get", name) == 0
+    assert capsys.readouterr().out == text
+    assert run(engine, "get", name, "--json") == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert printed(whole["text"]) == text and len(whole["token_ids"]) == 12
+    assert run(engine, "watch", name, "--from-token", "12") == 0
+    assert capsys.readouterr().out == ""
+    assert run(engine, "status", name) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{name}: done (length)" and "completion 12 tokens" in lines[1]
+    assert lines[2].startswith("kept for 3") and lines[2].endswith(" s more")
+    assert run(engine, "cancel", name) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_same_submission_again_and_another(engine: Engine, capsys: Captured) -> None:
+    again = ["submit", "ROMEO:", *GREEDY, "--id", "mine", "--timeout", "60", "--retention", "100"]
+    assert run(engine, *again) == run(engine, *again) == 0
+    assert capsys.readouterr().out == "mine\nmine\n"
+    assert run(engine, *again, "--seed", "5") == 1
+    assert capsys.readouterr().err.startswith("rocmforge submit: REQUEST_EXISTS: ")
+    engine.idle()
+    kept = engine.stub.GetGeneration(pb.GetGenerationRequest(request_id="mine")).generation
+    assert kept.finish.reason == pb.FINISH_REASON_LENGTH
+
+
+def test_one_that_runs_and_is_cancelled(engine: Engine, capsys: Captured) -> None:
+    engine.steps.hold()
+    assert run(engine, "submit", "x", "--max-tokens", "900", "--id", "long") == 0
+    assert run(engine, "get", "long") == 0
+    assert "rocmforge get: not done: 0 tokens so far" in capsys.readouterr().err
+    assert run(engine, "cancel", "nobody", "long") == 1
+    assert capsys.readouterr().err.startswith("rocmforge cancel: REQUEST_UNKNOWN: ")
+    engine.steps.release()
+    assert run(engine, "watch", "long") == 0
+    assert run(engine, "status", "long") == 0
+    assert "long: done (cancelled)\n" in capsys.readouterr().out
+
+
+def test_one_that_fails(engine: Engine, capsys: Captured) -> None:
+    engine.steps.hold()
+    began = time.monotonic()
+    assert run(engine, "submit", "x", "--max-tokens", "900", "--timeout", "0.05", "--id", "late") == 0
+    while time.monotonic() < began + 0.1:
+        pass
+    engine.steps.release()
+    capsys.readouterr()
+    for command in ("watch", "get"):
+        assert run(engine, command, "late") == 1
+        assert f"rocmforge {command}: DEADLINE_EXCEEDED: not done in time" in capsys.readouterr().err
+    assert run(engine, "status", "late") == 0
+    assert capsys.readouterr().out.startswith("late: failed (DEADLINE_EXCEEDED: not done in time")
+
+
+def test_the_status_of_the_engine(engine: Engine, capsys: Captured) -> None:
+    assert run(engine, "status") == 0
+    lines = capsys.readouterr().out.splitlines()
+    words = {line.split()[0]: line for line in lines}
+    assert "shakespeare (LlamaForCausalLM, 3.7 M parameters)" in words["model"]
+    assert words["state"].split() == ["state", "serving"]
+    assert "0 running, 0 of 4 queued" in words["requests"] and "of 67108864 bytes" in words["generations"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["submit", "x", "--timeout", "nan"], 2, "rocmforge submit: --timeout nan: out of range"),
+        (["submit", "x", "--retention", "1e30"], 2, "rocmforge submit: --retention 1e+30: out of range"),
+        (["submit", "x", "--timeout", "-1"], 1, "rocmforge submit: FIELD_INVALID: timeout is -1 s"),
+        (["submit", "x", "--max-tokens", "-1"], 2, "rocmforge submit: --max-tokens -1: out of range"),
+        (["submit", "x", "--id", "\udcff"], 2, "rocmforge submit: --id must be UTF-8"),
+        (["submit", "x", "--id", "y" * 129], 1, "rocmforge submit: FIELD_INVALID: request_id has 129 characters"),
+        (["submit", "\udcff"], 2, "rocmforge submit: PROMPT and --stop must be UTF-8"),
+        (["watch", "nobody"], 1, "rocmforge watch: REQUEST_UNKNOWN: no submitted generation 'nobody'"),
+        (["watch", "x", "--from-token", "-1"], 2, "rocmforge watch: --from-token -1: out of range"),
+        (["watch", "\udcff"], 2, "rocmforge watch: ID must be UTF-8"),
+        (["get", "nobody"], 1, "rocmforge get: REQUEST_UNKNOWN"),
+        (["get", "\udcff"], 2, "rocmforge get: ID must be UTF-8"),
+        (["status", "nobody"], 1, "rocmforge status: REQUEST_UNKNOWN"),
+        (["cancel", "\udcff"], 2, "rocmforge cancel: ID must be UTF-8"),
+        (["batch", "--concurrency", "0"], 2, "rocmforge batch: --concurrency 0: want 1 to 1024"),
+        (["batch", "--retries", "-1"], 2, "rocmforge batch: --retries -1: want 0 or more"),
+        (["batch", "--resume"], 2, "rocmforge batch: --resume continues what is in --output FILE"),
+        (["batch", "--top-k", "-1"], 2, "rocmforge batch: top_k cannot be -1"),
+        (["batch", "/nonexistent"], 2, "rocmforge batch: /nonexistent: No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(
+    engine: Engine, capsys: Captured, arguments: list[str], status: int, says: str
+) -> None:
+    assert run(engine, *arguments) == status
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith(says) and shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help_and_says_when_nobody_is_there(
+    command: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.run(command, ["--help"])
+    assert ended.value.code == 0 and f"services.engine {command}" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "x"}\n')))
+    more = {"status": [], "batch": ["--retries", "0"]}.get(command, ["x"])
+    target = f"unix:{tmp_path}/none.sock"
+    assert cli.run(command, [*more, "--target", target]) == 1
+    assert capsys.readouterr().err.startswith(f"rocmforge {command}: UNAVAILABLE: no engine at {target}: ")
+
+
+# --- a batch ----------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def records(text: str) -> dict[int, dict[str, Any]]:
+    found = [json.loads(line) for line in text.splitlines()]
+    assert len({record["index"] for record in found}) == len(found)
+    return {record["index"]: record for record in found}
+
+
+def test_a_line_for_each_line(engine: Engine, capsys: Captured, tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in",
+        {"prompt": "ROMEO:", "id": "first"},
+        "",
+        "nonsense",
+        [1],
+        {"prompt": "x", "top_p": 7},
+        {"prompt": [1, 2, 3], "max_tokens": 2, "seed": 3, "temperature": 1.0},
+        {"prompt": "x", "bogus": 7},
+        '{"prompt": "\\ud800", "id": "half"}',
+        {"prompt": "x", "max_tokens": True},
+        {"prompt": "x", "stop": 7},
+        {"id": "empty"},
+        {"prompt": "JULIET:", "stop": "\n", "stop_token_ids": [5], "include_stop": True, "cache_salt": "s"},
+    )
+    assert run(engine, "batch", str(source), *GREEDY) == 1
+    shown = capsys.readouterr()
+    assert shown.err == ""  # no bar where there is no terminal
+    found = records(shown.out)
+    assert set(found) == set(range(12)) - {1}
+    assert found[0]["text"] == expected(engine) and found[0]["id"] == "first" and found[0]["finish"] == "length"
+    assert found[0]["usage"] == {"prompt_tokens": 2, "cached_tokens": 0, "completion_tokens": 12}
+    assert found[5]["seed"] == 3 and found[5]["usage"]["completion_tokens"] == 2
+    assert found[11]["finish"] in ("stop", "length") and "error" not in found[11]
+    said = {index: record["error"]["message"] for index, record in found.items() if "error" in record}
+    assert set(said) == {2, 3, 4, 6, 7, 8, 9, 10}
+    assert said[2].startswith("the line is not JSON") and "object such as" in said[3]
+    assert found[4]["error"] == {
+        "code": "INVALID_ARGUMENT",
+        "reason": "FIELD_INVALID",
+        "message": "top_p is 7.0; it must be more than 0 and at most 1",
+        "field": "sampling.top_p",
+    }
+    assert "there is no 'bogus'; there are id, prompt, temperature" in said[6]
+    assert said[7] == "prompt is not UTF-8" and found[7]["id"] == "half"
+    assert said[8] == "max_tokens cannot be True" and said[9] == "stop cannot be 7"
+    assert found[10]["error"]["field"] == "prompt"
+
+
+def test_a_batch_larger_than_the_queue_gets_through(engine: Engine, capsys: Captured, tmp_path: Path) -> None:
+    lines = [{"prompt": [1, at + 2], "max_tokens": 3, "seed": at, "temperature": 1} for at in range(60)]
+    lines += [{"prompt": [1, 2], "max_tokens": 3, "min_tokens": 5}]
+    source = write(tmp_path / "in", *lines)
+    refusals = engine.stub.GetStats(pb.GetStatsRequest()).queue_limit
+    assert refusals < 32  # so that some are refused, and tried again
+    assert run(engine, "batch", str(source), "--token-ids", "--retries", "1000") == 1
+    found = records(capsys.readouterr().out)
+    assert len(found) == 61 and [index for index, one in found.items() if "error" in one] == [60]
+    for at in (0, 31, 59):
+        alone = request([1, at + 2], 3, sampling={"seed": at, "temperature": 1.0}, stopping={"ignore_eos": False})
+        assert found[at]["token_ids"] == collect(engine.stub.Generate(alone))[1]
+
+
+def test_without_retries_the_refusal_is_the_answer(engine: Engine, capsys: Captured, tmp_path: Path) -> None:
+    source = write(tmp_path / "in", *({"prompt": [1, at + 2], "max_tokens": 3} for at in range(40)))
+    engine.steps.hold()
+    blocker = engine.stub.Generate(request(max_tokens=2))
+    assert engine.steps.reached.wait(30)
+    answers: list[int] = []
+    batch = threading.Thread(target=lambda: answers.append(run(engine, "batch", str(source), "--retries", "0")))
+    batch.start()
+    while len(engine.engine.streams) < 33:
+        pass
+    engine.steps.release()
+    batch.join(60)
+    collect(blocker)
+    assert answers == [1]
+    reasons = {one["error"]["reason"] for one in records(capsys.readouterr().out).values() if "error" in one}
+    assert reasons == {"QUEUE_FULL"}
+
+
+def test_going_on_where_it_stopped(engine: Engine, capsys: Captured, tmp_path: Path) -> None:
+    good = [{"prompt": [1, at + 2], "max_tokens": 2} for at in range(6)]
+    source, output = write(tmp_path / "in", *good[:3], "nonsense", *good[4:]), tmp_path / "out"
+    assert run(engine, "batch", str(source), "--output", str(output)) == 1
+    assert run(engine, "batch", str(source), "--output", str(output)) == 2
+    assert f"{output} exists: --resume continues it" in capsys.readouterr().err
+    before = records(output.read_text())
+    kept = [line for line in output.read_text().splitlines() if json.loads(line)["index"] in (1, 3, 4)]
+    output.write_text("".join(f"{line}\n" for line in kept) + '{"index": 5, "tex')  # as after a kill
+    write(source, *good)
+    done = engine.stub.GetStats(pb.GetStatsRequest()).finished_requests
+    assert run(engine, "batch", str(source), "--output", str(output), "--resume") == 0
+    after = records(output.read_text())
+    assert sorted(after) == list(range(6)) and all("finish" in one for one in after.values())
+    assert [after[at] for at in (1, 4)] == [before[at] for at in (1, 4)]
+    assert engine.stub.GetStats(pb.GetStatsRequest()).finished_requests - done == 4
+    assert run(engine, "batch", str(source), "--output", str(output), "--resume") == 0
+    assert records(output.read_text()) == after
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
+
+
+def test_a_file_that_is_something_else_is_left_alone(engine: Engine, capsys: Captured, tmp_path: Path) -> None:
+    source, output = write(tmp_path / "in", {"prompt": "x"}), tmp_path / "out"
+    output.write_text("dear diary\n")
+    assert run(engine, "batch", str(source), "--output", str(output), "--resume") == 2
+    assert "line 1, is no line of this command's output" in capsys.readouterr().err
+    assert output.read_text() == "dear diary\n"
+
+
+def test_a_reader_that_leaves(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    source = write(tmp_path / "in", *({"prompt": [1, at + 2], "max_tokens": 900} for at in range(8)), {"prompt": "x"})
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr("services.engine.cli.call.drop_output", lambda: None)
+    assert run(engine, "batch", str(source), "--max-tokens", "2") == 1
+
+
+def test_an_interrupt_keeps_what_is_done(engine: Engine, tmp_path: Path) -> None:
+    long = ({"prompt": [1, at + 2], "max_tokens": 900, "ignore_eos": True} for at in range(30))
+    source, output = write(tmp_path / "in", {"prompt": "x", "max_tokens": 1}, *long), tmp_path / "out"
+    command = ["batch", str(source), "--output", str(output), "--target", engine.address, "--retries", "1000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.engine", *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while not (output.exists() and output.read_bytes().endswith(b"\n")):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    shown = process.communicate(timeout=60)
+    assert (process.returncode, *shown) == (130, b"", b"")
+    done = records(output.read_text())
+    assert 0 < len(done) < 31 and all("finish" in one for one in done.values())
+    engine.idle()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal(engine: Engine, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    source = write(tmp_path / "in", *({"prompt": [1, at + 2], "max_tokens": 2} for at in range(5)), "nonsense")
+    assert run(engine, "batch", str(source)) == 1
+    drawn = terminal.getvalue().removesuffix("\n").split("\r")
+    assert "] 6/6  1 failed" in drawn[-1].replace("]  ", "] ") and "####" in drawn[-1] and "0:00 left" in drawn[-1]
+    assert len(capsys.readouterr().out.splitlines()) == 6
+
+
+def test_the_line_of_the_bar_fits_and_tells_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    progress = Progress(Terminal(), 200, clock)
+    for _ in range(50):
+        clock.now += 0.5
+        progress.add(failed=False, tokens=10)
+    for columns in (10, 40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert len(progress.line()) < columns
+    assert progress.line() == f"[{'#' * 10}{'.' * 30}]  50/200  20 tokens/s  1:15 left"
+    unknown = Progress(Terminal(), None, clock)
+    clock.now += 1
+    unknown.add(failed=True, tokens=7)
+    assert unknown.line() == "1  1 failed  7 tokens/s"
