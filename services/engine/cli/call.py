@@ -19,7 +19,8 @@ from services.flags import runtime_dir
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
     """A parser with the flags that all commands have."""
-    made = argparse.ArgumentParser(prog=f"python -m services.engine {command}", description=description)
+    prog = f"python -m services.engine {command}"
+    made = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     made.add_argument(
         "--target",
         default=f"unix:{runtime_dir() / 'engine.sock'}",
