@@ -211,7 +211,9 @@ class KvCache:
             unsafe += pool.release(sequence, now, lost=lost)
         session.sequences.clear()
         pool.last_used = now
-        self._quarantine.add(pool, unsafe, session.process, now + self.limits.drain_s, mapped=lost)
+        # The handle of a GPU's memory is opened before a session attaches, so that any may have it mapped.
+        mapped = lost and (session.attached or pool.arena.device is not None)
+        self._quarantine.add(pool, unsafe, session.process, now + self.limits.drain_s, mapped=mapped)
         self._quarantine.ended(session.id, now + self.limits.drain_s if lost else now)
 
     # --- sequences ---
