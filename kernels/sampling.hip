@@ -494,8 +494,7 @@ sample_tokens(Bits *logits, i64 stride, i32 vocab, const Row *__restrict__ rows,
         out[blockIdx.x] = token;
         out[gridDim.x + blockIdx.x] = error;
     }
-    __syncthreads();
-    restore(mine, row, entries);
+    restore(mine, row, entries);  // after a barrier behind the last look at a logit, whatever was done
 }
 
 // Of each row that asks: the logarithm of the chance that the softmax of its logits gives the token in out[row], and

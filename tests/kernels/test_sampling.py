@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kernels import sample_numpy, sampling
+from kernels import philox, sample_numpy, sampling
 from kernels.sampling import MAX_VOCAB, NOT_FINITE, NOTHING_LEFT, Batch, Drawn, Sampler, TokenCounts, entries, settings
 from tests.kernels.devices import Device
 
@@ -142,6 +142,37 @@ def test_the_ends_of_what_floats_can_be(device: Device) -> None:
         agree(device, rows, batch)
 
 
+def test_weights_are_the_same_to_the_last_unit(device: Device) -> None:
+    """Of two tokens the second has the random number if min-p keeps it: if it asks for its weight, and not one more."""
+    n = 600
+    generator = np.random.default_rng(11)
+    rows = np.zeros((n, 2), np.float32)
+    rows[:, 1] = -generator.uniform(0, 3, n)
+    steps = (-rows[:, 1] * np.frombuffer(settings(seed=0), sampling.ROW)["scale"]).astype(np.uint32)
+    weights = sample_numpy.weights(steps)
+    tries = np.arange(4000, dtype=np.uint64)
+    high = philox.bits(np.full(4000, 5, np.uint64), tries) / 2.0**64 > 0.96
+    positions = np.resize(tries[high], n)
+    for more in (0, 1):
+        records = [settings(seed=5, min_p=(weight + more) / 2**44) for weight in weights.tolist()]
+        drawn = agree(device, rows, Batch.of(records, positions.tolist()))
+        assert drawn.tokens.tolist() == [1 - more] * n
+
+
+def test_steps_finer_than_the_logits_are(device: Device) -> None:
+    """A coarse bin is narrower than what is between two logits, so that nobody can say beforehand which one it has."""
+    generator = np.random.default_rng(12)
+    n = 60
+    rows = (1e4 - generator.integers(0, 40, (n, 700)) * 2.0**-10).astype(np.float32)
+    rows[n // 2 :] *= -1
+    temperatures = [0.0005, 0.003, 0.01, 0.04, 0.1]
+    records = [
+        settings(seed=i, temperature=temperatures[i % 5], top_k=(0, 7, 90)[i % 3], top_p=(0.7, 0.99, 1.0)[i // 3 % 3])
+        for i in range(n)
+    ]
+    agree(device, rows, Batch.of(records, range(n)))
+
+
 def test_a_flat_and_hot_row_takes_several_rounds(device: Device) -> None:
     """All of it in few coarse bins, so that the cut is found by place, down to single ids."""
     generator = np.random.default_rng(3)
@@ -220,6 +251,11 @@ def test_penalties_that_leave_the_range_of_floats(device: Device) -> None:
         for penalty in (1e-6, 90.0)
     ]
     agree(device, rows, Batch.of(records, range(4), [own] * 4))
+    # What the bias leaves of the first is no normal number, and counts as 0 from there on.
+    small = np.array([[2e-38, 1e-35, -1.0]])
+    own = entries(TokenCounts([0]), {0: -1.5e-38})
+    batch = Batch.of([settings(seed=1, temperature=0.0, repetition_penalty=1e-6)], [0], [own])
+    assert agree(device, small, batch).tokens.tolist() == [1]
 
 
 def test_bans_that_leave_one_or_none(device: Device) -> None:
