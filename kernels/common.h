@@ -140,6 +140,66 @@ template <class Type, int Count> struct alignas(sizeof(typename Type::Bits) * Co
     typename Type::Bits bits[Count];
 };
 
+// Two 16-bit numbers in a register, the first in its low half.
+template <class Type> RF_INLINE u32 two_of(float low, float high) {
+    return (u32)Type::store(low) | (u32)Type::store(high) << 16;
+}
+#if defined(RF_CUDA) && __CUDA_ARCH__ >= 800
+template <> RF_INLINE u32 two_of<F16>(float low, float high) {
+    u32 two;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+    return two;
+}
+template <> RF_INLINE u32 two_of<BF16>(float low, float high) {
+    u32 two;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+    return two;
+}
+#endif
+
+// 8 or 16 bytes as one access: what a compiler makes of a structure of as many bytes may be several.
+#if defined(RF_CUDA)
+RF_INLINE void store_words(void *at, const u32 (&words)[2]) {
+    asm volatile("st.v2.b32 [%0], {%1, %2};" ::"l"(at), "r"(words[0]), "r"(words[1]) : "memory");
+}
+RF_INLINE void store_words(void *at, const u32 (&words)[4]) {
+    asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+}
+#else
+typedef u32 TwoWords __attribute__((vector_size(8), may_alias));
+typedef u32 FourWords __attribute__((vector_size(16), may_alias));
+RF_INLINE void store_words(void *at, const u32 (&words)[2]) { *(TwoWords *)at = TwoWords{words[0], words[1]}; }
+RF_INLINE void store_words(void *at, const u32 (&words)[4]) {
+    *(FourWords *)at = FourWords{words[0], words[1], words[2], words[3]};
+}
+#endif
+
+// The number i of the registers that `values` fill as they are stored.
+RF_INLINE u32 register_of(F32, const float *values, int i) { return bits_of(values[i]); }
+RF_INLINE u32 register_of(F16, const float *values, int i) { return two_of<F16>(values[2 * i], values[2 * i + 1]); }
+RF_INLINE u32 register_of(BF16, const float *values, int i) { return two_of<BF16>(values[2 * i], values[2 * i + 1]); }
+RF_INLINE u32 register_of(INT8, const float *values, int i) {
+    u32 four = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) four |= (u32)(u8)INT8::store(values[4 * i + j]) << (8 * j);
+    return four;
+}
+template <class Type, int Count> RF_INLINE void store_pack(typename Type::Bits *at, const float *values) {
+    const int registers = Count * (int)sizeof(typename Type::Bits) / 4;
+    if constexpr (registers == 2 || registers == 4) {
+        u32 words[registers];
+#pragma unroll
+        for (int i = 0; i < registers; i++) words[i] = register_of(Type(), values, i);
+        store_words(at, words);
+    } else {
+        Pack<Type, Count> pack;
+#pragma unroll
+        for (int i = 0; i < Count; i++) pack.bits[i] = Type::store(values[i]);
+        *(Pack<Type, Count> *)at = pack;
+    }
+}
+
 // `Count` numbers at `at`, which is aligned to all of them, or to 16 bytes if they are more.
 template <class Type, int Count> RF_INLINE void load_numbers(const typename Type::Bits *at, float *values) {
     const int each = Count * (int)sizeof(typename Type::Bits) > 16 ? 16 / (int)sizeof(typename Type::Bits) : Count;
@@ -153,12 +213,7 @@ template <class Type, int Count> RF_INLINE void load_numbers(const typename Type
 template <class Type, int Count> RF_INLINE void store_numbers(typename Type::Bits *at, const float *values) {
     const int each = Count * (int)sizeof(typename Type::Bits) > 16 ? 16 / (int)sizeof(typename Type::Bits) : Count;
 #pragma unroll
-    for (int i = 0; i < Count; i += each) {
-        Pack<Type, each> pack;
-#pragma unroll
-        for (int j = 0; j < each; j++) pack.bits[j] = Type::store(values[i + j]);
-        *(Pack<Type, each> *)(at + i) = pack;
-    }
+    for (int i = 0; i < Count; i += each) store_pack<Type, each>(at + i, values + i);
 }
 
 // Copy `bytes` from `source` to `target`, which do not overlap, as the thread numbered `first` of `threads` that share
@@ -218,23 +273,6 @@ RF_INLINE float block_max(float value, float *scratch) {
 }
 
 // --- matrix units: every lane of the wave calls these ---------------------------------------------------------------
-
-// Two 16-bit numbers in a register, the first in its low half.
-template <class Type> RF_INLINE u32 two_of(float low, float high) {
-    return (u32)Type::store(low) | (u32)Type::store(high) << 16;
-}
-#if defined(RF_CUDA) && __CUDA_ARCH__ >= 800
-template <> RF_INLINE u32 two_of<F16>(float low, float high) {
-    u32 two;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
-    return two;
-}
-template <> RF_INLINE u32 two_of<BF16>(float low, float high) {
-    u32 two;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
-    return two;
-}
-#endif
 
 #if (defined(RF_CUDA) && __CUDA_ARCH__ >= 800) || (defined(RF_CPU) && RF_WAVE == 32)
 // c[16][8] += a[16][16] b[16][8], laid out as PTX has it for mma.m16n8k16. Lane 4 g + t holds, of a, two in a register:

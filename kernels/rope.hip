@@ -100,7 +100,7 @@ RF_KERNEL rope_write(
         const i64 row = positions ? positions[token] : token;
         rotate_part(part, cosine + row * HALF, sine + row * HALF, at);
     }
-    if (which < 0) {
+    if (SCALED || which < 0) {
         Bits *target = q + token * q_stride + head * DIM + at;
         store_numbers<RF_TYPE, COUNT>(target, part.first);
         store_numbers<RF_TYPE, COUNT>(target + HALF, part.second);
