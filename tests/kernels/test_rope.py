@@ -178,9 +178,10 @@ def test_write_int8(device: Device, kind: str, head_dim: int, kv_heads: int, pag
     pages = device.array(host)
     values, scales = views(host, kv_heads, page_size, head_dim)
     stored: dict[tuple[int, int], NDArray[np.float32]] = {}
-    tables = [device.array(table) for table in angles(200, head_dim)]
+    table, own_rows = angles(200, head_dim), page_size == 24  # of the tables: one for each token
     for seed, (at, factor) in enumerate(steps):
         n = len(at.positions)
+        tables = [device.array(part[at.positions] if own_rows else part) for part in table]
         qkv = normal((n, q_heads + 2 * kv_heads, head_dim), TYPES[kind], seed)
         qkv = (wide(qkv) * np.where(np.arange(n) % 3, factor, 1)[:, None, None]).astype(TYPES[kind])
         weights = [normal((head_dim,), TYPES[kind], 9)] * 2 if kv_heads == 2 else None
@@ -191,9 +192,11 @@ def test_write_int8(device: Device, kind: str, head_dim: int, kv_heads: int, pag
             device, launches, given, out, of_heads, tables, at, pages,
             q_stride=q_heads * head_dim, page_bytes=host.shape[1], q_heads=q_heads, kv_heads=kv_heads,
             page_size=page_size, head_dim=head_dim, block=128, kind=kind, int8=True,
+            own_rows=own_rows,
         )  # fmt: skip
         assert error(device.get(out), q) < ROUNDED[kind]
-        where = [device.array(x) for x in (at.positions, at.page, at.slot, at.segments)]
+        positions = None if own_rows else device.array(at.positions)
+        where = [positions, *(device.array(x) for x in (at.page, at.slot, at.segments))]
         numbers = [np.int32(x) for x in (LAYER, LAYERS, page_size, q_heads, kv_heads)]
         arguments = [given, of_heads[1], np.float32(EPS), *tables, *where, pages, np.int64(host.shape[1]), *numbers]
         launches.launch("write_int8", (len(at.segments) - 1, 2 * kv_heads), 128, arguments)
