@@ -65,7 +65,9 @@ class Service:
 
     def tcp(self) -> str:
         """The TCP address it told in its log that it listens on."""
-        [started] = self.events(f"{self.module.removeprefix('services.')}_serving")
+        while not (told := self.events(f"{self.module.removeprefix('services.')}_serving")):
+            assert self.process.poll() is None, self.log()  # it is told a moment after health says SERVING
+        [started] = told
         return next(address for address in started["listen"] if not address.startswith("unix:"))
 
     def kill(self) -> None:
