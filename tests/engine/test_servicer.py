@@ -370,10 +370,12 @@ def test_a_drain_tells_those_that_wait_and_lets_those_go_on_that_run(tmp_path: P
     engine = RunningEngine(tmp_path, "--max-batch", "2").start()
     try:
         engine.steps.hold()
-        asked = [submitted("runs", 6), submitted("waits", 6)]
+        asked = [submitted("runs", 400), submitted("waits", 6)]
         engine.stub.SubmitGeneration(asked[0])
-        running = engine.stub.Generate(request(max_tokens=6))
+        running = engine.stub.Generate(request(max_tokens=400))
         assert engine.steps.reached.wait(30)
+        while len(engine.engine.streams) < 2:
+            pass
         waiting = engine.stub.Generate(request(max_tokens=6))
         late = engine.stub.SubmitGeneration.future(asked[1])
         while len(engine.engine.streams) < 4:
@@ -383,7 +385,7 @@ def test_a_drain_tells_those_that_wait_and_lets_those_go_on_that_run(tmp_path: P
         engine.steps.hold()
         watches = [engine.stub.WatchGeneration(pb.WatchGenerationRequest(request_id=n)) for n in ("runs", "waits")]
         next(watches[0])
-        stopping = engine.begin(engine.engine.stop(30))
+        stopping = engine.begin(engine.engine.stop(100))
         while health(engine.channel) == health_pb2.HealthCheckResponse.SERVING:
             pass
         # What was said before may be asked for as long as somebody is served, and the same submission again.
@@ -391,7 +393,7 @@ def test_a_drain_tells_those_that_wait_and_lets_those_go_on_that_run(tmp_path: P
         error = refused(lambda: engine.stub.SubmitGeneration(submitted("new", 6)))
         assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINING") and error.retry_after_s
         engine.steps.release()
-        assert len(collect(running)[1]) == 6
+        assert len(collect(running)[1]) == 400
         error = refused(lambda: waiting)
         assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINING") and error.retry_after_s
         *_, last = watches[0]
