@@ -32,6 +32,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 }
 #: Threads of a block where it does not matter much; whole waves.
 THREADS = 256
+#: Of a block that rotates: one wave at most. A block lasts as long as its last load, so small ones leave less waiting.
+ROPE_THREADS = 64
 #: Bytes that a thread of a copying kernel moves.
 COPIED = 64
 
@@ -195,9 +197,9 @@ class CupyOps:
         no_norm, eps = None, np.float32(0)
         scaled = self._kv_kind == "INT8"
         rotated = query_heads if scaled else query_heads + 2 * pages.kv_heads
-        grid = (n, -(-rotated * _rope_lanes(dim, qkv.itemsize) // THREADS))
+        grid = (n, -(-rotated * _rope_lanes(dim, qkv.itemsize) // ROPE_THREADS))
         arguments = [qkv, q, np.int64(query_heads * dim), no_norm, no_norm, eps, *turned, *arena, *heads]
-        compiled.launch("rope_write", grid, THREADS, arguments)
+        compiled.launch("rope_write", grid, ROPE_THREADS, arguments)
         if scaled:
             arguments = [qkv, no_norm, eps, *turned, places.segments, *arena, np.int32(pages.layers), *heads]
             compiled.launch("write_int8", (places.segment_count, 2 * pages.kv_heads), THREADS, arguments)
