@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from services.engine.backend import GPU
+from services.engine.checkpoint import Checkpoint
 from services.engine.config import LOCAL, Config
-from services.engine.modelconfig import ModelConfig
 from services.errors import ModelInvalid
 from services.preflight import addresses, command, devices, namespaces, resources, roundtrip, stack
 from services.preflight.check import Check, Finding, failed, ok, skipped
@@ -49,9 +49,9 @@ def checks(machine: Machine, config: Config, peer: int | None) -> list[Check]:
 
 def _model(config: Config) -> Finding:
     try:
-        model = ModelConfig.from_folder(config.model)
+        model = Checkpoint.open(config.model, config.max_context).config
     except ModelInvalid as error:
-        return failed(error.message, "give the folder of a Hugging Face checkpoint with --model")
+        return failed(error.message, "give a Hugging Face folder or a GGUF file with --model: docs/models.md")
     return ok(f"{config.model}: {model.layers} layers, {model.kv_heads} KV heads of {model.head_dim}")
 
 
