@@ -124,12 +124,12 @@ class CupyOps:
             raise ValueError(f"weights of {dtype} do not go with activations of {self._kind}")
         self._device.use()
         if self._kind == "BF16":
-            return self._cupy.asarray(np.ascontiguousarray(tensor, ml_dtypes.bfloat16).view(np.uint16))
+            return self._upload(np.ascontiguousarray(tensor, ml_dtypes.bfloat16).view(np.uint16))
         with np.errstate(over="ignore"):
             stored = np.ascontiguousarray(tensor, self._dtype)
         if self._kind == "F16" and not np.isfinite(stored).all():
             raise ValueError(f"a weight of {float(np.abs(tensor).max()):g} does not fit f16, which ends at 65504")
-        return self._cupy.asarray(stored)
+        return self._upload(stored)
 
     def indices(self, values: I64) -> Any:
         """Tokens or rows: int32 ``[n]``."""
@@ -296,6 +296,12 @@ class CupyOps:
 
     def _geometry(self, query_heads: int, layers: int, kv_heads: int, head_dim: int) -> Geometry:
         return Geometry(query_heads, kv_heads, head_dim, self._page_size, layers, self._kind, self._kv_kind)
+
+    def _upload(self, array: NDArray[Any]) -> Any:
+        """Copy to the device from where it is: `asarray` would copy it to pinned memory first, and keep that."""
+        uploaded = self._empty(array.shape, array.dtype)
+        uploaded.set(array)
+        return uploaded
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         return self._cupy.empty(shape, dtype)

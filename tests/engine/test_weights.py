@@ -16,8 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.engine.checkpoint import Checkpoint
+from services.engine.loading import Loading
 from services.engine.modelconfig import ModelConfig
-from services.engine.weights import load, shapes
+from services.engine.weights import shapes
 from services.errors import ModelInvalid
 from tests.models.checkpoints import DTYPES, llama_config, random_tensors, write_checkpoint
 
@@ -33,7 +35,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    return load(folder, ModelConfig.from_folder(folder))
+    """Every tensor, float32."""
+    loading = Loading(Checkpoint.open(folder).weights())
+    return {name: loading.take(name, dtype="f32") for name in Checkpoint.open(folder).weights()}
 
 
 def split(file: Path) -> tuple[dict[str, Any], bytes]:
@@ -143,7 +147,8 @@ def test_an_unexpected_tensor_is_named(tmp_path: Path, name: str) -> None:
 def test_a_wrong_shape_is_said_with_both(tmp_path: Path) -> None:
     turned = TENSORS | {"model.layers.0.mlp.up_proj.weight": np.zeros((64, 96), np.float32)}
     refused(
-        write_checkpoint(tmp_path, CONFIG, turned), r"up_proj.* has shape \[64, 96\], config.json asks for \[96, 64\]"
+        write_checkpoint(tmp_path, CONFIG, turned),
+        r"up_proj.* has shape \[64, 96\], the configuration asks for \[96, 64\]",
     )
 
 

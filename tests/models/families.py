@@ -39,8 +39,8 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
-#: Name -> ``config.json``. Between them: as many heads of K and V as of queries and fewer, heads that are wider together
-#: than the model, tied and untied, and each kind of rotary embedding.
+#: Name -> ``config.json``. Between them: as many heads of K and V as of queries and fewer, heads that together are not
+#: as wide as the model, tied and untied, and each kind of rotary embedding.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": _SHAPE
     | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 4, "attention_bias": False},
