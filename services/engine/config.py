@@ -162,7 +162,7 @@ class Config:
             insecure=values["insecure"],
             grace_s=values["grace"],
             model=values["model"],
-            max_context=values["max_context"],
+            max_context=values["max-context"],
             kvcache=values["kvcache"],
             patience_s=values["kvcache-patience"],
             pool_id=values["pool-id"],

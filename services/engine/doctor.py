@@ -49,10 +49,13 @@ def checks(machine: Machine, config: Config, peer: int | None) -> list[Check]:
 
 def _model(config: Config) -> Finding:
     try:
-        model = Checkpoint.open(config.model, config.max_context).config
+        checkpoint = Checkpoint.open(config.model, config.max_context)
+        checkpoint.tokenizer()
+        size, model = checkpoint.weights().stored_bytes, checkpoint.config
     except ModelInvalid as error:
         return failed(error.message, "give a Hugging Face folder or a GGUF file with --model: docs/models.md")
-    return ok(f"{config.model}: {model.layers} layers, {model.kv_heads} KV heads of {model.head_dim}")
+    shape = f"{model.layers} layers, {model.kv_heads} KV heads of {model.head_dim}"
+    return ok(f"{config.model}: {shape}, {size} bytes of weights")
 
 
 def _daemon(machine: Machine, config: Config) -> Finding:

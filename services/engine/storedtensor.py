@@ -99,7 +99,7 @@ class StoredTensor:
     def _fill(self, file: FileIO, raw: U8) -> None:
         done = 0
         while done < len(raw):
-            count = file.readinto(memoryview(raw)[done:])
+            count = file.readinto(raw.data[done:])
             if not count:
                 raise ModelInvalid(f"{self.file} has become shorter while it was read")
             done += count
