@@ -79,9 +79,13 @@ def tokenizer_of(file: GgufFile) -> tokenizers.Tokenizer:
         built.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
     built.decoder = decoders.ByteLevel()
     special = {_CONTROL: True, _USER_DEFINED: False}
-    for token, kind in zip(tokens, kinds, strict=True):
-        if kind in special:
-            built.add_tokens([AddedToken(token, special=special[kind], normalized=False)])
+    built.add_tokens(
+        [
+            AddedToken(token, special=special[kind], normalized=False)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind in special
+        ]
+    )
     _add_ends(built, keys, tokens)
     return built
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.engine.admission import Limits
-from services.engine.generations import Retention
 from services.engine.config import BUNDLED_MODEL, Config, default_pool_id, kvcache_target, model_id
+from services.engine.generations import Retention
 from services.errors import InvalidConfiguration, ModelInvalid
 
 
