@@ -22,6 +22,7 @@ from services.engine.modelconfig import ModelConfig
 from services.engine.weights import shapes
 from services.errors import ModelInvalid
 from tests.models.checkpoints import DTYPES, llama_config, random_tensors, write_checkpoint
+from tests.models.families import FAMILIES, family_tensors
 
 CONFIG = llama_config(layers=1)
 TENSORS = random_tensors(CONFIG)
@@ -142,6 +143,27 @@ def test_an_unexpected_tensor_is_named(tmp_path: Path, name: str) -> None:
         refused(write_checkpoint(tmp_path, CONFIG | {"tie_word_embeddings": False}, TENSORS), f"first {name}")
     else:
         refused(write_checkpoint(tmp_path, config, more), f"unexpected tensor {name}")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen2", "model.layers.1.self_attn.k_proj.bias"),
+        ("qwen3", "model.layers.1.self_attn.q_norm.weight"),
+        ("llama2", "lm_head.weight"),
+    ],
+)
+def test_a_family_has_its_own_tensors_and_no_others(tmp_path: Path, family: str, name: str) -> None:
+    config, tensors = FAMILIES[family], family_tensors(FAMILIES[family], 0)
+    assert read(write_checkpoint(tmp_path / "whole", config, tensors)).keys() == tensors.keys()
+    less = {other: tensor for other, tensor in tensors.items() if other != name}
+    refused(write_checkpoint(tmp_path / "less", config, less), f"missing 1 tensors, the first {name}")
+    short = tensors | {name: tensors[name][:-1]}
+    refused(write_checkpoint(tmp_path / "short", config, short), f"{name} has shape .*, the configuration asks for")
+    # What another family has is not left out in silence.
+    foreign = {"qwen2": "self_attn.q_norm.weight", "qwen3": "self_attn.q_proj.bias", "llama2": "self_attn.q_proj.bias"}
+    more = tensors | {f"model.layers.0.{foreign[family]}": np.zeros(64, np.float32)}
+    refused(write_checkpoint(tmp_path / "more", config, more), f"unexpected tensor model.layers.0.{foreign[family]}")
 
 
 def test_a_wrong_shape_is_said_with_both(tmp_path: Path) -> None:
