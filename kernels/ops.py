@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 class Ops(Protocol):
     """A backend; module `ops_numpy` is one, and its docstrings have shapes and meanings."""
 
-    def weight(self, tensor: NDArray[np.float32], dtype: str) -> Any:
-        """A weight as the other functions take it. Raises ValueError when it cannot be of that type."""
+    def weight(self, tensor: NDArray[Any], dtype: str) -> Any:
+        """A weight, given up by the caller, as the other functions take it.
+
+        Raises ValueError when it cannot be of that type.
+        """
 
     def indices(self, values: NDArray[np.int64]) -> Any:
         """Tokens or rows as the other functions take them."""
@@ -41,8 +44,19 @@ class Ops(Protocol):
     def rotation(self, table: Any, positions: NDArray[np.int64]) -> Any:
         """The angles of a step's tokens."""
 
-    def rope_write_kv(self, qkv: Any, angles: Any, pages: Any, layer: int, places: Any, query_heads: int) -> Any:
-        """Rotate queries and keys, store keys and values, return the queries."""
+    def rope_write_kv(
+        self,
+        qkv: Any,
+        angles: Any,
+        pages: Any,
+        layer: int,
+        places: Any,
+        query_heads: int,
+        bias: Any | None = None,
+        norms: tuple[Any, Any] | None = None,
+        eps: float = 0.0,
+    ) -> Any:
+        """Add a bias, normalise heads, rotate queries and keys, store keys and values, return the queries."""
 
     def linear(self, x: Any, weight: Any, widen: bool = False) -> Any:
         """A product; float32 whatever the type of ``x`` when asked to ``widen``."""

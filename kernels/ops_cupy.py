@@ -117,18 +117,21 @@ class CupyOps:
 
     # --- from the host ------------------------------------------------------------------------------------------------
 
-    def weight(self, tensor: F32, dtype: str) -> Any:
-        """Copy a weight to the device as ``dtype``. Raises ValueError when that is not the backend's, or overflows."""
+    def weight(self, tensor: NDArray[Any], dtype: str) -> Any:
+        """Copy a weight, float32, float16 or bfloat16, to the device as ``dtype``, through no copy where it is that.
+
+        Raises ValueError when ``dtype`` is not the backend's, or a number does not fit it.
+        """
         if KINDS.get(dtype) != self._kind:
             raise ValueError(f"weights of {dtype} do not go with activations of {self._kind}")
         self._device.use()
         if self._kind == "BF16":
-            return self._cupy.asarray(tensor.astype(ml_dtypes.bfloat16).view(np.uint16))
+            return self._upload(np.ascontiguousarray(tensor, ml_dtypes.bfloat16).view(np.uint16))
         with np.errstate(over="ignore"):
             stored = np.ascontiguousarray(tensor, self._dtype)
         if self._kind == "F16" and not np.isfinite(stored).all():
-            raise ValueError(f"a weight of {np.abs(tensor).max():g} does not fit f16, which ends at 65504")
-        return self._cupy.asarray(stored)
+            raise ValueError(f"a weight of {float(np.abs(tensor).max()):g} does not fit f16, which ends at 65504")
+        return self._upload(stored)
 
     def indices(self, values: I64) -> Any:
         """Tokens or rows: int32 ``[n]``."""
@@ -185,7 +188,16 @@ class CupyOps:
         return out, x if total is None else total
 
     def rope_write_kv(
-        self, qkv: Any, angles: Angles, pages: Arena, layer: int, places: Places, query_heads: int
+        self,
+        qkv: Any,
+        angles: Angles,
+        pages: Arena,
+        layer: int,
+        places: Places,
+        query_heads: int,
+        bias: Any | None = None,
+        norms: tuple[Any, Any] | None = None,
+        eps: float = 0.0,
     ) -> Any:
         """See `ops_numpy.rope_write_kv`."""
         n, _, dim = qkv.shape
@@ -194,15 +206,15 @@ class CupyOps:
         turned = [angles.cosine, angles.sine, angles.positions, places.page, places.slot]
         arena = [pages.memory, np.int64(pages.page_bytes), np.int32(layer)]
         heads = [np.int32(pages.page_size), np.int32(query_heads), np.int32(pages.kv_heads)]
-        no_norm, eps = None, np.float32(0)
+        q_norm, k_norm = norms or (None, None)
         scaled = self._kv_kind == "INT8"
         rotated = query_heads if scaled else query_heads + 2 * pages.kv_heads
         grid = (n, -(-rotated * _rope_lanes(dim, qkv.itemsize) // ROPE_THREADS))
-        arguments = [qkv, q, np.int64(query_heads * dim), no_norm, no_norm, eps, *turned, *arena, *heads]
-        compiled.launch("rope_write", grid, ROPE_THREADS, arguments)
+        arguments = [qkv, q, np.int64(query_heads * dim), bias, q_norm, k_norm, np.float32(eps)]
+        compiled.launch("rope_write", grid, ROPE_THREADS, [*arguments, *turned, *arena, *heads])
         if scaled:
-            arguments = [qkv, no_norm, eps, *turned, places.segments, *arena, np.int32(pages.layers), *heads]
-            compiled.launch("write_int8", (places.segment_count, 2 * pages.kv_heads), THREADS, arguments)
+            arguments = [qkv, bias, k_norm, np.float32(eps), *turned, places.segments, *arena, np.int32(pages.layers)]
+            compiled.launch("write_int8", (places.segment_count, 2 * pages.kv_heads), THREADS, [*arguments, *heads])
         return q
 
     def linear(self, x: Any, weight: Any, widen: bool = False) -> Any:
@@ -286,6 +298,12 @@ class CupyOps:
 
     def _geometry(self, query_heads: int, layers: int, kv_heads: int, head_dim: int) -> Geometry:
         return Geometry(query_heads, kv_heads, head_dim, self._page_size, layers, self._kind, self._kv_kind)
+
+    def _upload(self, array: NDArray[Any]) -> Any:
+        """Copy to the device from where it is: `asarray` would copy it to pinned memory first, and keep that."""
+        uploaded = self._empty(array.shape, array.dtype)
+        uploaded.set(array)
+        return uploaded
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         return self._cupy.empty(shape, dtype)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,15 +35,20 @@ MOST_ROWS = 512
 TILE_KEYS = 128
 #: Queries of one kv head in a product, more only if more heads share it.
 TILE_QUERIES = 4
+#: Positions that `rope_table` computes at once.
+_TABLE_ROWS = 1 << 14
 #: Rows whose keys are copied out of the pages at once: bounds the memory of the copies.
 GATHERED_ROWS = 16
 
 
-def weight(tensor: F32, dtype: str) -> F32:
-    """A weight as the functions below take it: a copy. ``dtype`` is ``f32``; raises ValueError for others."""
+def weight(tensor: NDArray[Any], dtype: str) -> F32:
+    """A weight as the functions below take it; ``tensor`` is float32, float16 or bfloat16.
+
+    Who calls gives the tensor up: the weight may be the same memory. ``dtype`` is ``f32``; ValueError for others.
+    """
     if dtype != "f32":
         raise ValueError(f"weights of {dtype} are not computed with on a CPU, only f32")
-    return np.array(tensor, np.float32, order="C")
+    return np.ascontiguousarray(tensor, np.float32)
 
 
 def indices(values: I64) -> I64:
@@ -97,7 +102,11 @@ def rope_frequencies(head_dim: int, theta: float) -> F32:
 
 def rope_table(frequencies: F32, count: int) -> tuple[F32, F32]:
     """Return the cosines and sines of all positions below ``count``, ``[count, head_dim / 2]``."""
-    return _cosine_sine(np.arange(count), frequencies)
+    table = np.empty((count, len(frequencies)), np.float32), np.empty((count, len(frequencies)), np.float32)
+    for at in range(0, count, _TABLE_ROWS):  # what float64 takes in between is that of some rows
+        some = np.arange(at, min(at + _TABLE_ROWS, count))
+        table[0][some], table[1][some] = _cosine_sine(some, frequencies)
+    return table
 
 
 def rotation(table: tuple[F32, F32], positions: I64) -> tuple[F32, F32]:
@@ -154,16 +163,32 @@ def write_kv_int8(k: F32, v: F32, values: I8, scales: F32, layer: int, page: I64
 
 
 def rope_write_kv(
-    qkv: F32, angles: tuple[F32, F32], pages: F32, layer: int, places: tuple[I64, I64], query_heads: int
+    qkv: F32,
+    angles: tuple[F32, F32],
+    pages: F32,
+    layer: int,
+    places: tuple[I64, I64],
+    query_heads: int,
+    bias: F32 | None = None,
+    norms: tuple[F32, F32] | None = None,
+    eps: float = 0.0,
 ) -> F32:
     """Rotate queries and keys of ``qkv`` ``[n, query_heads + 2 kv_heads, head_dim]``, and store keys and values.
 
-    The heads are queries, then keys, then values; ``angles`` are of `rotation`, ``places`` of `places`. Returns the
-    queries, ``[n, query_heads, head_dim]``.
+    The heads are queries, then keys, then values; ``angles`` are of `rotation`, ``places`` of `places`. First ``bias``
+    ``[(query_heads + 2 kv_heads) head_dim]`` is added, then each head of the queries goes through `rms_norm` with
+    ``norms[0]`` and each of the keys with ``norms[1]``, ``[head_dim]``. Returns the queries, ``[n, query_heads,
+    head_dim]``.
     """
     (cosine, sine), (page, slot) = angles, places
     kv_heads = pages.shape[3]
-    rotated = rope(qkv[:, : query_heads + kv_heads], cosine, sine)
+    if bias is not None:
+        qkv = qkv + bias.reshape(qkv.shape[1:])
+    turned = qkv[:, : query_heads + kv_heads]
+    if norms is not None:
+        factors = np.repeat(np.stack(norms), [query_heads, kv_heads], axis=0)
+        turned, _ = rms_norm(turned, factors, eps)
+    rotated = rope(turned, cosine, sine)
     write_kv(rotated[:, query_heads:], qkv[:, query_heads + kv_heads :], pages, layer, page, slot)
     return rotated[:, :query_heads]
 

@@ -1,6 +1,6 @@
-// What lies between the projection and the attention of a layer: the norm of each head of q and k where the model has
-// one, the rotation of q and k (NeoX order), and K and V into their pages. ops_numpy.rms_norm of heads, rope, write_kv
-// and write_kv_int8.
+// What lies between the projection and the attention of a layer: the projection's bias where it has one, the norm of each
+// head of q and k where the model has one, the rotation of q and k (NeoX order), and K and V into their pages.
+// ops_numpy.rms_norm of heads, rope, write_kv and write_kv_int8.
 //
 // A head is shared by LANES lanes, each of which takes a pack of its first half and the pack that it is rotated with.
 //
@@ -33,6 +33,20 @@ RF_INLINE Part load_part(const Bits *head, int at) {
     Part part;
     load_numbers<RF_TYPE, COUNT>(head + at, part.first);
     load_numbers<RF_TYPE, COUNT>(head + HALF + at, part.second);
+    return part;
+}
+
+// With what the projection adds to every token's head; bias may be null.
+RF_INLINE Part load_part(const Bits *head, const Bits *bias, int at) {
+    Part part = load_part(head, at);
+    if (bias) {
+        const Part added = load_part(bias, at);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            part.first[i] += added.first[i];
+            part.second[i] += added.second[i];
+        }
+    }
     return part;
 }
 
@@ -74,15 +88,16 @@ RF_INLINE i64 values_at(i32 layer, i32 which, i32 kv_heads, i32 kv_head, i32 pag
 }
 
 // qkv: [n, q_heads + 2 * kv_heads, DIM], 16-byte aligned as all arrays here. q: [n, q_heads, DIM], q_stride numbers from
-// a token to the next, a multiple of 16; it may be qkv itself. q_weight, k_weight: [DIM], the norm of each head, or null.
+// a token to the next, a multiple of 16; it may be qkv itself. bias: [q_heads + 2 * kv_heads, DIM], or null.
+// q_weight, k_weight: [DIM], the norm of each head, or null.
 // cosine, sine: [positions, HALF], or [n, HALF] if positions is null. positions, page, slot: [n]. page_bytes is a
 // multiple of 16, unless RF_KV is INT8.
 // With INT8 only q is done here, the rest by write_int8.
 // Grid (n, ceil(heads * LANES / block)); heads counts those of k and v too, unless RF_KV is INT8.
 RF_KERNEL rope_write(
-    const Bits *qkv, Bits *q, i64 q_stride, const Bits *q_weight, const Bits *k_weight, float eps, const float *cosine,
-    const float *sine, const i32 *positions, const i32 *page, const i32 *slot, u8 *pages, i64 page_bytes, i32 layer,
-    i32 page_size, i32 q_heads, i32 kv_heads
+    const Bits *qkv, Bits *q, i64 q_stride, const Bits *bias, const Bits *q_weight, const Bits *k_weight, float eps,
+    const float *cosine, const float *sine, const i32 *positions, const i32 *page, const i32 *slot, u8 *pages,
+    i64 page_bytes, i32 layer, i32 page_size, i32 q_heads, i32 kv_heads
 ) {
     const i64 token = blockIdx.x;
     const i32 item = blockIdx.y * blockDim.x + threadIdx.x;
@@ -93,7 +108,8 @@ RF_KERNEL rope_write(
     const bool active = at < HALF && (SCALED ? which < 0 : which < 2);
 
     Part part;
-    if (active) part = load_part(qkv + (token * (q_heads + 2 * kv_heads) + head) * DIM, at);
+    const Bits *added = bias ? bias + (i64)head * DIM : bias;
+    if (active) part = load_part(qkv + (token * (q_heads + 2 * kv_heads) + head) * DIM, added, at);
     if (q_weight) norm_part(part, which < 0 ? q_weight : k_weight, at, active && which < 1, eps);
     if (!active) return;
     if (which < 1) {
@@ -126,9 +142,9 @@ RF_INLINE void store_scaled(i8 *target, const float *values, float inverse) {
 // for one segment, is alone with its scale. When that grows, what was there before is rounded to it anew.
 // Grid (segments, 2 * kv_heads), block any whole number of waves. For the rest see rope_write; layers: of the model.
 RF_KERNEL write_int8(
-    const Bits *qkv, const Bits *k_weight, float eps, const float *cosine, const float *sine, const i32 *positions,
-    const i32 *page, const i32 *slot, const i32 *segments, u8 *pages, i64 page_bytes, i32 layer, i32 layers,
-    i32 page_size, i32 q_heads, i32 kv_heads
+    const Bits *qkv, const Bits *bias, const Bits *k_weight, float eps, const float *cosine, const float *sine,
+    const i32 *positions, const i32 *page, const i32 *slot, const i32 *segments, u8 *pages, i64 page_bytes, i32 layer,
+    i32 layers, i32 page_size, i32 q_heads, i32 kv_heads
 ) {
     __shared__ float scratch[32];
     const i32 begin = segments[blockIdx.x], end = segments[blockIdx.x + 1];
@@ -140,6 +156,8 @@ RF_KERNEL write_int8(
     float *scales = (float *)(memory + values_at(layers, 0, kv_heads, 0, page_size));
     float *scale = scales + ((i64)layer * 2 + which) * kv_heads + kv_head;
     const i32 written = slot[begin];
+    const i32 head = q_heads + blockIdx.y;
+    const Bits *added = bias ? bias + (i64)head * DIM : bias;
 
     Part part;
     // Twice the same: for the largest, then to store; all threads go round equally often.
@@ -148,7 +166,7 @@ RF_KERNEL write_int8(
         for (i32 first = begin; first < end; first += together) {
             const i32 token = first + threadIdx.x / LANES;
             const bool active = token < end && at < HALF;
-            if (active) part = load_part(qkv + ((i64)token * (q_heads + 2 * kv_heads) + q_heads + blockIdx.y) * DIM, at);
+            if (active) part = load_part(qkv + ((i64)token * (q_heads + 2 * kv_heads) + head) * DIM, added, at);
             if (which == 0) {
                 if (k_weight) norm_part(part, k_weight, at, active, eps);
                 if (active) {

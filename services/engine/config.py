@@ -12,6 +12,7 @@ from services.engine.admission import Limits
 from services.engine.backend import CPU, DEVICES, DTYPES, KV_DTYPES
 from services.engine.cli import COMMANDS
 from services.engine.generations import Retention
+from services.engine.ggufmodel import is_gguf
 from services.errors import InvalidConfiguration, ModelInvalid
 from services.flags import FlagParser, add_serving_flags, byte_size, one_of, runtime_dir, seconds, tls_of, whole
 from services.serving import Listener, Tls, check_exposure
@@ -38,6 +39,7 @@ class Config:
     insecure: bool
     grace_s: float
     model: Path
+    max_context: int | None
     kvcache: str
     patience_s: float
     pool_id: str | None
@@ -64,7 +66,14 @@ class Config:
             "ROCMFORGE_ENGINE",
         )
         add_serving_flags(flags, "engine.sock", PORT)
-        flags.add("--model", Path, BUNDLED_MODEL, "folder of a Hugging Face checkpoint", metavar="DIR")
+        flags.add("--model", Path, BUNDLED_MODEL, "folder of a Hugging Face checkpoint, or a GGUF file", metavar="PATH")
+        flags.add(
+            "--max-context",
+            whole(1, 1 << 24),
+            None,
+            "tokens of a request, prompt and completion together, at most; default: what the model was trained for",
+            metavar="N",
+        )
         flags.add(
             "--kvcache",
             kvcache_target,
@@ -153,6 +162,7 @@ class Config:
             insecure=values["insecure"],
             grace_s=values["grace"],
             model=values["model"],
+            max_context=values["max-context"],
             kvcache=values["kvcache"],
             patience_s=values["kvcache-patience"],
             pool_id=values["pool-id"],
@@ -193,30 +203,30 @@ def _pool_id(text: str) -> str:
     return text
 
 
-def model_id(folder: Path) -> str:
-    """What the model is called: its folder's name."""
-    return folder.resolve().name
+def model_id(path: Path) -> str:
+    """What the model is called: the name of its folder, or of its GGUF file."""
+    return path.resolve().name.removesuffix(".gguf")
 
 
-def default_pool_id(folder: Path, dtype: str = "f32", kv_dtype: str = "f32") -> str:
+def default_pool_id(path: Path, dtype: str = "f32", kv_dtype: str = "f32") -> str:
     """The model's name and a hash that two different checkpoints do not share, nor two types. Raises ModelInvalid.
 
-    Hashed are config.json and each weights file: its name and size and all of its bytes, or, above 64 MiB, 64 blocks
-    of 64 KiB spread over the file, the first of which holds its header. Fine-tuning changes every tensor, so it
-    changes the blocks.
+    Hashed are config.json and each weights file, or the GGUF file: its name and size and all of its bytes, or, above
+    64 MiB, 64 blocks of 64 KiB spread over the file, the first of which holds its header. Fine-tuning changes every
+    tensor, so it changes the blocks.
     """
     digest = hashlib.blake2b(f"kv format {KV_FORMAT} {dtype} {kv_dtype}".encode(), digest_size=8)
     try:
-        for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
-            size = path.stat().st_size
-            digest.update(f"\0{path.name}\0{size}\0".encode())
-            with path.open("rb") as file:
+        for part in [path] if is_gguf(path) else [path / "config.json", *sorted(path.glob("*.safetensors"))]:
+            size = part.stat().st_size
+            digest.update(f"\0{part.name}\0{size}\0".encode())
+            with part.open("rb") as file:
                 for at in _hashed_blocks(size):
                     file.seek(at)
                     digest.update(file.read(_SAMPLE_BYTES))
     except OSError as error:
         raise ModelInvalid(f"{error.filename} cannot be read: {error.strerror}") from error
-    return f"{model_id(folder)[:100]}@{digest.hexdigest()}"
+    return f"{model_id(path)[:100]}@{digest.hexdigest()}"
 
 
 def _hashed_blocks(size: int) -> range | list[int]:

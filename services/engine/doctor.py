@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from services.engine.backend import GPU
+from services.engine.checkpoint import Checkpoint
 from services.engine.config import LOCAL, Config
-from services.engine.modelconfig import ModelConfig
 from services.errors import ModelInvalid
 from services.preflight import addresses, command, devices, namespaces, resources, roundtrip, stack
 from services.preflight.check import Check, Finding, failed, ok, skipped
@@ -49,10 +49,13 @@ def checks(machine: Machine, config: Config, peer: int | None) -> list[Check]:
 
 def _model(config: Config) -> Finding:
     try:
-        model = ModelConfig.from_folder(config.model)
+        checkpoint = Checkpoint.open(config.model, config.max_context)
+        checkpoint.tokenizer()
+        size, model = checkpoint.weights().stored_bytes, checkpoint.config
     except ModelInvalid as error:
-        return failed(error.message, "give the folder of a Hugging Face checkpoint with --model")
-    return ok(f"{config.model}: {model.layers} layers, {model.kv_heads} KV heads of {model.head_dim}")
+        return failed(error.message, "give a Hugging Face folder or a GGUF file with --model: docs/models.md")
+    shape = f"{model.layers} layers, {model.kv_heads} KV heads of {model.head_dim}"
+    return ok(f"{config.model}: {shape}, {size} bytes of weights")
 
 
 def _daemon(machine: Machine, config: Config) -> Finding:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kernels import ops_numpy
 from kernels.ops import Ops
-from services.engine import weights
 from services.engine.batch import Batch, Row
+from services.engine.checkpoint import Checkpoint
+from services.engine.loading import Loading
 from services.engine.modelconfig import ModelConfig
 from services.engine.pagesource import Geometry
+from services.engine.rope import frequencies
 from services.errors import ForwardFailed, ModelInvalid
-
-F32: TypeAlias = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class _Layer:
 
     attention_norm: Any
     qkv: Any  # outputs: query heads, then key heads, then value heads
+    qkv_bias: Any | None
+    qk_norms: tuple[Any, Any] | None  # of a head of queries, and of keys
     output: Any
     mlp_norm: Any
     gate_up: Any  # outputs: gate, then up
@@ -39,30 +41,41 @@ class Model:
     ``ops`` is the backend that computes, with weights and activations of ``dtype``, a name such as ``f32``.
     """
 
-    def __init__(self, config: ModelConfig, tensors: dict[str, F32], ops: Ops = ops_numpy, dtype: str = "f32") -> None:
-        """Take the tensors of `weights.load`, which checked them. They are copied, so the files may go."""
-        self.config = config
-        self.parameters = sum(tensor.size for tensor in tensors.values())
-        self._ops = ops
-        self._embedding = ops.weight(tensors["model.embed_tokens.weight"], dtype)
-        self._layers = [_layer(ops, dtype, tensors, f"model.layers.{index}.") for index in range(config.layers)]
-        self._norm = ops.weight(tensors["model.norm.weight"], dtype)
-        frequencies = ops_numpy.rope_frequencies(config.head_dim, config.rope_theta)
-        self._rope_table = ops.rope_table(frequencies, config.max_context)
-        self._head = self._embedding if config.tied_embeddings else ops.weight(tensors["lm_head.weight"], dtype)
-
-    @classmethod
-    def load(cls, folder: Path | str, ops: Ops = ops_numpy, dtype: str = "f32") -> Model:
-        """Read the checkpoint in a Hugging Face ``folder``.
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        ops: Ops = ops_numpy,
+        dtype: str = "f32",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Read the weights, one after another: never is one in memory twice, nor are the files needed afterwards.
 
         Raises ``ModelInvalid``, also when a weight does not fit ``dtype``; MemoryError when there is no room for them.
         """
-        config = ModelConfig.from_folder(folder)
-        tensors = weights.load(folder, config)
+        self.config = config = checkpoint.config
+        weights = checkpoint.weights()
+        self.parameters = weights.parameters
+        self._ops = ops
+        loading = Loading(weights, clock)
+
+        def weight(*names: str) -> Any:
+            return ops.weight(loading.take(*names, dtype=dtype), dtype)
+
         try:
-            return cls(config, tensors, ops, dtype)
+            self._embedding = weight("model.embed_tokens.weight")
+            self._layers = [_layer(weight, config, f"model.layers.{index}.") for index in range(config.layers)]
+            self._norm = weight("model.norm.weight")
+            self._head = self._embedding if config.tied_embeddings else weight("lm_head.weight")
         except ValueError as error:
-            raise ModelInvalid(f"{folder}: {error}") from error
+            raise ModelInvalid(f"{checkpoint.path}: {error}") from error
+        loading.end()
+        scaled = frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        self._rope_table = ops.rope_table(scaled, config.max_context)
+
+    @classmethod
+    def load(cls, path: Path | str, ops: Ops = ops_numpy, dtype: str = "f32") -> Model:
+        """Read the checkpoint at ``path``, a Hugging Face folder or a GGUF file; raises as the constructor does."""
+        return cls(Checkpoint.open(path), ops, dtype)
 
     def geometry(self, page_size: int, dtype: str = "f32") -> Geometry:
         """The pages this model needs, of ``page_size`` tokens, K and V of ``dtype``."""
@@ -95,7 +108,10 @@ class Model:
         for index, layer in enumerate(self._layers):
             normed, total = ops.rms_norm(total, layer.attention_norm, config.rms_norm_eps, change)
             qkv = ops.linear(normed, layer.qkv).reshape(len(normed), -1, config.head_dim)
-            q = ops.rope_write_kv(qkv, angles, pages, index, places, config.query_heads)
+            q = ops.rope_write_kv(
+                qkv, angles, pages, index, places, config.query_heads,
+                layer.qkv_bias, layer.qk_norms, config.rms_norm_eps,
+            )  # fmt: skip
             if index == config.layers - 1 and not len(batch.wanted):
                 break
             if index == config.layers - 1 and len(batch.wanted) < len(total):
@@ -114,16 +130,20 @@ class Model:
         return ops.linear(normed, self._head, widen=True)
 
 
-def _layer(ops: Ops, dtype: str, tensors: dict[str, F32], prefix: str) -> _Layer:
-    def matrix(*names: str) -> Any:
-        """Join matrices ``[outputs, inputs]`` along their outputs, for one product instead of several."""
-        return ops.weight(np.concatenate([tensors[f"{prefix}{name}_proj.weight"] for name in names]), dtype)
+def _layer(weight: Callable[..., Any], config: ModelConfig, prefix: str) -> _Layer:
+    def joined(what: str, *names: str) -> Any:
+        """Join along the outputs, for one product instead of several."""
+        return weight(*(f"{prefix}{name}.{what}" for name in names))
 
+    qkv = [f"self_attn.{part}_proj" for part in ("q", "k", "v")]
+    norms = (joined("weight", "self_attn.q_norm"), joined("weight", "self_attn.k_norm")) if config.qk_norm else None
     return _Layer(
-        attention_norm=ops.weight(tensors[f"{prefix}input_layernorm.weight"], dtype),
-        qkv=matrix("self_attn.q", "self_attn.k", "self_attn.v"),
-        output=matrix("self_attn.o"),
-        mlp_norm=ops.weight(tensors[f"{prefix}post_attention_layernorm.weight"], dtype),
-        gate_up=matrix("mlp.gate", "mlp.up"),
-        down=matrix("mlp.down"),
+        attention_norm=joined("weight", "input_layernorm"),
+        qkv=joined("weight", *qkv),
+        qkv_bias=joined("bias", *qkv) if config.qkv_bias else None,
+        qk_norms=norms,
+        output=joined("weight", "self_attn.o_proj"),
+        mlp_norm=joined("weight", "post_attention_layernorm"),
+        gate_up=joined("weight", "mlp.gate_proj", "mlp.up_proj"),
+        down=joined("weight", "mlp.down_proj"),
     )

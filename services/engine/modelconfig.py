@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
+from services.engine.keys import Keys
+from services.engine.rope import Linear, Llama3, Scaling
 from services.errors import ModelInvalid
 
-ARCHITECTURES = ("LlamaForCausalLM",)
+#: More than any model has; the names of all their tensors are held in memory.
+MOST_LAYERS = 1024
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-_MAX_FILE_BYTES = 1 << 20
-_MAX_SIZE = 1 << 24  # of any one dimension; keeps products far from 64 bits
+_ROPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the decoders of an architecture differ, and what ``transformers`` takes for a key that is left out."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    max_context: int = 32768
+    kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden_size / query heads
+    sliding_window: int | None = None
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(max_context=2048),
+    "MistralForCausalLM": Family(max_context=131072, kv_heads=8, sliding_window=4096),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, kv_heads=32, sliding_window=4096),
+    "Qwen3ForCausalLM": Family(qk_norm=True, kv_heads=32, head_dim=128, sliding_window=4096),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,38 +58,53 @@ class ModelConfig:
     default_temperature: float | None = None
     default_top_k: int | None = None
     default_top_p: float | None = None
+    rope_scaling: Scaling | None = None
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether something is added to queries, keys and values."""
+        return FAMILIES[self.architecture].qkv_bias
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head of queries and keys goes through a norm of its own."""
+        return FAMILIES[self.architecture].qk_norm
 
     @classmethod
-    def from_folder(cls, path: Path | str) -> ModelConfig:
-        """Read and check the folder's configuration.
+    def from_folder(cls, path: Path | str, max_context: int | None = None) -> ModelConfig:
+        """Read and check the folder's configuration; ``max_context`` asks for less than the model's.
 
         Raises ``ModelInvalid`` naming the file, the key and its value when something is missing, malformed, or asks for
         what this decoder does not compute.
         """
         folder = Path(path)
-        config = _Keys.of(folder / "config.json")
+        config = Keys.of(folder / "config.json")
         generation_file = folder / "generation_config.json"
-        generation = _Keys.of(generation_file) if generation_file.exists() else _Keys(generation_file, {})
+        generation = Keys.of(generation_file) if generation_file.exists() else Keys(generation_file, {})
 
         architectures = config.values.get("architectures")
-        if not (isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in ARCHITECTURES):
-            config.refuse("architectures", f"served are {', '.join(ARCHITECTURES)}, one to a model")
+        if not (isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in (*FAMILIES,)):
+            config.refuse("architectures", f"served are {', '.join(FAMILIES)}, one to a model")
+        family = FAMILIES[architectures[0]]
         # Each of these changes the computation; ignoring one would give other tokens than the model's.
         config.require("hidden_act", "silu", default="silu")
-        config.require("attention_bias", False, default=False)
+        if not family.qkv_bias:
+            config.require("attention_bias", False, default=False)
         config.require("mlp_bias", False, default=False)
         config.require("partial_rotary_factor", 1, default=1)
         config.require("quantization_config", None, default=None)
 
         vocab_size = config.integer("vocab_size")
         hidden_size = config.integer("hidden_size")
+        layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
         query_heads = config.integer("num_attention_heads")
-        kv_heads = config.integer("num_key_value_heads", default=query_heads)
+        left_out = family.kv_heads if "num_key_value_heads" not in config.values else None
+        kv_heads = config.integer("num_key_value_heads", default=left_out or query_heads)
         if query_heads % kv_heads:
             config.refuse("num_key_value_heads", f"it must divide num_attention_heads, {query_heads}")
-        if config.values.get("head_dim") is None and hidden_size % query_heads:
+        if family.head_dim is None and not config.has("head_dim") and hidden_size % query_heads:
             config.refuse("num_attention_heads", f"without head_dim it must divide hidden_size, {hidden_size}")
-        head_dim = config.integer("head_dim", default=hidden_size // query_heads)
+        head_dim = config.integer("head_dim", default=family.head_dim or hidden_size // query_heads)
         if head_dim % 2:
             config.refuse("head_dim", "rotary embeddings need an even one")
 
@@ -84,17 +118,20 @@ class ModelConfig:
         if top_p == 0:
             generation.refuse("top_p", "it must be more than 0")
         top_k = None if generation.values.get("top_k") is None else generation.integer("top_k", least=0)
+        theta, scaling = _rope(config)
+        trained = config.integer("max_position_embeddings", default=family.max_context)
+        window = _window(config, family, layers)
         return cls(
             architecture=architectures[0],
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            layers=config.integer("num_hidden_layers"),
+            layers=layers,
             query_heads=query_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             intermediate_size=config.integer("intermediate_size"),
-            max_context=config.integer("max_position_embeddings", default=2048),
-            rope_theta=_rope_theta(config),
+            max_context=served_context(config, "sliding_window", trained, window, max_context),
+            rope_theta=theta,
             rms_norm_eps=config.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
             tied_embeddings=config.boolean("tie_word_embeddings", default=False),
             eos_token_ids=eos,
@@ -103,99 +140,83 @@ class ModelConfig:
             default_temperature=temperature,
             default_top_k=top_k,
             default_top_p=top_p,
+            rope_scaling=scaling,
         )
 
 
-def _dtype(config: _Keys) -> str:
+def served_context(keys: Keys, window_key: str, trained: int, window: int | None, asked: int | None) -> int:
+    """The context a model is served with. Raises ``ModelInvalid`` for one that it does not have.
+
+    Within ``window`` tokens attention that sees only the last ``window`` sees all, and is what is computed here.
+    """
+    if asked is not None and asked > trained:
+        raise ModelInvalid(f"--max-context {asked}: the context of {keys.path} is {trained}")
+    context = trained if asked is None else asked
+    if window is not None and window < context:
+        keys.refuse(
+            window_key, f"attention over a window is not served beyond it; --max-context {window} serves what is within"
+        )
+    return context
+
+
+def _window(config: Keys, family: Family, layers: int) -> int | None:
+    """How many tokens attention sees; None where it sees all in every layer."""
+    if family.sliding_window is None:
+        return None
+    kinds = config.values.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        config.refuse("layer_types", "it must be a list")
+    if config.values["architectures"][0] != "MistralForCausalLM":
+        if not config.boolean("use_sliding_window", default=False):
+            return None
+        if kinds is None and config.integer("max_window_layers", least=0, default=28) >= layers:
+            return None
+    if kinds is not None and all(kind == "full_attention" for kind in kinds):
+        return None
+    if "sliding_window" in config.values and not config.has("sliding_window"):
+        return None
+    return config.integer("sliding_window", default=family.sliding_window)
+
+
+def _dtype(config: Keys) -> str:
     """Newer configurations call it ``dtype``, older ones ``torch_dtype``; without either it is float32."""
-    key = "dtype" if config.values.get("dtype") is not None else "torch_dtype"
+    key = "dtype" if config.has("dtype") else "torch_dtype"
     value = config.values.get(key, "float32")
     if not isinstance(value, str) or value not in _DTYPES:
         config.refuse(key, f"served are {', '.join(_DTYPES)}")
     return _DTYPES[value]
 
 
-def _rope_theta(config: _Keys) -> float:
+def _rope(config: Keys) -> tuple[float, Scaling | None]:
     """Newer configurations keep theta and the kind of scaling in ``rope_parameters``, older ones in two places."""
     theta = config.number("rope_theta", 1.0, 1e12, default=10000.0)
+    found: list[Scaling | None] = []
     for key in ("rope_scaling", "rope_parameters"):
         inner = config.values.get(key)
         if inner is None:
             continue
         if not isinstance(inner, dict):
             config.refuse(key, "it must be an object")
-        kind = inner.get("rope_type", inner.get("type", "default"))
-        if kind != "default":
-            config.refuse(key, "scaled rotary embeddings are not served, only rope_type default")
-        nested = _Keys(config.path, inner, prefix=f"{key}.")
+        nested = Keys(config.path, inner, prefix=f"{key}.")
         nested.require("partial_rotary_factor", 1, default=1)
         theta = nested.number("rope_theta", 1.0, 1e12, default=theta)
-    return theta
+        found.append(_scaling(nested))
+        if found[0] != found[-1]:
+            config.refuse(key, "rope_scaling says something else")
+    return theta, found[0] if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    """The keys of one JSON object, read with checks; every complaint names file, key and value."""
-
-    path: Path
-    values: Mapping[str, Any]
-    prefix: str = ""
-
-    @classmethod
-    def of(cls, path: Path) -> _Keys:
-        try:
-            if path.stat().st_size > _MAX_FILE_BYTES:
-                raise ModelInvalid(f"{path} is larger than {_MAX_FILE_BYTES} bytes")
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ModelInvalid(f"{path} cannot be read: {error.strerror or error}") from error
-        except (ValueError, RecursionError) as error:
-            raise ModelInvalid(f"{path} is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ModelInvalid(f"{path} is not a JSON object")
-        return cls(path, values)
-
-    def refuse(self, key: str, why: str) -> NoReturn:
-        value = json.dumps(self.values.get(key))[:100]
-        raise ModelInvalid(f"{self.path}: {self.prefix}{key} is {value}: {why}")
-
-    def require(self, key: str, only: Any, default: Any) -> None:
-        if self.values.get(key, default) != only:
-            self.refuse(key, f"only {json.dumps(only)} is served")
-
-    def integer(self, key: str, *, least: int = 1, default: int | None = None) -> int:
-        value = self.values.get(key)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_SIZE:
-            self.refuse(key, f"it must be a whole number from {least} to {_MAX_SIZE}")
-        return value
-
-    def number(self, key: str, low: float, high: float, *, default: float) -> float:
-        value = self.optional_number(key, low, high)
-        return default if value is None else value
-
-    def optional_number(self, key: str, low: float, high: float) -> float | None:
-        value = self.values.get(key)
-        if value is None:
-            return None
-        # An int too large for a float would raise in isfinite, so the range is checked first; NaN fails it.
-        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-            self.refuse(key, f"it must be a number from {low:g} to {high:g}")
-        return float(value)
-
-    def boolean(self, key: str, *, default: bool) -> bool:
-        value = self.values.get(key, default)
-        if not isinstance(value, bool):
-            self.refuse(key, "it must be true or false")
-        return value
-
-    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        value = self.values.get(key)
-        if value is None:
-            return ()
-        ids = value if isinstance(value, list) else [value]
-        for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-                self.refuse(key, f"it must hold token ids from 0 to {vocab_size - 1}")
-        return tuple(ids)
+def _scaling(keys: Keys) -> Scaling | None:
+    key = "rope_type" if "rope_type" in keys.values else "type"
+    kind = keys.values.get(key, "default")
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return Linear(keys.number("factor", 1.0, 1e6))
+    if kind == "llama3":
+        low = keys.number("low_freq_factor", 0.0, 1e6)
+        high = keys.number("high_freq_factor", 0.0, 1e6)
+        if high <= low:
+            keys.refuse("high_freq_factor", f"it must be more than low_freq_factor, {low:g}")
+        return Llama3(keys.number("factor", 1.0, 1e6), low, high, keys.integer("original_max_position_embeddings"))
+    keys.refuse(key, f"served are {', '.join(_ROPES)}")

@@ -15,6 +15,7 @@ from rocmforge.engine.v1 import engine_pb2_grpc
 from services.engine.arena import page_bytes_of
 from services.engine.backend import CPU, Backend, Sampler, on_gpu, on_host
 from services.engine.batch import Row
+from services.engine.checkpoint import Checkpoint
 from services.engine.config import LOCAL, Config, default_pool_id, model_id
 from services.engine.devicearena import DevicePages
 from services.engine.generations import Generations
@@ -22,13 +23,11 @@ from services.engine.kvclient import GrpcPageSource
 from services.engine.localpages import LocalPageSource
 from services.engine.loop import EngineLoop, Event, StepRunner
 from services.engine.model import Model
-from services.engine.modelconfig import ModelConfig
 from services.engine.pagesource import PageSource
 from services.engine.runner import Runner
 from services.engine.sampling import SamplingParams
 from services.engine.servicer import SERVICE, EngineServicer, Served
 from services.engine.streams import Streams
-from services.engine.tokenizer import Tokenizer
 from services.errors import Draining, InvalidConfiguration, ServiceError
 from services.rpc import Readable
 from services.serving import Serving
@@ -76,9 +75,10 @@ class Engine:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(self.servicer, Readable(self._serving.server))
         await self._serving.start()
         threadpool_limits(config.cpu_threads, user_api="blas")
-        backend = await asyncio.to_thread(self._make_backend)
-        model, sampler = await asyncio.to_thread(self._load, backend)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, config.model, model.config.vocab_size)
+        checkpoint = await asyncio.to_thread(Checkpoint.open, config.model, config.max_context)
+        tokenizer = await asyncio.to_thread(checkpoint.tokenizer)
+        backend = await asyncio.to_thread(self._make_backend, checkpoint)
+        model, sampler = await asyncio.to_thread(self._load, checkpoint, backend)
         if config.pool_id is not None:
             self.pool_id = config.pool_id
         else:
@@ -120,18 +120,18 @@ class Engine:
         self._begin(self._sweep())
         await self._serving.ready()
 
-    def _make_backend(self) -> Backend:
-        """What the flags ask for. Raises InvalidConfiguration, ModelInvalid."""
+    def _make_backend(self, checkpoint: Checkpoint) -> Backend:
+        """What the flags ask for. Raises InvalidConfiguration."""
         config = self.config
         if config.device == CPU:
             return on_host(config.dtype, config.kv_dtype)
-        dtype = config.dtype or ModelConfig.from_folder(config.model).dtype
+        dtype = config.dtype or checkpoint.config.dtype
         return on_gpu(config.gpu, dtype, config.kv_dtype, config.page_size)
 
-    def _load(self, backend: Backend) -> tuple[Model, Sampler]:
+    def _load(self, checkpoint: Checkpoint, backend: Backend) -> tuple[Model, Sampler]:
         """The model, and what draws from its logits. Raises ModelInvalid, InvalidConfiguration."""
         try:
-            model = Model.load(self.config.model, backend.ops, backend.dtype)
+            model = Model(checkpoint, backend.ops, backend.dtype)
             return model, backend.prepare(model.config)
         except MemoryError as error:
             raise InvalidConfiguration(

@@ -10,9 +10,11 @@ from tokenizers.decoders import DecodeStream
 
 from services.errors import ModelInvalid
 
+TOKENIZER_FILE = "tokenizer.json"
+
 
 class Tokenizer:
-    """A Hugging Face ``tokenizer.json``. Never changed once loaded, so any thread may use it."""
+    """A tokenizer of the ``tokenizers`` library. Never changed once loaded, so any thread may use it."""
 
     def __init__(self, inner: tokenizers.Tokenizer, vocab_size: int) -> None:
         self.inner = inner
@@ -24,13 +26,18 @@ class Tokenizer:
 
         Raises ``ModelInvalid`` when the file is missing or damaged, or has ids the model does not know.
         """
-        file = Path(folder) / "tokenizer.json"
+        file = Path(folder) / TOKENIZER_FILE
         try:
             inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise ModelInvalid(f"{file} cannot be read: {error.strerror or error}") from error
         except Exception as error:  # the library raises nothing more specific
             raise ModelInvalid(f"{file} is not a tokenizer: {error}") from error
+        return cls.of(inner, vocab_size, str(file))
+
+    @classmethod
+    def of(cls, inner: tokenizers.Tokenizer, vocab_size: int, file: str) -> Tokenizer:
+        """Take a tokenizer that ``file`` has. Raises ``ModelInvalid`` when it has ids the model does not know."""
         highest = max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
         if highest >= vocab_size:
             raise ModelInvalid(f"{file} has token id {highest}, the model's vocab_size is {vocab_size}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.engine.admission import Limits
-from services.engine.config import BUNDLED_MODEL, Config, default_pool_id, kvcache_target
+from services.engine.config import BUNDLED_MODEL, Config, default_pool_id, kvcache_target, model_id
 from services.engine.generations import Retention
 from services.errors import InvalidConfiguration, ModelInvalid
 
@@ -19,9 +19,10 @@ def test_defaults() -> None:
     assert (config.page_size, config.patience_s, config.pool_id, config.grace_s) == (16, 60.0, None, 10.0)
     assert config.kvcache.startswith("unix:/") and config.kvcache.endswith("kvcache.sock")
     assert [str(listener) for listener in config.listeners][1] == "127.0.0.1:50051"
-    assert config.model == BUNDLED_MODEL
     assert config.limits.max_queue_tokens == 1 << 20
     assert config.retention == Retention(ttl_s=3600.0, count=1024, memory=64 << 20)
+    assert config.model == BUNDLED_MODEL and config.max_context is None
+    assert Config.read(["--max-context", "4096"], {}).max_context == 4096
 
 
 def test_flags_beat_the_environment() -> None:
@@ -60,6 +61,7 @@ def test_a_file_sets_what_neither_flags_nor_the_environment_do(tmp_path: Path) -
         ("--generation-ttl", "0", "1 to 2.592e+06"),
         ("--generation-count", "0", "1 to"),
         ("--generation-memory", "much", "256MiB"),
+        ("--max-context", "0", "1 to"),
         ("--page-size", "5000", "1 to 4096"),
         ("--local-pages", "0", "1 to"),
         ("--pool-pages", "0", "1 to"),
@@ -94,6 +96,20 @@ def test_the_pool_id_names_the_model_and_follows_its_weights(tmp_path: Path) -> 
     data[-1] ^= 1
     weights.write_bytes(data)
     assert default_pool_id(other) != default_pool_id(one)
+
+
+def test_a_gguf_file_is_called_by_its_name_and_hashed_whole(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.Q8_0.gguf"
+    file.write_bytes(b"GGUF and more")
+    before = default_pool_id(file)
+    assert model_id(file) == "tiny.Q8_0" and before.startswith("tiny.Q8_0@")
+    assert default_pool_id(file, "bf16", "bf16") != before
+    file.write_bytes(b"GGUF and less")
+    assert default_pool_id(file) != before
+    (tmp_path / "config.json").write_text("another model's")
+    assert default_pool_id(file) != before
+    with pytest.raises(ModelInvalid, match=r"none\.gguf cannot be read"):
+        default_pool_id(tmp_path / "none.gguf")
 
 
 def test_the_pool_id_follows_the_configuration(tmp_path: Path) -> None:

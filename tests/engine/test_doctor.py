@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,9 @@ def test_a_model_that_is_not_there_and_no_daemon(tmp_path: Path) -> None:
     bad.connecting.clear()
     found = statuses(bad, config(tmp_path, "--model", str(tmp_path / "none")))
     assert found["model"] is found["KV-cache daemon"] is Status.FAILED
+    shutil.copytree(BUNDLED_MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    found = statuses(bad, config(tmp_path, "--model", str(tmp_path / "model")))
+    assert found["model"] is Status.FAILED
     found = statuses(bad, config(tmp_path, "--kvcache", "local"))
     assert found["KV-cache daemon"] is Status.SKIPPED
 

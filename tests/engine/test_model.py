@@ -21,15 +21,22 @@ from services.engine.model import Model
 from services.engine.pagesource import Geometry
 from services.errors import ForwardFailed, ModelInvalid
 from tests.models.checkpoints import llama_config, random_tensors, write_checkpoint
+from tests.models.families import FAMILIES, family_tensors
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 280  # beyond two tiles of keys
 
 
-@pytest.fixture(scope="module", params=[4, 3], ids=["4 query heads on 2", "3 on 3"])
+@pytest.fixture(scope="module", params=["4 query heads on 2", "3 on 3", "qwen2", "qwen3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    config = llama_config(query_heads=request.param, kv_heads=2 if request.param == 4 else 3)
-    return Model.load(write_checkpoint(tmp_path_factory.mktemp("model"), config, random_tensors(config)))
+    if request.param in FAMILIES:  # with a bias, and with a norm of each head
+        config = FAMILIES[request.param]
+        tensors = family_tensors(config, 0)
+    else:
+        four = request.param.startswith("4")
+        config = llama_config(query_heads=4 if four else 3, kv_heads=2 if four else 3)
+        tensors = random_tensors(config)
+    return Model.load(write_checkpoint(tmp_path_factory.mktemp("model"), config, tensors))
 
 
 def arena(model: Model, total_pages: int, page_size: int, fill: float = np.nan) -> NDArray[np.float32]:
@@ -199,7 +206,7 @@ def test_pages_of_another_shape_are_refused(model: Model, change: Any) -> None:
 
 
 def test_geometry_is_the_models(model: Model) -> None:
-    assert model.geometry(24) == Geometry(24, 2, model.config.kv_heads, 16, "f32")
+    assert model.geometry(24) == Geometry(24, 2, model.config.kv_heads, model.config.head_dim, "f32")
 
 
 def test_a_model_outlives_its_files(tmp_path: Path) -> None:

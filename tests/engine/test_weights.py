@@ -16,10 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.engine.checkpoint import Checkpoint
+from services.engine.loading import Loading
 from services.engine.modelconfig import ModelConfig
-from services.engine.weights import load, shapes
+from services.engine.weights import shapes
 from services.errors import ModelInvalid
 from tests.models.checkpoints import DTYPES, llama_config, random_tensors, write_checkpoint
+from tests.models.families import FAMILIES, family_tensors
 
 CONFIG = llama_config(layers=1)
 TENSORS = random_tensors(CONFIG)
@@ -33,7 +36,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    return load(folder, ModelConfig.from_folder(folder))
+    """Every tensor, float32."""
+    loading = Loading(Checkpoint.open(folder).weights())
+    return {name: loading.take(name, dtype="f32") for name in Checkpoint.open(folder).weights()}
 
 
 def split(file: Path) -> tuple[dict[str, Any], bytes]:
@@ -140,10 +145,32 @@ def test_an_unexpected_tensor_is_named(tmp_path: Path, name: str) -> None:
         refused(write_checkpoint(tmp_path, config, more), f"unexpected tensor {name}")
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen2", "model.layers.1.self_attn.k_proj.bias"),
+        ("qwen3", "model.layers.1.self_attn.q_norm.weight"),
+        ("llama2", "lm_head.weight"),
+    ],
+)
+def test_a_family_has_its_own_tensors_and_no_others(tmp_path: Path, family: str, name: str) -> None:
+    config, tensors = FAMILIES[family], family_tensors(FAMILIES[family], 0)
+    assert read(write_checkpoint(tmp_path / "whole", config, tensors)).keys() == tensors.keys()
+    less = {other: tensor for other, tensor in tensors.items() if other != name}
+    refused(write_checkpoint(tmp_path / "less", config, less), f"missing 1 tensors, the first {name}")
+    short = tensors | {name: tensors[name][:-1]}
+    refused(write_checkpoint(tmp_path / "short", config, short), f"{name} has shape .*, the configuration asks for")
+    # What another family has is not left out in silence.
+    foreign = {"qwen2": "self_attn.q_norm.weight", "qwen3": "self_attn.q_proj.bias", "llama2": "self_attn.q_proj.bias"}
+    more = tensors | {f"model.layers.0.{foreign[family]}": np.zeros(64, np.float32)}
+    refused(write_checkpoint(tmp_path / "more", config, more), f"unexpected tensor model.layers.0.{foreign[family]}")
+
+
 def test_a_wrong_shape_is_said_with_both(tmp_path: Path) -> None:
     turned = TENSORS | {"model.layers.0.mlp.up_proj.weight": np.zeros((64, 96), np.float32)}
     refused(
-        write_checkpoint(tmp_path, CONFIG, turned), r"up_proj.* has shape \[64, 96\], config.json asks for \[96, 64\]"
+        write_checkpoint(tmp_path, CONFIG, turned),
+        r"up_proj.* has shape \[64, 96\], the configuration asks for \[96, 64\]",
     )
 
 

@@ -86,6 +86,59 @@ def test_write_kv_touches_its_slots_alone() -> None:
     assert np.count_nonzero(~np.isnan(pages)) == k.size + v.size
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_write_kv_adds_normalises_and_rotates_in_this_order(biased: bool, normed: bool) -> None:
+    n, q_heads, kv_heads, dim = 9, 6, 2, 16
+    qkv = normal(n, q_heads + 2 * kv_heads, dim)
+    bias = normal((q_heads + 2 * kv_heads) * dim, seed=1) if biased else None
+    norms = (normal(dim, seed=2), normal(dim, seed=3)) if normed else None
+    positions, page, slot = np.arange(100, 100 + n), np.arange(n) // 4, np.arange(n) % 4
+    angles = ops.rope_angles(positions, dim, 10000.0)
+    before = qkv.copy()
+    pages = np.full((3, 2, 2, kv_heads, 4, dim), np.nan, np.float32)
+    found = ops.rope_write_kv(qkv, angles, pages, 1, (page, slot), q_heads, bias, norms, 1e-5)
+    assert np.array_equal(qkv, before)
+
+    heads = before.astype(np.float64)
+    if bias is not None:
+        heads = heads + bias.reshape(-1, dim)
+    if norms is not None:
+        factors = np.repeat(np.stack(norms), [q_heads, kv_heads], axis=0)
+        scaled = heads / np.sqrt((heads**2).mean(axis=-1, keepdims=True) + 1e-5)
+        heads[:, : q_heads + kv_heads] = (scaled[:, : q_heads + kv_heads]) * factors
+    turned = ops.rope(heads.astype(np.float32), *angles)
+    assert np.abs(found - turned[:, :q_heads]).max() < 1e-5
+    for i in range(n):
+        assert np.abs(pages[page[i], 1, 0, :, slot[i]] - turned[i, q_heads : q_heads + kv_heads]).max() < 1e-5
+        assert np.abs(pages[page[i], 1, 1, :, slot[i]] - heads[i, q_heads + kv_heads :]).max() < 1e-5
+        # What a token gets does not depend on its company.
+        alone = ops.rope_write_kv(
+            before[i : i + 1], (angles[0][i : i + 1], angles[1][i : i + 1]), np.empty_like(pages), 1,
+            (page[i : i + 1], slot[i : i + 1]), q_heads, bias, norms, 1e-5,
+        )  # fmt: skip
+        assert np.array_equal(alone[0], found[i])
+    assert np.isnan(pages[:, 0]).all()
+
+
+def test_a_rope_table_of_many_positions_is_that_of_each() -> None:
+    frequencies = ops.rope_frequencies(8, 10000.0)
+    table = ops.rope_table(frequencies, 40_000)
+    some = np.array([0, 1, 16383, 16384, 16385, 39_999])
+    for found, expected in zip(ops.rotation(table, some), ops.rope_angles(some, 8, 10000.0), strict=True):
+        assert np.array_equal(found, expected)
+    assert table[0].shape == table[1].shape == (40_000, 4)
+
+
+def test_a_weight_may_be_the_memory_it_is_given() -> None:
+    given = normal(3, 4)
+    assert np.shares_memory(ops.weight(given, "f32"), given)
+    half = ops.weight(given.astype(np.float16), "f32")
+    assert half.dtype == np.float32 and np.array_equal(half, given.astype(np.float16).astype(np.float32))
+    with pytest.raises(ValueError, match="weights of bf16 are not computed with on a CPU"):
+        ops.weight(given, "bf16")
+
+
 def test_copy_and_zero_page_touch_their_page_alone() -> None:
     pages = normal(4, 2, 2, 1, 3, 4)
     before = pages.copy()

@@ -49,10 +49,15 @@ def angles(last: int, head_dim: int) -> tuple[NDArray[np.float32], NDArray[np.fl
 
 
 def exact(
-    qkv: NDArray[Any], weights: list[NDArray[Any]] | None, at: Batch, query_heads: int, kv_heads: int
+    qkv: NDArray[Any],
+    bias: NDArray[Any] | None,
+    weights: list[NDArray[Any]] | None,
+    at: Batch,
+    query_heads: int,
+    kv_heads: int,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
     """Return q, k and v as they should be, in float32."""
-    heads = wide(qkv)
+    heads = wide(qkv) if bias is None else wide(qkv) + wide(bias)
     head_dim = heads.shape[-1]
     q, k, v = np.split(heads, [query_heads, query_heads + kv_heads], axis=1)
     if weights:
@@ -72,6 +77,7 @@ def rotate_and_write(
     launches: Any,
     qkv: Any,
     q: Any,
+    bias: Any,
     weights: list[Any],
     tables: list[Any],
     at: Batch,
@@ -86,7 +92,7 @@ def rotate_and_write(
         device.array(at.slot),
     ]
     numbers = [np.int32(shape[name]) for name in ("page_size", "q_heads", "kv_heads")]
-    arguments = [qkv, q, np.int64(shape["q_stride"]), *weights, np.float32(EPS), *tables, *where]
+    arguments = [qkv, q, np.int64(shape["q_stride"]), bias, *weights, np.float32(EPS), *tables, *where]
     launches.launch(
         "rope_write",
         grid,
@@ -122,7 +128,8 @@ def test_rope_write(device: Device, kind: str, kv: str, head_dim: int) -> None:
         n, normed, in_place = len(at.positions), number != 1, number == 0
         qkv = normal((n, q_heads + 2 * kv_heads, head_dim), TYPES[kind])
         weights = [normal((head_dim,), TYPES[kind], seed) + TYPES[kind].type(1) for seed in (1, 2)] if normed else None
-        q, k, v = exact(qkv, weights, at, q_heads, kv_heads)
+        bias = normal(qkv.shape[1:], TYPES[kind], seed=4) if number else None
+        q, k, v = exact(qkv, bias, weights, at, q_heads, kv_heads)
         own_rows = number == 2  # of the tables: one for each token
         tables = angles(at.positions.max(), head_dim)
         if own_rows:
@@ -132,7 +139,8 @@ def test_rope_write(device: Device, kind: str, kv: str, head_dim: int) -> None:
         pages, given = device.array(host), device.array(qkv)
         out = given if in_place else device.empty((n, q_heads, head_dim), TYPES[kind])
         rotate_and_write(
-            device, launches, given, out, [device.array(w) for w in weights] if weights else [None, None],
+            device, launches, given, out, None if bias is None else device.array(bias),
+            [device.array(w) for w in weights] if weights else [None, None],
             [device.array(table) for table in tables], at, pages,
             q_stride=(q_heads + 2 * kv_heads if in_place else q_heads) * head_dim, page_bytes=host[0].nbytes,
             q_heads=q_heads, kv_heads=kv_heads, page_size=page_size, head_dim=head_dim, block=block, kind=kind,
@@ -185,11 +193,13 @@ def test_write_int8(device: Device, kind: str, head_dim: int, kv_heads: int, pag
         qkv = normal((n, q_heads + 2 * kv_heads, head_dim), TYPES[kind], seed)
         qkv = (wide(qkv) * np.where(np.arange(n) % 3, factor, 1)[:, None, None]).astype(TYPES[kind])
         weights = [normal((head_dim,), TYPES[kind], 9)] * 2 if kv_heads == 2 else None
-        q, k, v = exact(qkv, weights, at, q_heads, kv_heads)
+        bias = normal(qkv.shape[1:], TYPES[kind], 8) if page_size > 1 else None
+        q, k, v = exact(qkv, bias, weights, at, q_heads, kv_heads)
+        added = None if bias is None else device.array(bias)
         given, out = device.array(qkv), device.empty((n, q_heads, head_dim), TYPES[kind])
         of_heads = [device.array(w) for w in weights] if weights else [None, None]
         rotate_and_write(
-            device, launches, given, out, of_heads, tables, at, pages,
+            device, launches, given, out, added, of_heads, tables, at, pages,
             q_stride=q_heads * head_dim, page_bytes=host.shape[1], q_heads=q_heads, kv_heads=kv_heads,
             page_size=page_size, head_dim=head_dim, block=128, kind=kind, int8=True,
             own_rows=own_rows,
@@ -198,7 +208,17 @@ def test_write_int8(device: Device, kind: str, head_dim: int, kv_heads: int, pag
         positions = None if own_rows else device.array(at.positions)
         where = [positions, *(device.array(x) for x in (at.page, at.slot, at.segments))]
         numbers = [np.int32(x) for x in (LAYER, LAYERS, page_size, q_heads, kv_heads)]
-        arguments = [given, of_heads[1], np.float32(EPS), *tables, *where, pages, np.int64(host.shape[1]), *numbers]
+        arguments = [
+            given,
+            added,
+            of_heads[1],
+            np.float32(EPS),
+            *tables,
+            *where,
+            pages,
+            np.int64(host.shape[1]),
+            *numbers,
+        ]
         launches.launch("write_int8", (len(at.segments) - 1, 2 * kv_heads), 128, arguments)
 
         ops.write_kv_int8(k, v, values, scales, LAYER, at.page, at.slot)
@@ -245,7 +265,7 @@ def test_a_page_of_zeros_has_the_scale_0(device: Device) -> None:
     tables = [device.array(table) for table in angles(1, 64)]
     where = [device.array(x) for x in (at.positions, at.page, at.slot, at.segments)]
     numbers = [np.int32(x) for x in (LAYER, LAYERS, 16, 1, 1)]
-    arguments = [zeros, None, np.float32(EPS), *tables, *where, pages, np.int64(host.shape[1]), *numbers]
+    arguments = [zeros, None, None, np.float32(EPS), *tables, *where, pages, np.int64(host.shape[1]), *numbers]
     launches.launch("write_int8", (1, 2), 64, arguments)
     values, scales = views(device.get(pages), 1, 16, 64)
     assert not scales[at.page[0], LAYER].any()

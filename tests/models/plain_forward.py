@@ -1,4 +1,4 @@
-"""Llama written down as plainly as it goes, to check the engine with: no pages, no tiles, no code of the engine's.
+"""The decoders served, written down as plainly as it goes, to check the engine: no pages, no tiles, no code of its own.
 
 One sequence, contiguous K and V, float64 throughout; only the rotary frequencies are rounded to float32, as the models
 were trained with. Weights come from a folder, read by the safetensors library, or as arrays.
@@ -29,10 +29,27 @@ def read_folder(folder: Path | str) -> tuple[dict[str, Any], dict[str, F64]]:
     return config, tensors
 
 
+def frequencies(config: Mapping[str, Any], dim: int) -> NDArray[np.float32]:
+    """The angle that each pair of components turns by from one position to the next, ``[dim / 2]``."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    plain = 1.0 / theta ** (np.arange(0, dim, 2) / dim)
+    if kind == "linear":
+        plain = plain / rope["factor"]
+    elif kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        for i, frequency in enumerate(plain):
+            turns = rope["original_max_position_embeddings"] * frequency / (2 * np.pi)
+            kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+            plain[i] = kept * frequency + (1 - kept) * frequency / rope["factor"]
+    return plain.astype(np.float32)
+
+
 def forward(
     model: Path | str | tuple[Mapping[str, Any], Mapping[str, NDArray[Any]]], token_ids: Sequence[int]
 ) -> tuple[F64, list[F64], list[F64]]:
-    """Run a Llama checkpoint, a folder or (config, tensors), over ``token_ids`` from position 0 on.
+    """Run a checkpoint, a folder or (config, tensors), over ``token_ids`` from position 0 on.
 
     Returns logits ``[n, vocab]`` of every position, and for each layer K, after the rotary embedding, and V,
     ``[n, kv_heads, head_dim]``, all float64.
@@ -42,14 +59,12 @@ def forward(
     query_heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads", query_heads)
     dim = config.get("head_dim") or config["hidden_size"] // query_heads
-    theta = config.get("rope_parameters", config).get("rope_theta", 10000.0)
     n = len(token_ids)
 
     def norm(x: F64, name: str) -> F64:
         return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + config["rms_norm_eps"]) * weights[name]
 
-    frequencies = (1.0 / theta ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
-    angles = np.outer(np.arange(n), frequencies.astype(np.float64))
+    angles = np.outer(np.arange(n), frequencies(config, dim).astype(np.float64))
 
     def rotate(x: F64) -> F64:
         turned = x[..., : dim // 2] + 1j * x[..., dim // 2 :]
@@ -62,12 +77,15 @@ def forward(
         prefix = f"model.layers.{layer}."
 
         def project(x: F64, name: str, prefix: str = prefix) -> F64:
-            return x @ weights[f"{prefix}{name}.weight"].T
+            return x @ weights[f"{prefix}{name}.weight"].T + weights.get(f"{prefix}{name}.bias", np.zeros(1))
+
+        def heads(x: F64, part: str, count: int, prefix: str = prefix) -> F64:
+            projected = project(x, f"self_attn.{part}_proj").reshape(n, count, dim)
+            name = f"{prefix}self_attn.{part}_norm.weight"
+            return norm(projected, name) if name in weights else projected
 
         x = norm(hidden, f"{prefix}input_layernorm.weight")
-        q = rotate(project(x, "self_attn.q_proj").reshape(n, query_heads, dim))
-        k = rotate(project(x, "self_attn.k_proj").reshape(n, kv_heads, dim))
-        v = project(x, "self_attn.v_proj").reshape(n, kv_heads, dim)
+        q, k, v = rotate(heads(x, "q", query_heads)), rotate(heads(x, "k", kv_heads)), heads(x, "v", kv_heads)
         attended = np.empty((n, query_heads, dim))
         for head in range(query_heads):
             shared = head * kv_heads // query_heads

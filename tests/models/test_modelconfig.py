@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.engine.modelconfig import ModelConfig
+from services.engine.modelconfig import FAMILIES, ModelConfig
+from services.engine.rope import Linear, Llama3
 from services.errors import ModelInvalid
 from tests.models.checkpoints import llama_config
 
@@ -112,10 +113,7 @@ def test_a_model_that_says_it_does_not_sample_is_greedy(tmp_path: Path) -> None:
         ("mlp_bias", True, "only false is served"),
         ("partial_rotary_factor", 0.5, "only 1 is served"),
         ("quantization_config", {"bits": 4}, "only null is served"),
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "only rope_type default"),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}, "only rope_type default"),
         ("rope_scaling", "linear", "an object"),
-        ("rope_parameters", {"rope_type": "yarn"}, "only rope_type default"),
         ("vocab_size", ABSENT, "whole number from 1"),
         ("vocab_size", 0, "whole number from 1"),
         ("vocab_size", -5, "whole number from 1"),
@@ -125,6 +123,7 @@ def test_a_model_that_says_it_does_not_sample_is_greedy(tmp_path: Path) -> None:
         ("hidden_size", 2**40, "to 16777216"),
         ("hidden_size", 10**400, "to 16777216"),
         ("num_hidden_layers", 0, "whole number from 1"),
+        ("num_hidden_layers", 1 << 20, "from 1 to 1024"),
         ("num_attention_heads", ABSENT, "whole number from 1"),
         ("num_key_value_heads", 3, "must divide num_attention_heads, 4"),
         ("head_dim", 15, "even"),
@@ -150,6 +149,138 @@ def test_what_is_wrong_is_named_with_file_key_and_value(tmp_path: Path, key: str
     assert f"config.json: {key} is " in message
     assert len(message) < 400
     assert json.dumps(None if value is ABSENT else value)[:50] in message
+
+
+def test_how_the_families_differ(tmp_path: Path) -> None:
+    absent = dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings"), ABSENT)
+    found = {}
+    for name in FAMILIES:
+        config = read(tmp_path, architectures=[name], **absent, num_attention_heads=32, sliding_window=None)
+        assert config.architecture == name
+        told = (config.qkv_bias, config.qk_norm, config.kv_heads, config.head_dim, config.max_context)
+        found[name.removesuffix("ForCausalLM")] = told
+    assert found == {
+        "Llama": (False, False, 32, 2, 2048),
+        "Mistral": (False, False, 8, 2, 131072),
+        "Qwen2": (True, False, 32, 2, 32768),
+        "Qwen3": (False, True, 32, 128, 32768),
+    }
+    # null is not the same as nothing.
+    heads = read(tmp_path, architectures=["MistralForCausalLM"], num_key_value_heads=None, sliding_window=None).kv_heads
+    assert heads == 4
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "scaling"),
+    [
+        ({"rope_scaling": LLAMA3}, Llama3(8.0, 1.0, 4.0, 8192)),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, Llama3(8.0, 1.0, 4.0, 8192)),
+        ({"rope_scaling": LLAMA3, "rope_parameters": LLAMA3}, Llama3(8.0, 1.0, 4.0, 8192)),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, Linear(2.0)),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.5}}, Linear(2.5)),
+        ({"rope_scaling": {"rope_type": "default"}}, None),
+        ({"rope_scaling": None}, None),
+    ],
+)
+def test_rotary_scaling(tmp_path: Path, given: dict[str, Any], scaling: Any) -> None:
+    assert read(tmp_path, **given).rope_scaling == scaling
+
+
+@pytest.mark.parametrize(
+    ("inner", "key", "said"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, "rope_type", "served are default, linear, llama3"),
+        ({"type": "dynamic", "factor": 4.0}, "type", "served are default, linear, llama3"),
+        ({"rope_type": "longrope"}, "rope_type", "served are"),
+        ({"rope_type": ["linear"]}, "rope_type", "served are"),
+        ({"rope_type": "linear"}, "factor", "a number from 1 to"),
+        ({"rope_type": "linear", "factor": 0}, "factor", "a number from 1 to"),
+        (LLAMA3 | {"factor": "8"}, "factor", "a number from 1 to"),
+        (LLAMA3 | {"low_freq_factor": None}, "low_freq_factor", "a number from 0 to"),
+        (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor", "more than low_freq_factor, 1"),
+        (LLAMA3 | {"original_max_position_embeddings": 0}, "original_max_position_embeddings", "a whole number"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "only 1 is served"),
+    ],
+)
+def test_rotary_scaling_that_is_not_served(tmp_path: Path, inner: Any, key: str, said: str) -> None:
+    for place in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(ModelInvalid, match=rf"config\.json: {place}\.{key} is .*{said}"):
+            read(tmp_path, **{place: inner})
+
+
+def test_two_scalings_that_differ(tmp_path: Path) -> None:
+    with pytest.raises(ModelInvalid, match=r"rope_parameters is .*: rope_scaling says something else"):
+        read(tmp_path, rope_scaling=LLAMA3, rope_parameters={"rope_type": "linear", "factor": 2.0})
+
+
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 100},
+        {**QWEN2, "use_sliding_window": True},
+        {**QWEN2, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+        {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "max_window_layers": 0},
+    ],
+)
+def test_a_window_is_served_as_far_as_it_hides_nothing(tmp_path: Path, keys: dict[str, Any]) -> None:
+    folder = write(tmp_path, **keys)
+    with pytest.raises(ModelInvalid, match=r"sliding_window is 100: .* --max-context 100 serves what is within"):
+        ModelConfig.from_folder(folder)
+    with pytest.raises(ModelInvalid, match="sliding_window is 100"):
+        ModelConfig.from_folder(folder, 101)
+    assert ModelConfig.from_folder(folder, 100).max_context == 100
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"sliding_window": 100},  # which Llama does not look at
+        {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 512},
+        {"architectures": ["MistralForCausalLM"]},  # 4096
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 100, "layer_types": ["full_attention"] * 2},
+        QWEN2,
+        {**QWEN2, "use_sliding_window": False},
+        {**QWEN2, "use_sliding_window": True, "max_window_layers": 2},
+        {**QWEN2, "use_sliding_window": True, "sliding_window": None},
+    ],
+)
+def test_a_window_that_hides_nothing(tmp_path: Path, keys: dict[str, Any]) -> None:
+    assert read(tmp_path, **keys).max_context == 512
+
+
+def test_a_context_that_is_not_the_models(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    assert ModelConfig.from_folder(folder, 7).max_context == 7
+    with pytest.raises(ModelInvalid, match=r"--max-context 513: the context of .*config\.json is 512"):
+        ModelConfig.from_folder(folder, 513)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value", "said"),
+    [
+        ("Qwen3ForCausalLM", "attention_bias", True, "only false is served"),
+        ("MistralForCausalLM", "sliding_window", 0, "whole number from 1"),
+        ("Qwen2ForCausalLM", "use_sliding_window", 1, "true or false"),
+        ("MistralForCausalLM", "layer_types", "full_attention", "a list"),
+        ("Qwen2ForCausalLM", "num_key_value_heads", ABSENT, "must divide num_attention_heads, 4"),
+    ],
+)
+def test_what_is_wrong_in_one_family(tmp_path: Path, architecture: str, key: str, value: Any, said: str) -> None:
+    with pytest.raises(ModelInvalid, match=rf"config\.json: {key} is .*{said}"):
+        read(tmp_path, architectures=[architecture], **{key: value})
 
 
 def test_heads_that_do_not_divide_the_width_need_their_own(tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""A model as it lies on disk: a Hugging Face folder, or a GGUF file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.engine import gguftokenizer
+from services.engine.gguf import GgufFile
+from services.engine.ggufmodel import config_of, is_gguf, tensors_of
+from services.engine.modelconfig import ModelConfig
+from services.engine.safetensorfiles import read_headers
+from services.engine.tokenizer import TOKENIZER_FILE, Tokenizer
+from services.engine.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is known of a model before a tensor is read."""
+
+    path: Path
+    config: ModelConfig
+    gguf: GgufFile | None
+
+    @classmethod
+    def open(cls, path: Path | str, max_context: int | None = None) -> Checkpoint:
+        """Read a model's configuration; ``max_context`` asks for less than its own. Raises ``ModelInvalid``."""
+        path = Path(path)
+        if not is_gguf(path):
+            return cls(path, ModelConfig.from_folder(path, max_context), None)
+        gguf = GgufFile.read(path)
+        return cls(path, config_of(gguf, max_context), gguf)
+
+    def weights(self) -> Weights:
+        """Find every tensor that the model needs. Raises ``ModelInvalid``."""
+        found = read_headers(self.path) if self.gguf is None else tensors_of(self.gguf, self.config)
+        return Weights(self.path, self.config, found)
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; for a GGUF file with one that cannot be built, that beside it.
+
+        Raises ``ModelInvalid`` when there is none, it is damaged, or has ids the model does not know.
+        """
+        vocab_size = self.config.vocab_size
+        if self.gguf is None:
+            return Tokenizer.load(self.path, vocab_size)
+        beside = self.path.parent
+        if not gguftokenizer.is_served(self.gguf) and (beside / TOKENIZER_FILE).exists():
+            return Tokenizer.load(beside, vocab_size)
+        return Tokenizer.of(gguftokenizer.tokenizer_of(self.gguf), vocab_size, str(self.path))
