@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kernels import module
-from kernels.attention import BYTES, Attention, Geometry, Gpu
+from kernels.attention import BYTES, Attention, Geometry, Gpu, matrix_unit
 
 #: Bytes that one round of launches reads at least: several times any cache.
 ROUND_BYTES = 1 << 29
@@ -73,6 +73,7 @@ CASES = (
     Case("prefill, int8 pages", 1, 2048, 6144, kv_dtype="INT8"),
     Case("prefill, head of 64", 1, 2048, 6144, head_dim=64),
     Case("prefill, head of 80", 1, 2048, 6144, kv_heads=32, head_dim=80),
+    Case("prefill, head of 96", 1, 2048, 6144, head_dim=96),
     Case("prefill, head of 256", 1, 2048, 6144, query_heads=16, head_dim=256),
     Case("prefill, f32", 1, 1024, 1024, dtype="F32", kv_dtype="F32"),
 )
@@ -84,8 +85,11 @@ def gpu_at_hand() -> Gpu:
 
     device = cupy.cuda.Device()
     properties = cupy.cuda.runtime.getDeviceProperties(device.id)
-    matrix = not cupy.cuda.runtime.is_hip and int(properties["major"]) >= 8
-    return Gpu(int(properties["warpSize"]), int(properties["multiProcessorCount"]), matrix)
+    if cupy.cuda.runtime.is_hip:
+        target = properties["gcnArchName"].decode()
+    else:
+        target = f"sm_{properties['major']}{properties['minor']}"
+    return Gpu(int(properties["warpSize"]), int(properties["multiProcessorCount"]), matrix_unit(target))
 
 
 def milliseconds(launch: Callable[[int], None], launches: int) -> float:
@@ -113,15 +117,25 @@ def milliseconds(launch: Callable[[int], None], launches: int) -> float:
     return statistics.median(times)
 
 
+COPY = r"""
+extern "C" __global__ void copy(const uint4 *source, uint4 *target) {
+    long long at = (long long)blockIdx.x * blockDim.x * 4 + threadIdx.x;
+    uint4 held[4];
+    for (int i = 0; i < 4; i++) held[i] = source[at + i * blockDim.x];
+    for (int i = 0; i < 4; i++) target[at + i * blockDim.x] = held[i];
+}
+"""
+
+
 def copy_bandwidth() -> float:
     """Bytes a second that a copy of 2 GiB reads and writes."""
     import cupy
 
-    source = _random(1 << 30, "BF16").view(np.complex128)
+    source = _random(1 << 30, "BF16")
     target = cupy.empty_like(source)
-    # By a kernel: a memcpy inside a graph is slower.
-    copy = cupy.ElementwiseKernel("T x", "T y", "y = x", "benchmark_copy")
-    return 2 * source.nbytes / milliseconds(lambda _: copy(source, target), 3) * 1e3
+    kernel = cupy.RawKernel(COPY, "copy")
+    blocks = source.nbytes // (16 * 4 * 256)
+    return 2 * source.nbytes / milliseconds(lambda _: kernel((blocks,), (256,), (source, target)), 3) * 1e3
 
 
 class Bench:

@@ -25,20 +25,22 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 ITEM_KEYS = 64
 
 
+#: Values of RF_MATRIX: numbers are multiplied one at a time, by NVIDIA's mma.sync, by AMD's MFMA or WMMA.
+NO_MATRIX, MATRIX_16X8X16, MATRIX_16X16X16 = 0, 1, 2
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What decides into how many items keys are cut, as measured (docs/attention.md)."""
 
     #: Blocks that a multiprocessor (compute unit) works on at a time.
-    at_once: float
+    at_once: int
+    #: Fewer than these do no less in all: they share what bounds them, as blocks do the bandwidth of the memory.
+    enough: int
     #: What a block takes besides its keys, in keys.
     block: int
     #: What an item takes besides, if it leaves a partial result, in keys.
     split: int
-
-
-DECODE = Cost(at_once=2, block=64, split=64)
-PREFILL = Cost(at_once=2, block=64, split=192)
 
 
 class Launches(Protocol):
@@ -97,20 +99,21 @@ class Geometry:
 class Gpu:
     """What of a GPU decides how attention is laid out.
 
-    ``matrix``: whether ``multiply_16x8x16`` of common.h is there, in hardware (NVIDIA, sm_80 or later) or because a
-    test wants to see it.
+    ``matrix``: which matrix unit of common.h there is, `matrix_unit` of the target; on a CPU either, for tests.
     """
 
     wave: int
     processors: int
-    matrix: bool
+    matrix: int
 
     def __post_init__(self) -> None:
         if self.wave not in (32, 64):
             raise ValueError(f"wave={self.wave}: must be 32 or 64")
         if self.processors < 1:
             raise ValueError(f"processors={self.processors}: must be at least 1")
-        if self.matrix and self.wave != 32:
+        if self.matrix not in (NO_MATRIX, MATRIX_16X8X16, MATRIX_16X16X16):
+            raise ValueError(f"matrix={self.matrix}: must be {NO_MATRIX}, {MATRIX_16X8X16} or {MATRIX_16X16X16}")
+        if self.matrix == MATRIX_16X8X16 and self.wave != 32:
             raise ValueError(f"wave={self.wave}: multiply_16x8x16 needs waves of 32 lanes")
 
 
@@ -164,9 +167,9 @@ def plan(geometry: Geometry, gpu: Gpu, starts: NDArray[Any], lengths: NDArray[An
     few = (lengths == 1) | (lengths * group <= most)
     rows = decode_rows(geometry, gpu, int(np.max(lengths[few] * group, initial=1)))
     tiles = _tiles(np.flatnonzero(few), starts, lengths, group, rows)
-    decode, entries, partial_rows = _items(tiles, geometry, gpu, DECODE, 0)
+    decode, entries, partial_rows = _items(tiles, geometry, gpu, decode_cost(geometry, gpu, rows), 0)
     tiles = _tiles(np.flatnonzero(~few), starts, lengths, group, geometry.prefill_tile)
-    prefill, more, partial_rows = _items(tiles, geometry, gpu, PREFILL, partial_rows)
+    prefill, more, partial_rows = _items(tiles, geometry, gpu, prefill_cost(), partial_rows)
     entries = np.concatenate([entries, more])
 
     arrays = [starts, np.concatenate([[0], np.cumsum(lengths)]), decode, prefill, entries]
@@ -183,24 +186,50 @@ def plan(geometry: Geometry, gpu: Gpu, starts: NDArray[Any], lengths: NDArray[An
     )
 
 
-def uses_matrix(geometry: Geometry, gpu: Gpu, *, decode: bool) -> bool:
-    """Whether a kernel multiplies by ``multiply_16x8x16``, which takes numbers of 16 bits.
+def matrix_unit(target: str) -> int:
+    """Return the matrix unit of a compiler's target: ``sm_90``, or ``gfx942`` with or without features behind it."""
+    if target.startswith("sm_"):
+        return MATRIX_16X8X16 if int(target.removeprefix("sm_").rstrip("af")) >= 80 else NO_MATRIX
+    processor = target.split(":")[0]
+    if processor in ("gfx90a", "gfx942", "gfx950") or processor.startswith(("gfx11", "gfx12")):
+        return MATRIX_16X16X16
+    return NO_MATRIX
 
-    Decode multiplies K and V as they are stored, or INT8 made BF16; prefill makes them the type of the queries first.
-    """
-    fits = not decode or geometry.kv_dtype in (geometry.dtype, "INT8")
-    return gpu.matrix and geometry.dtype != "F32" and fits
+
+def decode_matrix(geometry: Geometry, gpu: Gpu) -> int:
+    """Return RF_MATRIX of `attention_decode`, which multiplies K and V as they are stored, or INT8 made BF16."""
+    fits = geometry.dtype != "F32" and geometry.kv_dtype in (geometry.dtype, "INT8")
+    return MATRIX_16X8X16 if gpu.matrix == MATRIX_16X8X16 and fits else NO_MATRIX
+
+
+def prefill_matrix(geometry: Geometry, gpu: Gpu) -> int:
+    """Return RF_MATRIX of `attention_prefill`, which makes K and V the type of the queries first."""
+    return gpu.matrix if geometry.dtype != "F32" else NO_MATRIX
 
 
 def max_decode_rows(geometry: Geometry, gpu: Gpu) -> int:
     """Return the most queries that `attention_decode` takes together."""
-    return 16 if uses_matrix(geometry, gpu, decode=True) else 8
+    return 16 if decode_matrix(geometry, gpu) else 8
 
 
 def decode_rows(geometry: Geometry, gpu: Gpu, queries: int) -> int:
     """Return the queries of a tile, a power of two, where rows have up to ``queries``."""
-    least = 8 if uses_matrix(geometry, gpu, decode=True) else 1
+    least = 8 if decode_matrix(geometry, gpu) else 1
     return max(least, min(max_decode_rows(geometry, gpu), 1 << (queries - 1).bit_length()))
+
+
+def decode_cost(geometry: Geometry, gpu: Gpu, rows: int) -> Cost:
+    """Return the cost of `attention_decode` with tiles of ``rows`` queries: as many blocks as have registers."""
+    if decode_matrix(geometry, gpu):
+        blocks = 4 if geometry.head_dim <= 128 else 3 if rows <= 8 else 2
+    else:
+        blocks = 3 if rows <= 4 and geometry.kv_dtype != "F32" else 2
+    return Cost(blocks, enough=2, block=64, split=64)
+
+
+def prefill_cost() -> Cost:
+    """Return the cost of `attention_prefill`."""
+    return Cost(at_once=2, enough=2, block=64, split=192)
 
 
 def _tiles(rows: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any], group: int, tile: int) -> _Tiles:
@@ -220,7 +249,7 @@ def _items(
 
     Returns (items, those with the most keys first, entries, the row behind the last partial result).
     """
-    pieces = _pieces(tiles.keys, geometry.kv_heads, max(1, int(gpu.processors * cost.at_once)), cost)
+    pieces = _pieces(tiles.keys, geometry.kv_heads, gpu.processors, cost)
     # Pieces of a tile are alike, but for the last, which may be shorter, or not be there.
     size = -(-tiles.keys // (pieces * ITEM_KEYS)) * ITEM_KEYS
     pieces = -(-tiles.keys // size)
@@ -238,33 +267,36 @@ def _items(
     return items, entries, partial_rows + int(rows.sum())
 
 
-def _pieces(keys: NDArray[np.int64], heads: int, slots: int, cost: Cost) -> NDArray[np.int64]:
-    """Return into how many pieces to cut each tile, such that all blocks are over soonest, ``slots`` at a time.
+def _pieces(keys: NDArray[np.int64], heads: int, processors: int, cost: Cost) -> NDArray[np.int64]:
+    """Return into how many pieces to cut each tile, such that all blocks of ``heads`` kv heads are over soonest.
 
-    Blocks are thought of as rounds of ``slots`` that are alike. Those of a last round that is not full are cut once
-    more, to fill it. So a batch of equal rows ends together, and one of unequal rows nearly does: its short items come
-    last.
+    Blocks are thought of as rounds of as many as run at once, all alike. Those of a last round that is not full are cut
+    once more, if that fills it better. So a batch of equal rows ends together, and one of unequal rows nearly does: its
+    short items come last.
     """
     if not keys.size:
         return keys
+    slots, enough = processors * cost.at_once, processors * cost.enough
     most = int(keys.max())
-    numbers = np.unique(np.geomspace(1, max(1, most // ITEM_KEYS), 64).astype(np.int64))
+    numbers = np.unique(np.geomspace(1, max(1, most // ITEM_KEYS), 40).astype(np.int64))
     sizes = np.unique(-(-most // (numbers * ITEM_KEYS)) * ITEM_KEYS)[::-1]
     counts = -(-keys[:, None] // sizes)
     items = counts.sum(axis=0)
     mean = keys.sum() / items
     rounds, rest = np.divmod(items * heads, slots)
-    cuts = np.where((rounds > 0) & (rest > 0), np.minimum(slots // np.maximum(rest, 1), mean // (2 * ITEM_KEYS)), 1)
+    cuts = np.where(rounds > 0, np.minimum(enough // np.maximum(rest, 1), mean // (2 * ITEM_KEYS)), 1)
     cuts = np.maximum(cuts, 1).astype(np.int64)
     each = cost.block + np.where(counts.max(axis=0) > 1, cost.split, 0)
-    last = np.where(rest > 0, mean / cuts + np.where(cuts > 1, cost.block + cost.split, each), 0)
-    time = np.maximum(rounds * (mean + each) + last, np.minimum(sizes, most) + each)
-    best = int(np.argmin(time))
+    last_each = np.where(cuts > 1, cost.block + cost.split, each)
+    last = (mean / cuts + last_each) * np.maximum(rest * cuts, enough) / slots
+    time = rounds * (mean + each) + np.where(rest > 0, last, 0)
+    alone = (np.minimum(sizes, most) + each) * (enough / slots)
+    best = int(np.argmin(np.maximum(time, alone)))
     pieces: NDArray[np.int64] = counts[:, best]
-    shortest = np.argsort(keys / pieces, kind="stable")
-    before = np.cumsum(pieces[shortest]) - pieces[shortest]
-    again = shortest[before * heads < rest[best]] if rounds[best] else shortest[:0]
-    pieces[again] *= cuts[best]
+    if rounds[best] and cuts[best] > 1:
+        shortest = np.argsort(keys / pieces, kind="stable")
+        before = np.cumsum(pieces[shortest]) - pieces[shortest]
+        pieces[shortest[before * heads < rest[best]]] *= cuts[best]
     return pieces
 
 
@@ -352,8 +384,11 @@ class Attention:
 
     def _prefill_threads(self) -> int:
         """As attention_prefill.hip has it: a wave has one or two fragments of rows."""
-        wide = uses_matrix(self.geometry, self.gpu, decode=False) and self.geometry.head_dim <= 128
-        return self.geometry.prefill_tile // (self.gpu.wave // 2 * (2 if wide else 1)) * self.gpu.wave
+        wave, matrix = self.gpu.wave, prefill_matrix(self.geometry, self.gpu)
+        rows = 16 if matrix else wave // 2
+        if self.geometry.head_dim <= 128 and (matrix == MATRIX_16X8X16 or (matrix == MATRIX_16X16X16 and wave == 64)):
+            rows *= 2
+        return self.geometry.prefill_tile // rows * wave
 
     def defines(self, name: str, rows: int = 0) -> dict[str, str | int]:
         """What kernel ``name`` is compiled with; ``rows`` of `attention_decode` alone."""
@@ -365,9 +400,9 @@ class Attention:
         }
         if name != "attention_combine":
             given |= {"RF_KV": geometry.kv_dtype, "RF_PAGE_SIZE": geometry.page_size}
-            given["RF_MATRIX"] = int(uses_matrix(geometry, self.gpu, decode=rows > 0))
+            given["RF_MATRIX"] = (decode_matrix if rows else prefill_matrix)(geometry, self.gpu)
         if rows:
-            given["RF_ROWS"] = rows
+            given |= {"RF_ROWS": rows, "RF_BLOCKS": decode_cost(geometry, self.gpu, rows).at_once}
         return given
 
     def _kernel(self, name: str, rows: int = 0) -> Launches:

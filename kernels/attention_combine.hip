@@ -1,7 +1,7 @@
 // The partial results of rows whose keys were more than one item of attention_decode.hip or attention_prefill.hip.
 //
 // defines: RF_TYPE=F32|F16|BF16 RF_HEAD_DIM=64|80|96|128|256 RF_GROUP=1..
-// variants: RF_TYPE=F32|F16|BF16 RF_HEAD_DIM=80|128|256 RF_GROUP=4
+// variants: RF_TYPE=F32|BF16 RF_HEAD_DIM=80|256 RF_GROUP=4
 #include "common.h"
 
 #if !defined(RF_TYPE) || !defined(RF_HEAD_DIM) || !defined(RF_GROUP)
@@ -11,13 +11,14 @@
 static const int DIM = RF_HEAD_DIM;
 static const int THREADS = 128;
 static const int LANES = DIM / 4, TEAMS = THREADS / LANES;  // a team adds up some of the results, four numbers a lane
+#define LOWEST -3.0e38f  // of a team that has had no result
 static const int ENTRY = 5;  // row, first query, queries, number of their first partial result, how many of them
 
 // Block (x, y): kv head x % kv_heads of entry x / kv_heads, query y. The rest as attention_decode has it.
 RF_KERNEL __launch_bounds__(THREADS) attention_combine(
     const float *__restrict__ partials, const float *__restrict__ stats, const i32 *__restrict__ entries, i32 kv_heads,
     const i32 *__restrict__ offsets, RF_TYPE::Bits *__restrict__ out) {
-    __shared__ float scratch[32], totals[TEAMS];
+    __shared__ float mosts[TEAMS], totals[TEAMS];
     __shared__ float4 sums[TEAMS][LANES];
     int head = blockIdx.x % kv_heads, number = blockIdx.y;
     const i32 *entry = entries + (i64)(blockIdx.x / kv_heads) * ENTRY;
@@ -25,35 +26,40 @@ RF_KERNEL __launch_bounds__(THREADS) attention_combine(
     if (number >= count) return;
     i64 first = ((i64)entry[3] + number) * kv_heads + head, stride = (i64)count * kv_heads;
 
-    float most = -RF_INFINITY;
-    for (int split = threadIdx.x; split < splits; split += THREADS) most = fmaxf(most, stats[(first + split * stride) * 2]);
-    most = block_max(most, scratch);
-
+    // Every team has a maximum of its own, so that no load waits for another.
     int team = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float total = 0.0f;
+    float most = LOWEST, total = 0.0f;
     if (team < TEAMS) {
 #pragma unroll 4
         for (int split = team; split < splits; split += TEAMS) {
             i64 at = first + split * stride;
             float2 stat = *(const float2 *)(stats + at * 2);
             float4 four = *(const float4 *)(partials + at * DIM + lane * 4);
-            float weight = power_of_two(stat.x - most);
-            total = fmaf(weight, stat.y, total);
-            sum.x = fmaf(weight, four.x, sum.x);
-            sum.y = fmaf(weight, four.y, sum.y);
-            sum.z = fmaf(weight, four.z, sum.z);
-            sum.w = fmaf(weight, four.w, sum.w);
+            float now = fmaxf(most, stat.x), shrink = power_of_two(most - now), weight = power_of_two(stat.x - now);
+            most = now;
+            total = fmaf(total, shrink, weight * stat.y);
+            sum.x = fmaf(sum.x, shrink, weight * four.x);
+            sum.y = fmaf(sum.y, shrink, weight * four.y);
+            sum.z = fmaf(sum.z, shrink, weight * four.z);
+            sum.w = fmaf(sum.w, shrink, weight * four.w);
         }
         sums[team][lane] = sum;
-        if (lane == 0) totals[team] = total;
+        if (lane == 0) mosts[team] = most, totals[team] = total;
     }
     __syncthreads();
     if (team > 0) return;
-    for (int other = 1; other < TEAMS; other++) {
+    for (int other = 1; other < TEAMS; other++) most = fmaxf(most, mosts[other]);
+    total = 0.0f;
+    sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int other = 0; other < TEAMS; other++) {
         float4 four = sums[other][lane];
-        sum.x += four.x, sum.y += four.y, sum.z += four.z, sum.w += four.w;
-        total += totals[other];
+        float weight = power_of_two(mosts[other] - most);
+        total = fmaf(weight, totals[other], total);
+        sum.x = fmaf(weight, four.x, sum.x);
+        sum.y = fmaf(weight, four.y, sum.y);
+        sum.z = fmaf(weight, four.z, sum.z);
+        sum.w = fmaf(weight, four.w, sum.w);
     }
     i64 to = ((((i64)offsets[entry[0]] + query / RF_GROUP) * kv_heads + head) * RF_GROUP + query % RF_GROUP) * DIM;
     float values[4] = {sum.x / total, sum.y / total, sum.z / total, sum.w / total};

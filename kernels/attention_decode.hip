@@ -9,10 +9,10 @@
 // row: behind the last key, lanes read the last one again, and its weight is 0.
 //
 // defines: RF_TYPE=F32|F16|BF16 RF_KV=F32|F16|BF16|INT8 RF_HEAD_DIM=64|80|96|128|256 RF_PAGE_SIZE=1.. RF_GROUP=1..
-// defines: RF_ROWS=1|2|4|8|16 RF_MATRIX=0|1
-// variants: RF_TYPE=F16|BF16 RF_KV=F16 RF_HEAD_DIM=128 RF_PAGE_SIZE=16 RF_GROUP=4 RF_ROWS=4
-// variants: RF_TYPE=BF16 RF_KV=BF16|INT8 RF_HEAD_DIM=64|80|96|128|256 RF_PAGE_SIZE=16 RF_GROUP=7 RF_ROWS=1|8
-// variants: RF_TYPE=F32 RF_KV=F32|INT8 RF_HEAD_DIM=64|128|256 RF_PAGE_SIZE=24 RF_GROUP=1 RF_ROWS=1|8
+// defines: RF_ROWS=1|2|4|8|16 RF_BLOCKS=1.. RF_MATRIX=0|1
+// variants: RF_TYPE=BF16 RF_KV=BF16|INT8 RF_HEAD_DIM=128 RF_PAGE_SIZE=16 RF_GROUP=4 RF_ROWS=4
+// variants: RF_TYPE=F16 RF_KV=F16 RF_HEAD_DIM=80|256 RF_PAGE_SIZE=16 RF_GROUP=7 RF_ROWS=8
+// variants: RF_TYPE=F32 RF_KV=F32 RF_HEAD_DIM=128 RF_PAGE_SIZE=24 RF_GROUP=1 RF_ROWS=1|8
 #include "common.h"
 
 #if !defined(RF_TYPE) || !defined(RF_KV) || !defined(RF_HEAD_DIM) || !defined(RF_PAGE_SIZE) || !defined(RF_GROUP)
@@ -21,6 +21,10 @@
 // Queries of a tile: 8 or 16 with a matrix unit, else at most 8.
 #ifndef RF_ROWS
 #define RF_ROWS 8
+#endif
+// Blocks that a multiprocessor shall have room for, which bounds their registers.
+#ifndef RF_BLOCKS
+#define RF_BLOCKS 2
 #endif
 // 1: by multiply_16x8x16, for RF_TYPE of 16 bits and RF_KV the same or INT8. 0: one number at a time.
 #ifndef RF_MATRIX
@@ -31,15 +35,12 @@ typedef RF_KV::Bits Stored;
 static const int WAVES = 4;
 static const int THREADS = WAVES * RF_WAVE;
 static const int DIM = RF_HEAD_DIM;
-// Keys of a wave's step, in eights, and blocks of a multiprocessor: what is in flight, against registers.
+// Keys of a wave's step, in eights: what is in flight, against registers.
 #ifndef RF_EIGHTS
-#define RF_EIGHTS (RF_HEAD_DIM > 128 ? 1 : 2) * (sizeof(Stored) == 1 ? 2 : 1)
-#endif
-#ifndef RF_BLOCKS
-#define RF_BLOCKS (RF_ROWS > 8 || RF_HEAD_DIM > 128 ? 2 : 3)
+#define RF_EIGHTS (RF_ROWS > 8 || (RF_HEAD_DIM > 128 && sizeof(Stored) > 1) ? 1 : 2)
 #endif
 #if defined(RF_CUDA)
-#define BOUNDS __launch_bounds__(WAVES * RF_WAVE, RF_BLOCKS)  // blocks of a multiprocessor, which bounds the registers
+#define BOUNDS __launch_bounds__(WAVES * RF_WAVE, RF_BLOCKS)
 #else
 #define BOUNDS __launch_bounds__(WAVES * RF_WAVE)
 #endif
@@ -78,12 +79,12 @@ template <int Count> struct Loaded {
         } else if constexpr (BYTES == 4) {
             words[0] = *(const u32 *)from;
         } else if constexpr (BYTES == 8) {
-            uint2 two = *(const uint2 *)from;
+            uint2 two = load_once((const uint2 *)from);
             words[0] = two.x, words[1] = two.y;
         } else {
 #pragma unroll
             for (int i = 0; i < BYTES / 16; i++) {
-                uint4 four = ((const uint4 *)from)[i];
+                uint4 four = load_once((const uint4 *)from + i);
                 words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
             }
         }
@@ -104,10 +105,11 @@ template <class Type, class Kv> struct Factor { typedef Type Is; };
 template <class Type> struct Factor<Type, INT8> { typedef BF16 Is; };
 typedef Factor<RF_TYPE, RF_KV>::Is Number;
 
-// Bytes 0 and 2 of `spread`, INT8, as two BF16 numbers. The low seven bits are the mantissa of 128 + them; the sign bit
-// is worth -128 and makes the subtrahend 256 instead of 128.
-RF_INLINE u32 two_of_bytes(u32 spread) {
-    u32 low = (spread & 0x007f007fu) | 0x43004300u, high = (spread & 0x00800080u) | 0x43004300u;
+// Two BF16 numbers of two bytes of a word, INT8: 0 and 1, or 2 and 3. The low seven bits are the mantissa of 128 + them;
+// the sign bit is worth -128 and makes the subtrahend 256 instead of 128.
+RF_INLINE u32 two_of_bytes(u32 word, bool second) {
+    u32 both = bytes_of(word, 0x43434343u, second ? 0x4342u : 0x4140u);
+    u32 low = both & 0xff7fff7fu, high = both & 0xff80ff80u;
 #if defined(RF_CUDA)
     u32 two;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(two) : "r"(high), "r"(0xbf80bf80u), "r"(low));
@@ -116,29 +118,6 @@ RF_INLINE u32 two_of_bytes(u32 spread) {
     float first = bfloat_to_float((u16)low) - bfloat_to_float((u16)high);
     return two_of<BF16>(first, bfloat_to_float((u16)(low >> 16)) - bfloat_to_float((u16)(high >> 16)));
 #endif
-}
-// The bytes of b behind those of a are 0 to 7; the result has those that the digits of `selector` name.
-RF_INLINE u32 bytes_of(u32 a, u32 b, u32 selector) {
-#if defined(RF_CUDA)
-    return __byte_perm(a, b, selector);
-#else
-    u64 both = (u64)b << 32 | a;
-    u32 result = 0;
-    for (int i = 0; i < 4; i++) result |= (u32)(both >> (8 * (selector >> (4 * i) & 7)) & 255) << (8 * i);
-    return result;
-#endif
-}
-
-// Numbers 2 i and 2 i + 1 of one key.
-template <int Count> RF_INLINE u32 pair_of(const Loaded<Count> &from, int i) {
-    if constexpr (SCALED) return two_of_bytes(bytes_of(from.words[i / 2], 0, i % 2 ? 0x0302u : 0x0100u));
-    else return from.words[i];
-}
-// Number i of one key and of another.
-template <int Count> RF_INLINE u32 pair_of(const Loaded<Count> &from, const Loaded<Count> &other, int i) {
-    if constexpr (SCALED)
-        return two_of_bytes(bytes_of(from.words[i / 4], other.words[i / 4], (u32)(i % 4) | (u32)(i % 4 + 4) << 8));
-    else return bytes_of(from.words[i / 2], other.words[i / 2], i % 2 ? 0x7632u : 0x5410u);
 }
 
 // A step of KEYS keys, in registers from memory to the multipliers. What a lane 4 g + t loads is never passed on:
@@ -238,6 +217,17 @@ struct Step {
         if constexpr (SCALED)
 #pragma unroll
             for (int i = 0; i < V_PAGES; i++) v_scale[i] = Keys::scale_of(keys.v_scale, keys.page_bytes, v_page[i]);
+    }
+    // Numbers 2 i and 2 i + 1 of one key.
+    template <int Count> RF_INLINE u32 pair_of(const Loaded<Count> &from, int i) const {
+        if constexpr (SCALED) return two_of_bytes(from.words[i / 2], i % 2);
+        else return from.words[i];
+    }
+    // Number i of one key and of another.
+    template <int Count> RF_INLINE u32 pair_of(const Loaded<Count> &from, const Loaded<Count> &other, int i) const {
+        if constexpr (SCALED)
+            return two_of_bytes(bytes_of(from.words[i / 4], other.words[i / 4], i % 4 < 2 ? 0x5140u : 0x7362u), i % 2);
+        else return bytes_of(from.words[i / 2], other.words[i / 2], i % 2 ? 0x7632u : 0x5410u);
     }
     RF_INLINE void multiply_keys(Weights &weight) const {
         float c[EIGHTS][4] = {};
@@ -539,6 +529,13 @@ RF_KERNEL BOUNDS attention_decode(
     __shared__ Step::Shared shared;
     Step step;
     step.begin(lane, &shared);
+    int first = begin + wave * Step::KEYS;
+    if (first < end) {
+        step.find_pages(keys, first);
+        step.load_keys(keys, first);
+        step.load_values(keys, first);
+        step.find_pages(keys, first + WAVES * Step::KEYS);
+    }
 #pragma unroll
     for (int set = 0; set < Step::SETS; set++) {
         int number = query + min(step.row_of(set), count - 1);
@@ -547,13 +544,6 @@ RF_KERNEL BOUNDS attention_decode(
             step.load_query(set, q + (token + number / RF_GROUP) * q_stride + (head * RF_GROUP + number % RF_GROUP) * DIM);
     }
     __syncthreads();
-    int first = begin + wave * Step::KEYS;
-    if (first < end) {
-        step.find_pages(keys, first);
-        step.load_keys(keys, first);
-        step.load_values(keys, first);
-        step.find_pages(keys, first + WAVES * Step::KEYS);
-    }
     // Behind the end, the last key is loaded once more, and not used.
     for (; first < end; first += WAVES * Step::KEYS) {
         int next = first + WAVES * Step::KEYS;

@@ -10,16 +10,15 @@
 // row: behind the last key, lanes read the last one again, and its weight is 0.
 //
 // defines: RF_TYPE=F32|F16|BF16 RF_KV=F32|F16|BF16|INT8 RF_HEAD_DIM=64|80|96|128|256 RF_PAGE_SIZE=1.. RF_GROUP=1..
-// defines: RF_MATRIX=0|1
-// variants: RF_TYPE=F16|BF16 RF_KV=F16 RF_HEAD_DIM=128 RF_PAGE_SIZE=16 RF_GROUP=4
-// variants: RF_TYPE=BF16 RF_KV=BF16|INT8 RF_HEAD_DIM=64|80|96|128|256 RF_PAGE_SIZE=16 RF_GROUP=7
-// variants: RF_TYPE=F32 RF_KV=F32|INT8 RF_HEAD_DIM=64|128|256 RF_PAGE_SIZE=24 RF_GROUP=1
+// defines: RF_MATRIX=0|1|2
+// variants: RF_TYPE=BF16 RF_KV=BF16 RF_HEAD_DIM=64|128|256 RF_PAGE_SIZE=16 RF_GROUP=4
+// variants: RF_TYPE=F32|F16 RF_KV=INT8 RF_HEAD_DIM=80 RF_PAGE_SIZE=24 RF_GROUP=7
 #include "common.h"
 
 #if !defined(RF_TYPE) || !defined(RF_KV) || !defined(RF_HEAD_DIM) || !defined(RF_PAGE_SIZE) || !defined(RF_GROUP)
 #error "attention_prefill: RF_TYPE, RF_KV, RF_HEAD_DIM, RF_PAGE_SIZE and RF_GROUP must be defined"
 #endif
-// 1: by multiply_16x8x16, for RF_TYPE of 16 bits. 0: one number at a time.
+// For RF_TYPE of 16 bits, 1: by multiply_16x8x16, 2: by multiply_16x16x16. 0: one number at a time.
 #ifndef RF_MATRIX
 #define RF_MATRIX 0
 #endif
@@ -43,20 +42,53 @@ RF_INLINE int place(int row, int chunk) { return row * (ROW_CHUNKS * CHUNK) + (S
 
 // Queries of a tile, such that they take 32 KB at most; the host knows the same (attention.py).
 static const int TILE = DIM * sizeof(Bits) <= 256 ? 128 : DIM * sizeof(Bits) <= 512 ? 64 : 32;
-static const int ROOM = (48 * 1024 - TILE * ROW_BYTES) / (2 * ROW_BYTES);
-static const int TILE_KEYS = ROOM >= 64 ? 64 : ROOM >= 48 ? 48 : ROOM >= 32 ? 32 : ROOM >= 16 ? 16 : 8;
+// The fragments of Q that a wave multiplies by stay in its registers where there is room beside the sums. Then keys and
+// values take the place of the queries in shared memory.
+static const bool HELD = RF_MATRIX == 2 ? RF_WAVE == 64 || DIM < 128 : RF_MATRIX == 1 && (DIM <= 64 || DIM > 128);
+static const int ROOM = (48 * 1024 - (HELD ? 0 : TILE * ROW_BYTES)) / (2 * ROW_BYTES);
+// As registers allow.
+static const int MOST_KEYS = RF_MATRIX == 0 ? 32 : (RF_MATRIX == 2 && RF_WAVE == 32 ? 32 : 64) / (DIM > 128 ? 2 : 1);
+static const int FITS = ROOM < MOST_KEYS ? ROOM : MOST_KEYS;
+static const int TILE_KEYS = FITS >= 64 ? 64 : FITS >= 48 ? 48 : FITS >= 32 ? 32 : FITS >= 16 ? 16 : 8;
+static const int SHARED_ROWS = !HELD ? TILE + 2 * TILE_KEYS : TILE > 2 * TILE_KEYS ? TILE : 2 * TILE_KEYS;
 
-// --- what a lane has -------------------------------------------------------------------------------------------------
+// --- what a lane has of a wave's tiles ---------------------------------------------------------------------------------
 
-// A fragment is RF_WAVE / 2 rows by 8 columns. Lane 4 g + t has, of row g and of row g + RF_WAVE / 4, columns 2 t and
-// 2 t + 1: for waves of 32 lanes as multiply_16x8x16 has them.
-static const int FRAGMENT_ROWS = RF_WAVE / 2;
-static const int M = RF_MATRIX && DIM <= 128 ? 2 : 1;  // fragments of a wave, by rows
-static const int WAVE_ROWS = M * FRAGMENT_ROWS;
+// Of a tile of the wave's rows and some columns, a lane has some numbers of each of ROWS rows, which it shares with the
+// PARTS - 1 lanes whose numbers differ from its own by multiples of STRIDE. Number j of row r is at(tile, r, j).
+#if RF_MATRIX == 2
+// As multiply_16x16x16 has its c, rows and columns changed for each other.
+static const int EACH = 256 / RF_WAVE, M = DIM <= 128 && RF_WAVE == 64 ? 2 : 1;
+static const int ROWS = M, PARTS = RF_WAVE / 16, STRIDE = 16, WAVE_ROWS = 16 * M;
+template <int Columns> struct Fragments {
+    float of[M][Columns / 16][EACH];
+};
+template <int Columns> RF_INLINE float &at(Fragments<Columns> &tile, int r, int j) { return tile.of[r][j / EACH][j % EACH]; }
+RF_INLINE int row_of(int r, int lane) { return 16 * r + lane % 16; }
+RF_INLINE int key_of(int j, int lane) { return j / EACH * 16 + lane / 16 * EACH + j % EACH; }
+#else
+// As multiply_16x8x16 has its c; waves of 64 lanes have twice as many rows.
+static const int M = RF_MATRIX && DIM <= 128 ? 2 : 1;
+static const int ROWS = 2 * M, PARTS = 4, STRIDE = 1, WAVE_ROWS = M * RF_WAVE / 2;
+template <int Columns> struct Fragments {
+    float of[M][Columns / 8][4];
+};
+template <int Columns> RF_INLINE float &at(Fragments<Columns> &tile, int r, int j) {
+    return tile.of[r / 2][j / 2][r % 2 * 2 + j % 2];
+}
+RF_INLINE int row_of(int r, int lane) { return r * (RF_WAVE / 4) + lane / 4; }
+RF_INLINE int key_of(int j, int lane) { return j / 2 * 8 + lane % 4 * 2 + j % 2; }
+#endif
 static const int WAVES = TILE / WAVE_ROWS, THREADS = WAVES * RF_WAVE;
-static const int KEY_FRAGMENTS = TILE_KEYS / 8, DIM_FRAGMENTS = DIM / 8;
-typedef float Scores[M][KEY_FRAGMENTS][4];
-typedef float Out[M][DIM_FRAGMENTS][4];
+static const int SCORES = TILE_KEYS / PARTS, SUMS = DIM / PARTS;  // numbers of a row
+typedef Fragments<TILE_KEYS> Scores;
+typedef Fragments<DIM> Out;
+template <int Columns> RF_INLINE void clear(Fragments<Columns> &tile) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int j = 0; j < Columns / PARTS; j++) at(tile, r, j) = 0.0f;
+}
 
 #if defined(RF_CUDA)
 #define BOUNDS __launch_bounds__(THREADS, THREADS <= 128 ? 2 : 1)
@@ -67,79 +99,179 @@ typedef float Out[M][DIM_FRAGMENTS][4];
 #if RF_MATRIX == 1
 static_assert(sizeof(Bits) == 2 && RF_WAVE == 32, "multiply_16x8x16 is for 16-bit numbers and waves of 32 lanes");
 
-RF_INLINE int column_of(int fragment, int i, int t) { return 8 * fragment + 2 * t + i; }
+RF_INLINE int column_of(int j, int lane) { return key_of(j, lane); }
 
+struct QueryPart {
+    u32 of[M][4];  // 16 numbers of each row of the wave
+};
+struct Queries {
+    QueryPart parts[HELD ? DIM / 16 : 1];
+};
+// Part d of the queries from row `first` on.
+RF_INLINE void load_queries(QueryPart &part, const Bits *queries, int first, int d, int lane) {
+#pragma unroll
+    for (int m = 0; m < M; m++) load_tiles(part.of[m], queries + place(first + 16 * m + lane % 16, 2 * d + lane / 16));
+}
 // scores = queries, from row `first` on, times keys.
-RF_INLINE void multiply_keys(Scores &scores, const Bits *queries, int first, const Bits *keys, int lane) {
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < KEY_FRAGMENTS; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) scores[m][n][i] = 0.0f;
+RF_INLINE void multiply_keys(Scores &scores, const Queries &held, const Bits *queries, int first, const Bits *keys, int lane) {
+    clear(scores);
 #pragma unroll
     for (int d = 0; d < DIM / 16; d++) {
-        u32 a[M][4];
+        QueryPart part;
+        if constexpr (HELD) part = held.parts[HELD ? d : 0];
+        else load_queries(part, queries, first, d, lane);
 #pragma unroll
-        for (int m = 0; m < M; m++) load_tiles(a[m], queries + place(first + 16 * m + lane % 16, 2 * d + lane / 16));
-#pragma unroll
-        for (int n = 0; n < KEY_FRAGMENTS; n += 2) {
+        for (int n = 0; n < TILE_KEYS / 8; n += 2) {
             u32 tiles[4];
             load_tiles(tiles, keys + place(8 * n + lane / 16 * 8 + lane % 8, 2 * d + lane / 8 % 2));
             u32 b[2][2] = {{tiles[0], tiles[1]}, {tiles[2], tiles[3]}};
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int i = 0; i < 2; i++) multiply_16x8x16<RF_TYPE>(scores[m][n + i], a[m], b[i]);
+                for (int i = 0; i < 2; i++) multiply_16x8x16<RF_TYPE>(scores.of[m][n + i], part.of[m], b[i]);
         }
     }
 }
 // out += weights times values. The weights lie as that needs them.
 RF_INLINE void multiply_values(Out &out, const Scores &weights, const Bits *values, int lane) {
 #pragma unroll
-    for (int n = 0; n < KEY_FRAGMENTS; n += 2) {
+    for (int n = 0; n < TILE_KEYS / 8; n += 2) {
         u32 a[M][4];
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                a[m][i] = two_of<RF_TYPE>(weights[m][n + i / 2][i % 2 * 2], weights[m][n + i / 2][i % 2 * 2 + 1]);
+                a[m][i] = two_of<RF_TYPE>(weights.of[m][n + i / 2][i % 2 * 2], weights.of[m][n + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
-        for (int d = 0; d < DIM_FRAGMENTS; d += 2) {
+        for (int d = 0; d < DIM / 8; d += 2) {
             u32 tiles[4];
             load_tiles_transposed(tiles, values + place(8 * n + lane % 16, d + lane / 16));
             u32 b[2][2] = {{tiles[0], tiles[1]}, {tiles[2], tiles[3]}};
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int i = 0; i < 2; i++) multiply_16x8x16<RF_TYPE>(out[m][d + i], a[m], b[i]);
+                for (int i = 0; i < 2; i++) multiply_16x8x16<RF_TYPE>(out.of[m][d + i], a[m], b[i]);
         }
     }
 }
+
+#elif RF_MATRIX == 2
+static_assert(sizeof(Bits) == 2, "multiply_16x16x16 is for 16-bit numbers");
+// Loads for later products, moved up across this, would take more registers than RDNA has.
+#if defined(RF_HIP) && RF_WAVE == 32
+#define IN_ORDER __builtin_amdgcn_sched_barrier(0)
+#else
+#define IN_ORDER
+#endif
+
+// Rows of out are columns of V: row i of product j is column 16 * base + count * i + j, for the products base to base +
+// count - 1 of a piece, so that a lane reads `count` numbers that lie together.
+static const int PIECE = DIM / 16 >= 8 ? 8 : 4, WHOLE = DIM / 16 / PIECE, REST = DIM / 16 % PIECE;
+static_assert(DIM == 16 * (PIECE * WHOLE + REST) && (REST == 0 || REST == 1 || REST == 2), "a head dim of pieces");
+RF_INLINE int column_of(int j, int lane) {
+    int piece = j / (EACH * PIECE), count = piece < WHOLE ? PIECE : REST, within = j - piece * EACH * PIECE;
+    return 16 * PIECE * piece + count * EACH * (lane / 16) + within;
+}
+// Which number of a lane's fragments holds it.
+RF_INLINE int number_of_column(int j) {
+    int piece = j / (EACH * PIECE), count = piece < WHOLE ? PIECE : REST, within = j - piece * EACH * PIECE;
+    return (piece * PIECE + within % count) * EACH + within / count;
+}
+
+struct QueryPart {
+    u32 of[M][EACH / 2];
+};
+struct Queries {
+    QueryPart parts[HELD ? DIM / 16 : 1];
+};
+RF_INLINE void load_queries(QueryPart &part, const Bits *queries, int first, int d, int lane) {
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        int column = 16 * d + lane / 16 * EACH;
+        const Bits *from = queries + place(first + row_of(m, lane), column / CHUNK) + column % CHUNK;
+#pragma unroll
+        for (int i = 0; i < EACH / 2; i++) part.of[m][i] = ((const u32 *)from)[i];
+    }
+}
+RF_INLINE void multiply_keys(Scores &scores, const Queries &held, const Bits *queries, int first, const Bits *keys, int lane) {
+    clear(scores);
+#pragma unroll
+    for (int d = 0; d < DIM / 16; d++) {
+        IN_ORDER;
+        QueryPart part;
+        if constexpr (HELD) part = held.parts[HELD ? d : 0];
+        else load_queries(part, queries, first, d, lane);
+#pragma unroll
+        for (int n = 0; n < TILE_KEYS / 16; n++) {
+            int column = 16 * d + lane / 16 * EACH;
+            const Bits *from = keys + place(16 * n + matrix_row(lane % 16), column / CHUNK) + column % CHUNK;
+            u32 a[EACH / 2];
+#pragma unroll
+            for (int i = 0; i < EACH / 2; i++) a[i] = ((const u32 *)from)[i];
+#pragma unroll
+            for (int m = 0; m < M; m++) multiply_16x16x16<RF_TYPE>(scores.of[m][n], a, part.of[m]);
+        }
+    }
+}
+template <int Count>
+RF_INLINE void multiply_piece(Out &out, const u32 (&b)[M][EACH / 2], const Bits *values, int base, int key, int lane) {
+    IN_ORDER;
+    static const int WORDS = Count > 1 ? Count / 2 : 1;
+    u32 words[EACH][WORDS];
+    int column = 16 * base + Count * matrix_row(lane % 16);
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        const Bits *from = values + place(key + lane / 16 * EACH + e, column / CHUNK) + column % CHUNK;
+        Pack<RF_TYPE, Count> pack = *(const Pack<RF_TYPE, Count> *)from;
+#pragma unroll
+        for (int i = 0; i < WORDS; i++)
+            words[e][i] = Count > 1 ? pack.bits[2 * i] | (u32)pack.bits[Count > 1 ? 2 * i + 1 : 0] << 16 : pack.bits[0];
+    }
+#pragma unroll
+    for (int j = 0; j < Count; j++) {
+        u32 a[EACH / 2];
+#pragma unroll
+        for (int i = 0; i < EACH / 2; i++)
+            a[i] = bytes_of(words[2 * i][j / 2], words[2 * i + 1][j / 2], j % 2 ? 0x7632u : 0x5410u);
+#pragma unroll
+        for (int m = 0; m < M; m++) multiply_16x16x16<RF_TYPE>(out.of[m][base + j], a, b[m]);
+    }
+}
+RF_INLINE void multiply_values(Out &out, const Scores &weights, const Bits *values, int lane) {
+#pragma unroll
+    for (int n = 0; n < TILE_KEYS / 16; n++) {
+        u32 b[M][EACH / 2];
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int i = 0; i < EACH / 2; i++)
+                b[m][i] = two_of<RF_TYPE>(weights.of[m][n][2 * i], weights.of[m][n][2 * i + 1]);
+#pragma unroll
+        for (int piece = 0; piece < WHOLE; piece++) multiply_piece<PIECE>(out, b, values, PIECE * piece, 16 * n, lane);
+        if constexpr (REST > 0) multiply_piece<REST ? REST : 1>(out, b, values, PIECE * WHOLE, 16 * n, lane);
+    }
+}
+
 #else
 // Four numbers that lie together: two fragments' worth.
-RF_INLINE int column_of(int fragment, int i, int t) { return fragment / 2 * 16 + 4 * t + fragment % 2 * 2 + i; }
+RF_INLINE int column_of(int j, int lane) { return j / 4 * 16 + lane % 4 * 4 + j % 4; }
 
-RF_INLINE void multiply_keys(Scores &scores, const Bits *queries, int first, const Bits *keys, int lane) {
-    int g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < KEY_FRAGMENTS; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) scores[m][n][i] = 0.0f;
+struct Queries {};
+RF_INLINE void multiply_keys(Scores &scores, const Queries &, const Bits *queries, int first, const Bits *keys, int lane) {
+    int t = lane % 4;
+    clear(scores);
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        float q[2 * M][CHUNK];
+        float q[ROWS][CHUNK];
 #pragma unroll
-        for (int r = 0; r < 2 * M; r++) {
+        for (int r = 0; r < ROWS; r++) {
             Pack<RF_TYPE, CHUNK> pack =
-                *(const Pack<RF_TYPE, CHUNK> *)(queries + place(first + r * (RF_WAVE / 4) + g, chunk));
+                *(const Pack<RF_TYPE, CHUNK> *)(queries + place(first + row_of(r, lane), chunk));
 #pragma unroll
             for (int i = 0; i < CHUNK; i++) q[r][i] = RF_TYPE::load(pack.bits[i]);
         }
 #pragma unroll
-        for (int n = 0; n < KEY_FRAGMENTS; n++)
+        for (int n = 0; n < TILE_KEYS / 8; n++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 Pack<RF_TYPE, CHUNK> pack = *(const Pack<RF_TYPE, CHUNK> *)(keys + place(8 * n + 2 * t + e, chunk));
@@ -147,40 +279,53 @@ RF_INLINE void multiply_keys(Scores &scores, const Bits *queries, int first, con
                 for (int i = 0; i < CHUNK; i++) {
                     float number = RF_TYPE::load(pack.bits[i]);
 #pragma unroll
-                    for (int r = 0; r < 2 * M; r++)
-                        scores[r / 2][n][r % 2 * 2 + e] = fmaf(q[r][i], number, scores[r / 2][n][r % 2 * 2 + e]);
+                    for (int r = 0; r < ROWS; r++)
+                        at(scores, r, 2 * n + e) = fmaf(q[r][i], number, at(scores, r, 2 * n + e));
                 }
             }
     }
 }
-RF_INLINE void multiply_values(Out &out, const Scores &weights, const Bits *values, int lane) {
-    int t = lane % 4;
+RF_INLINE void multiply_values(Out &out, Scores &weights, const Bits *values, int lane) {
 #pragma unroll
-    for (int n = 0; n < KEY_FRAGMENTS; n++)
+    for (int n = 0; n < TILE_KEYS / 8; n++)
 #pragma unroll 1
         for (int owner = 0; owner < 4; owner++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                float weight[2 * M];
+                float weight[ROWS];
 #pragma unroll
-                for (int r = 0; r < 2 * M; r++) weight[r] = shuffle(weights[r / 2][n][r % 2 * 2 + e], lane / 4 * 4 + owner);
+                for (int r = 0; r < ROWS; r++) weight[r] = shuffle(at(weights, r, 2 * n + e), lane / 4 * 4 + owner);
 #pragma unroll
-                for (int d = 0; d < DIM_FRAGMENTS; d += 2) {
-                    int first = column_of(d, 0, t);
+                for (int j = 0; j < SUMS; j += 4) {
+                    int column = column_of(j, lane);
                     Pack<RF_TYPE, 4> pack =
-                        *(const Pack<RF_TYPE, 4> *)(values + place(8 * n + 2 * owner + e, first / CHUNK) + first % CHUNK);
+                        *(const Pack<RF_TYPE, 4> *)(values + place(8 * n + 2 * owner + e, column / CHUNK) + column % CHUNK);
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         float number = RF_TYPE::load(pack.bits[i]);
 #pragma unroll
-                        for (int r = 0; r < 2 * M; r++)
-                            out[r / 2][d + i / 2][r % 2 * 2 + i % 2] =
-                                fmaf(weight[r], number, out[r / 2][d + i / 2][r % 2 * 2 + i % 2]);
+                        for (int r = 0; r < ROWS; r++) at(out, r, j + i) = fmaf(weight[r], number, at(out, r, j + i));
                     }
                 }
             }
 }
 #endif
+
+RF_INLINE void hold_queries([[maybe_unused]] Queries &held, const Bits *queries, int first, int lane) {
+#if RF_MATRIX
+#pragma unroll
+    for (int d = 0; d < DIM / 16; d++) load_queries(held.parts[HELD ? d : 0], queries, first, d, lane);
+#endif
+}
+
+// The sum of column_of(j, lane).
+RF_INLINE float sum_of(Out &out, int r, int j) {
+#if RF_MATRIX == 2
+    return at(out, r, number_of_column(j));
+#else
+    return at(out, r, j);
+#endif
+}
 
 // --- keys and values from pages to shared memory ----------------------------------------------------------------------
 
@@ -190,6 +335,18 @@ template <class A> struct Same<A, A> { static const bool IS = true; };
 static const bool DIRECT = Same<RF_TYPE, RF_KV>::IS && RF_MATRIX == 1;
 static const int UNIT = 16 / (sizeof(Bits) > sizeof(Stored) ? sizeof(Bits) : sizeof(Stored));  // numbers moved together
 static const int UNITS = DIM / UNIT, MOVES = (TILE_KEYS * UNITS + THREADS - 1) / THREADS;
+
+// Number i of a pack. The bytes of a pack of INT8 are made floats without a conversion, of which a GPU does few at a time:
+// 2^23 + 128 + it has it for its last byte.
+RF_INLINE float number_of(const Pack<RF_KV, UNIT> &pack, int i) {
+#if defined(RF_CUDA)
+    if constexpr (SCALED) {
+        u32 word = *(const u32 *)&pack.bits[i / 4 * 4] ^ 0x80808080u;
+        return float_of(__byte_perm(word, 0x4b000000u, 0x7650u + i % 4)) - 8388736.0f;
+    }
+#endif
+    return RF_KV::load(pack.bits[i]);
+}
 
 // Where this thread's part of a tile lies.
 struct Pages {
@@ -233,14 +390,21 @@ struct Tile {
         for (int i = 0; i < MOVES; i++) {
             if (!Pages::has(i)) continue;
             Pack<RF_TYPE, UNIT> converted;
+            if constexpr (Same<RF_TYPE, RF_KV>::IS) {
 #pragma unroll
-            for (int j = 0; j < UNIT; j++) {
-                if constexpr (Same<RF_TYPE, RF_KV>::IS) {
-                    converted.bits[j] = packs[i].bits[j];
-                } else {
-                    float number = RF_KV::load(packs[i].bits[j]);
-                    if constexpr (SCALED) number *= scale[i];
-                    converted.bits[j] = RF_TYPE::store(number);
+                for (int j = 0; j < UNIT; j++) converted.bits[j] = packs[i].bits[j];
+            } else {
+                float numbers[UNIT];
+#pragma unroll
+                for (int j = 0; j < UNIT; j++) numbers[j] = number_of(packs[i], j) * (SCALED ? scale[SCALED ? i : 0] : 1.0f);
+#pragma unroll
+                for (int j = 0; j < UNIT; j += 2) {
+                    if constexpr (sizeof(Bits) == 2) {
+                        ((u32 *)converted.bits)[j / 2] = two_of<RF_TYPE>(numbers[j], numbers[j + 1]);
+                    } else {
+                        converted.bits[j] = RF_TYPE::store(numbers[j]);
+                        converted.bits[j + 1] = RF_TYPE::store(numbers[j + 1]);
+                    }
                 }
             }
             int column = Pages::unit_of(i) * UNIT;
@@ -256,53 +420,45 @@ struct Tile {
 
 // --- weights -----------------------------------------------------------------------------------------------------------
 
-// Row r = 2 m + h of a lane is row FRAGMENT_ROWS m + RF_WAVE / 4 h + g of its wave.
 struct Softmax {
-    float best[2 * M], total[2 * M];
-    int limit[2 * M];  // the last key that the row sees
+    float best[ROWS], total[ROWS];
+    int limit[ROWS];  // the last key that the row sees
 
     RF_INLINE void weigh(Scores &scores, Out &out, int first, bool masked, float scale, int lane) {
-        float highest[2 * M];
+        float highest[ROWS];
         bool higher = false;
 #pragma unroll
-        for (int r = 0; r < 2 * M; r++) {
+        for (int r = 0; r < ROWS; r++) {
             highest[r] = -RF_INFINITY;
 #pragma unroll
-            for (int n = 0; n < KEY_FRAGMENTS; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float &score = scores[r / 2][n][r % 2 * 2 + e];
-                    if (masked && first + 8 * n + lane % 4 * 2 + e > limit[r]) score = -RF_INFINITY;
-                    highest[r] = fmaxf(highest[r], score);
-                }
+            for (int j = 0; j < SCORES; j++) {
+                if (masked && first + key_of(j, lane) > limit[r]) at(scores, r, j) = -RF_INFINITY;
+                highest[r] = fmaxf(highest[r], at(scores, r, j));
+            }
             highest[r] *= scale;
             higher = higher || highest[r] > best[r] + SLACK;
         }
         if (ballot(higher)) {
 #pragma unroll
-            for (int r = 0; r < 2 * M; r++) {
+            for (int r = 0; r < ROWS; r++) {
                 float now = fmaxf(highest[r], best[r]);
-                now = fmaxf(now, shuffle_xor(now, 1));
-                now = fmaxf(now, shuffle_xor(now, 2));
+#pragma unroll
+                for (int i = 1; i < PARTS; i *= 2) now = fmaxf(now, shuffle_xor(now, i * STRIDE));
                 float shrink = power_of_two(best[r] - now);
                 best[r] = now;
                 total[r] *= shrink;
 #pragma unroll
-                for (int n = 0; n < DIM_FRAGMENTS; n++)
-#pragma unroll
-                    for (int e = 0; e < 2; e++) out[r / 2][n][r % 2 * 2 + e] *= shrink;
+                for (int j = 0; j < SUMS; j++) at(out, r, j) *= shrink;
             }
         }
 #pragma unroll
-        for (int r = 0; r < 2 * M; r++)
+        for (int r = 0; r < ROWS; r++)
 #pragma unroll
-            for (int n = 0; n < KEY_FRAGMENTS; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float &score = scores[r / 2][n][r % 2 * 2 + e];
-                    score = power_of_two(fmaf(score, scale, -best[r]));
-                    total[r] += score;
-                }
+            for (int j = 0; j < SCORES; j++) {
+                float weight = power_of_two(fmaf(at(scores, r, j), scale, -best[r]));
+                at(scores, r, j) = weight;
+                total[r] += weight;
+            }
     }
 };
 
@@ -315,10 +471,10 @@ RF_KERNEL BOUNDS attention_prefill(
     i32 kv_heads, const i32 *__restrict__ tables, i32 table_stride, const i32 *__restrict__ starts,
     const i32 *__restrict__ offsets, const i32 *__restrict__ items, float scale, Bits *__restrict__ out,
     float *__restrict__ partials, float *__restrict__ stats) {
-    __shared__ __align__(16) Bits shared[(TILE + 2 * TILE_KEYS) * ROW_CHUNKS * CHUNK];
+    __shared__ __align__(16) Bits shared[SHARED_ROWS * ROW_CHUNKS * CHUNK];
     Bits *queries = shared;
 
-    int lane = threadIdx.x % RF_WAVE, wave = threadIdx.x / RF_WAVE, g = lane / 4, t = lane % 4;
+    int lane = threadIdx.x % RF_WAVE, wave = threadIdx.x / RF_WAVE;
     int head = blockIdx.x % kv_heads;
     const i32 *item = items + (i64)(blockIdx.x / kv_heads) * ITEM;
     int row = item[0], query = item[1], begin = item[2], end = item[3], partial = item[4];
@@ -335,7 +491,7 @@ RF_KERNEL BOUNDS attention_prefill(
     values.arena = keys.arena + kv_heads * of_head;
     keys.scales = (const float *)(pages + (i64)layers * 2 * kv_heads * of_head) + (i64)layer * 2 * kv_heads + head;
     values.scales = keys.scales + kv_heads;
-    keys.shared = shared + TILE * ROW_CHUNKS * CHUNK;
+    keys.shared = shared + (HELD ? 0 : TILE * ROW_CHUNKS * CHUNK);
     values.shared = keys.shared + TILE_KEYS * ROW_CHUNKS * CHUNK;
 
     where.find(begin);
@@ -345,30 +501,32 @@ RF_KERNEL BOUNDS attention_prefill(
             q + (token + number / RF_GROUP) * q_stride + (head * RF_GROUP + number % RF_GROUP) * DIM + i % CHUNKS * CHUNK;
         copy_16(queries + place(i / CHUNKS, i % CHUNKS), from);
     }
+    int first_row = wave * WAVE_ROWS;
+    Queries held;
+    if constexpr (!DIRECT) keys.load(where, begin);
+    if constexpr (HELD) {
+        wait_copies();
+        __syncthreads();
+        hold_queries(held, queries, first_row, lane);
+        __syncthreads();
+    }
     if constexpr (DIRECT) {
         keys.copy(where, begin);
     } else {
-        keys.load(where, begin);
         keys.store();
         values.load(where, begin);
         where.find(begin + TILE_KEYS);
     }
 
     Softmax softmax;
-    Out sums;
-    int first_row = wave * WAVE_ROWS;
 #pragma unroll
-    for (int r = 0; r < 2 * M; r++) {
-        int number = query + min(first_row + r * (RF_WAVE / 4) + g, count - 1);
+    for (int r = 0; r < ROWS; r++) {
+        int number = query + min(first_row + row_of(r, lane), count - 1);
         softmax.limit[r] = min(start + number / RF_GROUP, end - 1);
         softmax.best[r] = LOWEST, softmax.total[r] = 0.0f;
     }
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < DIM_FRAGMENTS; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) sums[m][n][i] = 0.0f;
+    Out sums;
+    clear(sums);
     int all_seen = min(start + query / RF_GROUP, end - 1);  // up to this key, every row sees all
 
     for (int first = begin; first < end; first += TILE_KEYS) {
@@ -383,7 +541,7 @@ RF_KERNEL BOUNDS attention_prefill(
             keys.load(where, next);
         }
         Scores scores;
-        multiply_keys(scores, queries, first_row, keys.shared, lane);
+        multiply_keys(scores, held, queries, first_row, keys.shared, lane);
         softmax.weigh(scores, sums, first, next - 1 > all_seen, scale, lane);
         wait_copies();
         __syncthreads();  // the values are there; the keys have been used
@@ -398,28 +556,28 @@ RF_KERNEL BOUNDS attention_prefill(
     }
 
 #pragma unroll
-    for (int r = 0; r < 2 * M; r++) {
-        softmax.total[r] += shuffle_xor(softmax.total[r], 1);
-        softmax.total[r] += shuffle_xor(softmax.total[r], 2);
-        int of = first_row + r * (RF_WAVE / 4) + g, number = query + of;
+    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+        for (int i = 1; i < PARTS; i *= 2) softmax.total[r] += shuffle_xor(softmax.total[r], i * STRIDE);
+        int of = first_row + row_of(r, lane), number = query + of;
         if (of >= count) continue;
         if (partial < 0) {
             i64 to = (((i64)(token + number / RF_GROUP) * kv_heads + head) * RF_GROUP + number % RF_GROUP) * DIM;
             float factor = 1.0f / softmax.total[r];
 #pragma unroll
-            for (int n = 0; n < DIM_FRAGMENTS; n++) {
+            for (int j = 0; j < SUMS; j += 2) {
                 Pack<RF_TYPE, 2> two;
 #pragma unroll
-                for (int e = 0; e < 2; e++) two.bits[e] = RF_TYPE::store(sums[r / 2][n][r % 2 * 2 + e] * factor);
-                *(Pack<RF_TYPE, 2> *)(out + to + column_of(n, 0, t)) = two;
+                for (int e = 0; e < 2; e++) two.bits[e] = RF_TYPE::store(sum_of(sums, r, j + e) * factor);
+                *(Pack<RF_TYPE, 2> *)(out + to + column_of(j, lane)) = two;
             }
         } else {
             i64 to = ((i64)partial + of) * kv_heads + head;
 #pragma unroll
-            for (int n = 0; n < DIM_FRAGMENTS; n++)
-                *(float2 *)(partials + to * DIM + column_of(n, 0, t)) =
-                    make_float2(sums[r / 2][n][r % 2 * 2], sums[r / 2][n][r % 2 * 2 + 1]);
-            if (t == 0) stats[to * 2] = softmax.best[r], stats[to * 2 + 1] = softmax.total[r];
+            for (int j = 0; j < SUMS; j += 2)
+                *(float2 *)(partials + to * DIM + column_of(j, lane)) =
+                    make_float2(sum_of(sums, r, j), sum_of(sums, r, j + 1));
+            if (lane / STRIDE % PARTS == 0) stats[to * 2] = softmax.best[r], stats[to * 2 + 1] = softmax.total[r];
         }
     }
 }

@@ -107,9 +107,29 @@ RF_INLINE u16 float_to_half(float value) { return __builtin_bit_cast(u16, (_Floa
 RF_INLINE float bfloat_to_float(u16 bits) { return float_of((u32)bits << 16); }
 // To the nearest, ties to even; a NaN stays one.
 RF_INLINE u16 float_to_bfloat(float value) {
+#if defined(RF_CUDA) && __CUDA_ARCH__ >= 800
+    u16 rounded;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
+    return rounded;
+#endif
     u32 bits = bits_of(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)((bits >> 16) | 0x40);
     return (u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Four bytes out of eight: those of a are 0 to 3, those of b 4 to 7, and the digits of `selector` name them, lowest first.
+RF_INLINE u32 bytes_of(u32 a, u32 b, u32 selector) {
+#if defined(RF_CUDA)
+    return __byte_perm(a, b, selector);
+#elif defined(RF_HIP)
+    u32 bytes = (selector & 0xf) | (selector & 0xf0) << 4 | (selector & 0xf00) << 8 | (selector & 0xf000) << 12;
+    return __builtin_amdgcn_perm(b, a, bytes);
+#else
+    u64 both = (u64)b << 32 | a;
+    u32 result = 0;
+    for (int i = 0; i < 4; i++) result |= (u32)(both >> (8 * (selector >> (4 * i) & 7)) & 255) << (8 * i);
+    return result;
+#endif
 }
 
 // How a number is stored. `Bits` is what lies in memory; `load` and `store` convert.
@@ -334,6 +354,104 @@ RF_INLINE void load_tiles_transposed(u32 (&tiles)[4], const void *row) {
 }
 #endif
 #endif
+
+// c[16][16] += a[16][16] b[16][16] on AMD's matrix cores: MFMA of CDNA, WMMA of RDNA 3 and 4. With E = 256 / RF_WAVE, lane
+// 16 u + i holds, two in a register, of a, columns E u to E u + E - 1 of row matrix_row(i); of b, those rows of column i; of
+// c, rows E u to E u + E - 1 of column i.
+#if defined(RF_CPU) || (defined(RF_HIP) && (defined(__gfx90a__) || defined(__gfx942__) || defined(__gfx950__) || \
+                                            defined(__GFX11__) || defined(__GFX12__)))
+#define RF_COLUMNS 1
+#if defined(RF_HIP) && defined(__GFX11__)
+// Its c has rows 2 e + u, so that rows of a must come in another order.
+RF_INLINE int matrix_row(int i) { return i % 2 * 8 + i / 2; }
+#else
+RF_INLINE int matrix_row(int i) { return i; }
+#endif
+template <class Type>
+RF_INLINE void multiply_16x16x16(float (&c)[256 / RF_WAVE], const u32 (&a)[128 / RF_WAVE], const u32 (&b)[128 / RF_WAVE]);
+
+#if defined(RF_CPU)
+template <class Type>
+RF_INLINE void multiply_16x16x16(float (&c)[256 / RF_WAVE], const u32 (&a)[128 / RF_WAVE], const u32 (&b)[128 / RF_WAVE]) {
+    const int each = 256 / RF_WAVE, lane = threadIdx.x % RF_WAVE;
+    for (int part = 0; part < RF_WAVE / 16; part++)
+        for (int k = 0; k < each / 2; k += 2) {
+            u64 of_b = shuffle((u64)b[k + 1] << 32 | b[k], 16 * part + lane % 16);
+            for (int row = 0; row < each; row++) {
+                u64 of_a = shuffle((u64)a[k + 1] << 32 | a[k], 16 * part + lane / 16 * each + row);
+                for (int i = 0; i < 64; i += 16) c[row] += Type::load((u16)(of_a >> i)) * Type::load((u16)(of_b >> i));
+            }
+        }
+}
+#else
+// The vectors that the builtins take; those of BF16 are of short or of __bf16, as the compiler's version has it.
+template <int Words> struct Operand {
+    typedef short Shorts __attribute__((ext_vector_type(2 * Words)));
+    typedef _Float16 Halves __attribute__((ext_vector_type(2 * Words)));
+    struct Words_ {
+        u32 of[Words];
+    } words;
+    RF_INLINE operator Shorts() const { return __builtin_bit_cast(Shorts, words); }
+#if __clang_major__ >= 17  // older ones have no __bf16 for these GPUs
+    typedef __bf16 Bfloats __attribute__((ext_vector_type(2 * Words)));
+    RF_INLINE operator Bfloats() const { return __builtin_bit_cast(Bfloats, words); }
+#endif
+    RF_INLINE Halves halves() const { return __builtin_bit_cast(Halves, words); }
+};
+typedef float Sums __attribute__((ext_vector_type(256 / RF_WAVE)));
+
+#if defined(__GFX11__)
+// Each half of a wave holds all columns of a: the other half's come from there.
+RF_INLINE Operand<8> operand_of(const u32 (&part)[4]) {
+    Operand<8> all;
+    bool upper = threadIdx.x % 32 >= 16;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 other = __builtin_amdgcn_permlanex16(0, part[i], 0x76543210, 0xfedcba98, false, false);
+        all.words.of[i] = upper ? other : part[i];
+        all.words.of[i + 4] = upper ? part[i] : other;
+    }
+    return all;
+}
+#define RF_MULTIPLY_F16(a, b, c) __builtin_amdgcn_wmma_f32_16x16x16_f16_w32((a).halves(), (b).halves(), c)
+#define RF_MULTIPLY_BF16(a, b, c) __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(a, b, c)
+#else
+RF_INLINE Operand<128 / RF_WAVE> operand_of(const u32 (&part)[128 / RF_WAVE]) {
+    Operand<128 / RF_WAVE> all;
+#pragma unroll
+    for (int i = 0; i < 128 / RF_WAVE; i++) all.words.of[i] = part[i];
+    return all;
+}
+#if defined(__GFX12__)
+#define RF_MULTIPLY_F16(a, b, c) __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12((a).halves(), (b).halves(), c)
+#define RF_MULTIPLY_BF16(a, b, c) __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32_gfx12(a, b, c)
+#else
+#define RF_MULTIPLY_F16(a, b, c) __builtin_amdgcn_mfma_f32_16x16x16f16((a).halves(), (b).halves(), c, 0, 0, 0)
+#define RF_MULTIPLY_BF16(a, b, c) __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(a, b, c, 0, 0, 0)
+#endif
+#endif
+#define RF_MULTIPLY_16X16X16(Type, name)                                                                                \
+    template <>                                                                                                         \
+    RF_INLINE void multiply_16x16x16<Type>(float (&c)[256 / RF_WAVE], const u32 (&a)[128 / RF_WAVE],                    \
+                                           const u32 (&b)[128 / RF_WAVE]) {                                             \
+        Sums sums;                                                                                                      \
+        for (int i = 0; i < 256 / RF_WAVE; i++) sums[i] = c[i];                                                         \
+        sums = name(operand_of(a), operand_of(b), sums);                                                                \
+        for (int i = 0; i < 256 / RF_WAVE; i++) c[i] = sums[i];                                                         \
+    }
+RF_MULTIPLY_16X16X16(F16, RF_MULTIPLY_F16)
+RF_MULTIPLY_16X16X16(BF16, RF_MULTIPLY_BF16)
+#endif
+#endif
+
+// What nobody will read again soon: caches need not keep it.
+template <class T> RF_INLINE T load_once(const T *at) {
+#if defined(RF_CUDA)
+    return __ldcs(at);
+#else
+    return *at;
+#endif
+}
 
 // 16 bytes from global to shared memory, both aligned to them. They are there for this thread after wait_copies, for the
 // block after a barrier behind it.

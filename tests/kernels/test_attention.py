@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kernels.attention import Attention, Geometry, Gpu
+from kernels.attention import MATRIX_16X8X16, MATRIX_16X16X16, NO_MATRIX, Attention, Geometry, Gpu
 from tests.kernels import devices
 
 F64 = NDArray[np.float64]
@@ -108,8 +108,8 @@ def expected(case: Case, batch: Batch, scale: float) -> F64:
 
 
 def gpu_of(device: devices.Device, case: Case) -> Gpu:
-    """Tests see the matrix units wherever the waves allow them, which for a CPU are made of shuffles."""
-    return Gpu(device.wave, case.processors, matrix=device.wave == 32)
+    """Tests see a matrix unit, which a CPU makes of shuffles: NVIDIA's by waves of 32 lanes, AMD's by waves of 64."""
+    return Gpu(device.wave, case.processors, MATRIX_16X8X16 if device.wave == 32 else MATRIX_16X16X16)
 
 
 def computed(device: devices.Device, case: Case, batch: Batch, gpu: Gpu, scale: float, gap: int = 0) -> NDArray[Any]:
@@ -191,4 +191,4 @@ def test_attention_in_order_and_sanitised(case: Case) -> None:
 def test_waves_of_32_lanes_without_matrix_units(kv_dtype: str) -> None:
     device = devices.get("cpu-w32-permuted")
     case = Case(MIXED, 14, 2, 96, 16, "BF16", kv_dtype, processors=4)
-    check(device, case, Gpu(device.wave, case.processors, matrix=False))
+    check(device, case, Gpu(device.wave, case.processors, NO_MATRIX))
