@@ -46,7 +46,8 @@ class Cost:
 class Launches(Protocol):
     """A compiled source: `kernels.module.Module`, or that of a test's device."""
 
-    def launch(self, name: str, grid: Any, block: Any, args: Sequence[Any], shared: int = 0) -> None: ...
+    def launch(self, name: str, grid: Any, block: Any, args: Sequence[Any], shared: int = 0) -> None:
+        """Start kernel ``name``."""
 
 
 @dataclass(frozen=True, slots=True)
