@@ -333,9 +333,14 @@ class _Memory:
 
 
 def _gpu(cupy: Any, device: int) -> attention.Gpu:
-    """What the attention kernels want to know; matrix instructions are used on NVIDIA's GPUs from Ampere on."""
+    """What the attention kernels want to know.
+
+    AMD's matrix units are left alone: what lane holds what has been compiled for them, and run on none.
+    """
     properties = cupy.cuda.runtime.getDeviceProperties(device)
-    matrix = not cupy.cuda.runtime.is_hip and properties["major"] >= 8
+    matrix = attention.NO_MATRIX
+    if not cupy.cuda.runtime.is_hip:
+        matrix = attention.matrix_unit(f"sm_{properties['major']}{properties['minor']}")
     return attention.Gpu(int(properties["warpSize"]), int(properties["multiProcessorCount"]), matrix)
 
 
