@@ -11,13 +11,14 @@
 static const int DIM = RF_HEAD_DIM;
 static const int THREADS = 128;
 static const int LANES = DIM / 4, TEAMS = THREADS / LANES;  // a team adds up some of the results, four numbers a lane
-#define LOWEST -3.0e38f  // of a team that has had no result
+#define LOWEST -3.0e38f                                     // of a team that has had no result
 static const int ENTRY = 5;  // row, first query, queries, number of their first partial result, how many of them
 
 // Block (x, y): kv head x % kv_heads of entry x / kv_heads, query y. The rest as attention_decode has it.
-RF_KERNEL __launch_bounds__(THREADS) attention_combine(
-    const float *__restrict__ partials, const float *__restrict__ stats, const i32 *__restrict__ entries, i32 kv_heads,
-    const i32 *__restrict__ offsets, RF_TYPE::Bits *__restrict__ out) {
+RF_KERNEL __launch_bounds__(THREADS)
+    attention_combine(const float *__restrict__ partials, const float *__restrict__ stats,
+                      const i32 *__restrict__ entries, i32 kv_heads, const i32 *__restrict__ offsets,
+                      RF_TYPE::Bits *__restrict__ out) {
     __shared__ float mosts[TEAMS], totals[TEAMS];
     __shared__ float4 sums[TEAMS][LANES];
     int head = blockIdx.x % kv_heads, number = blockIdx.y;

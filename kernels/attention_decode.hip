@@ -1,9 +1,9 @@
 // Attention of the few newest tokens of a row over its paged keys: bound by the bytes of K and V, each read once.
 //
 // A block takes an item: keys begin to end of one row, for one kv head and all the queries of a tile, RF_ROWS of them.
-// Its waves take the keys of the item in turn, a step each, every wave with a softmax of its own (Milakov and Gimelshein,
-// "Online normalizer calculation for softmax"), and put the results together at the end. A row whose keys are more than
-// one item leaves partial results to attention_combine.hip.
+// Its waves take the keys of the item in turn, a step each, every wave with a softmax of its own (Milakov and
+// Gimelshein, "Online normalizer calculation for softmax"), and put the results together at the end. A row whose keys
+// are more than one item leaves partial results to attention_combine.hip.
 //
 // The queries of a row are numbered q = token * RF_GROUP + head of the group. No slot is read that holds no key of the
 // row: behind the last key, lanes read the last one again, and its weight is 0.
@@ -40,9 +40,9 @@ static const int DIM = RF_HEAD_DIM;
 #define RF_EIGHTS (RF_ROWS > 8 || (RF_HEAD_DIM > 128 && sizeof(Stored) > 1) ? 1 : 2)
 #endif
 #if defined(RF_CUDA)
-#define BOUNDS __launch_bounds__(WAVES * RF_WAVE, RF_BLOCKS)
+#define BOUNDS __launch_bounds__(THREADS, RF_BLOCKS)
 #else
-#define BOUNDS __launch_bounds__(WAVES * RF_WAVE)
+#define BOUNDS __launch_bounds__(THREADS)
 #endif
 static const int ITEM = 5;  // row, first query, begin, end, number of the partial result or -1
 static const bool SCALED = sizeof(Stored) == 1;
@@ -101,12 +101,16 @@ static_assert(sizeof(RF_TYPE::Bits) == 2, "a matrix unit multiplies 16-bit numbe
 static_assert(RF_ROWS == 8 || RF_ROWS == 16, "a tile of queries is 8 or 16 rows");
 
 // INT8 numbers are exact as BF16, whatever RF_TYPE is: the products of an outlier's scale do not overflow there.
-template <class Type, class Kv> struct Factor { typedef Type Is; };
-template <class Type> struct Factor<Type, INT8> { typedef BF16 Is; };
+template <class Type, class Kv> struct Factor {
+    typedef Type Is;
+};
+template <class Type> struct Factor<Type, INT8> {
+    typedef BF16 Is;
+};
 typedef Factor<RF_TYPE, RF_KV>::Is Number;
 
-// Two BF16 numbers of two bytes of a word, INT8: 0 and 1, or 2 and 3. The low seven bits are the mantissa of 128 + them;
-// the sign bit is worth -128 and makes the subtrahend 256 instead of 128.
+// Two BF16 numbers of two bytes of a word, INT8: 0 and 1, or 2 and 3. The low seven bits are the mantissa of 128 +
+// them; the sign bit is worth -128 and makes the subtrahend 256 instead of 128.
 RF_INLINE u32 two_of_bytes(u32 word, bool second) {
     u32 both = bytes_of(word, 0x43434343u, second ? 0x4342u : 0x4140u);
     u32 low = both & 0xff7fff7fu, high = both & 0xff80ff80u;
@@ -124,8 +128,8 @@ RF_INLINE u32 two_of_bytes(u32 word, bool second) {
 // - scores[q][key] = sum over d of Q[q][d] K[key][d]. The order of the sum is free, so that the lanes of a key take 8
 //   numbers each that lie together, two products' worth. Eight keys make a product: a lane has key g of each eight.
 // - out[d][q] = sum over keys of V[key][d] P[q][key]. The scores lie as P must: a lane has keys 2 t and 2 t + 1 of each
-//   eight, and two eights make a product. The order of d is free, so that the lanes of a key take 8 numbers each that lie
-//   together, four products' worth of rows.
+//   eight, and two eights make a product. The order of d is free, so that the lanes of a key take 8 numbers each that
+//   lie together, four products' worth of rows.
 struct Step {
     static const int EIGHTS = RF_EIGHTS, KEYS = 8 * EIGHTS;
     static const bool SHARED = true;           // the queries
@@ -136,7 +140,10 @@ struct Step {
     static const int V_REST = DIM % 64 / 8;    // and one of so many numbers
     static_assert(DIM % 32 % 16 == 0 && V_REST != 6, "a head dim of loads that are powers of two");
     // Keys that share a page wherever a step begins, which is at a multiple of KEYS.
-    static const int SPAN = RF_PAGE_SIZE % KEYS == 0 ? KEYS : RF_PAGE_SIZE % 16 == 0 ? 16 : RF_PAGE_SIZE % 8 == 0 ? 8 : 1;
+    static const int SPAN = RF_PAGE_SIZE % KEYS == 0 ? KEYS
+                            : RF_PAGE_SIZE % 16 == 0 ? 16
+                            : RF_PAGE_SIZE % 8 == 0  ? 8
+                                                     : 1;
     static const int K_PAGES = SPAN == 1 ? EIGHTS : KEYS / SPAN, V_PAGES = SPAN == 1 ? 2 * EIGHTS : KEYS / SPAN;
 
     // What each lane holds of Q for one product, the same in all waves: there are better uses of registers.
@@ -234,13 +241,15 @@ struct Step {
 #pragma unroll
         for (int step = 0; step < DIM / 16; step++) {
             Query of = queries->of[step][4 * g + t];
-            u32 a[4] = {of.words[0], SETS == 2 ? of.words[1] : 0, of.words[SETS], SETS == 2 ? of.words[2 * SETS - 1] : 0};
+            u32 a[4] = {of.words[0], SETS == 2 ? of.words[1] : 0, of.words[SETS],
+                        SETS == 2 ? of.words[2 * SETS - 1] : 0};
 #pragma unroll
             for (int i = 0; i < EIGHTS; i++) {
                 u32 b[2];
 #pragma unroll
                 for (int half = 0; half < 2; half++)
-                    b[half] = step < 2 * K_WHOLE ? pair_of(k[i][step / 2], step % 2 * 2 + half) : pair_of(k_rest[i], half);
+                    b[half] =
+                        step < 2 * K_WHOLE ? pair_of(k[i][step / 2], step % 2 * 2 + half) : pair_of(k_rest[i], half);
                 multiply_16x8x16<Number>(c[i], a, b);
             }
         }
@@ -292,9 +301,9 @@ struct Step {
             }
     }
     // The four keys of a product, or two and no others.
-    template <bool Four, int Count>
-    RF_INLINE void multiply_values(const Loaded<Count> &v0, const Loaded<Count> &v1, const Loaded<Count> &v2,
-                                   const Loaded<Count> &v3, const u32 (&p)[SETS][2], int tile) {
+    template <bool Four, int Count> RF_INLINE void multiply_values(const Loaded<Count> &v0, const Loaded<Count> &v1,
+                                                                   const Loaded<Count> &v2, const Loaded<Count> &v3,
+                                                                   const u32 (&p)[SETS][2], int tile) {
 #pragma unroll
         for (int i = 0; i < Count / 2; i++) {
             u32 a[4] = {pair_of(v0, v1, 2 * i), pair_of(v0, v1, 2 * i + 1), Four ? pair_of(v2, v3, 2 * i) : 0,
@@ -348,7 +357,8 @@ struct Step {
 
 static_assert(RF_ROWS <= 8, "a tile of queries is at most 8 rows");
 
-// A step of DEEP keys for each group of LANES lanes, 8 numbers of a key to a lane. Every group has a softmax of its own.
+// A step of DEEP keys for each group of LANES lanes, 8 numbers of a key to a lane. Every group has a softmax of its
+// own.
 struct Step {
     static const int LANES = DIM <= 64 ? 8 : DIM <= 128 ? 16 : 32;
     static const int GROUPS = RF_WAVE / LANES, DEEP = RF_ROWS > 4 ? 2 : 4;
@@ -497,15 +507,16 @@ struct Step {
 
 #endif
 
-// q and out: [tokens, kv_heads * RF_GROUP, RF_HEAD_DIM], q with q_stride numbers from token to token. Row r of the batch
-// has the tokens offsets[r] to offsets[r + 1], the first at position starts[r], and its pages are tables[r * table_stride
+// q and out: [tokens, kv_heads * RF_GROUP, RF_HEAD_DIM], q with q_stride numbers from token to token. Row r of the
+// batch has the tokens offsets[r] to offsets[r + 1], the first at position starts[r], and its pages are tables[r *
+// table_stride
 // ...]. scale: of the scores, times log2(e). A partial result is, for each query from the item's number on and each kv
 // head, RF_HEAD_DIM sums in `partials` and (maximum, sum of weights) in `stats`.
-RF_KERNEL BOUNDS attention_decode(
-    const RF_TYPE::Bits *__restrict__ q, i64 q_stride, const u8 *__restrict__ pages, i64 page_bytes, i32 layers, i32 layer,
-    i32 kv_heads, const i32 *__restrict__ tables, i32 table_stride, const i32 *__restrict__ starts,
-    const i32 *__restrict__ offsets, const i32 *__restrict__ items, float scale, RF_TYPE::Bits *__restrict__ out,
-    float *__restrict__ partials, float *__restrict__ stats) {
+RF_KERNEL BOUNDS attention_decode(const RF_TYPE::Bits *__restrict__ q, i64 q_stride, const u8 *__restrict__ pages,
+                                  i64 page_bytes, i32 layers, i32 layer, i32 kv_heads, const i32 *__restrict__ tables,
+                                  i32 table_stride, const i32 *__restrict__ starts, const i32 *__restrict__ offsets,
+                                  const i32 *__restrict__ items, float scale, RF_TYPE::Bits *__restrict__ out,
+                                  float *__restrict__ partials, float *__restrict__ stats) {
     __shared__ float sum[RF_ROWS * DIM];
     __shared__ float bests[WAVES][RF_ROWS], totals[WAVES][RF_ROWS];
 
@@ -541,7 +552,8 @@ RF_KERNEL BOUNDS attention_decode(
         int number = query + min(step.row_of(set), count - 1);
         step.limit[set] = min(start + number / RF_GROUP, end - 1);
         if (!Step::SHARED || wave == 0)
-            step.load_query(set, q + (token + number / RF_GROUP) * q_stride + (head * RF_GROUP + number % RF_GROUP) * DIM);
+            step.load_query(set,
+                            q + (token + number / RF_GROUP) * q_stride + (head * RF_GROUP + number % RF_GROUP) * DIM);
     }
     __syncthreads();
     // Behind the end, the last key is loaded once more, and not used.

@@ -1,10 +1,10 @@
-// Attention of many new tokens of a row over its paged keys: bound by multiplications, so tiles of queries meet tiles of
-// keys in shared memory (Dao, "FlashAttention-2").
+// Attention of many new tokens of a row over its paged keys: bound by multiplications, so tiles of queries meet tiles
+// of keys in shared memory (Dao, "FlashAttention-2").
 //
 // A block takes an item: keys begin to end of one row, for one kv head and RF_TILE of its queries. The waves have
-// those rows between them, and go together through the keys, TILE_KEYS at a time: while one tile of keys is multiplied its
-// values arrive, and while these are multiplied the next keys do. A row whose keys are more than one item leaves partial
-// results to attention_combine.hip.
+// those rows between them, and go together through the keys, TILE_KEYS at a time: while one tile of keys is multiplied
+// its values arrive, and while these are multiplied the next keys do. A row whose keys are more than one item leaves
+// partial results to attention_combine.hip.
 //
 // The queries of a row are numbered q = token * RF_GROUP + head of the group. No slot is read that holds no key of the
 // row: behind the last key, lanes read the last one again, and its weight is 0.
@@ -29,16 +29,19 @@ static const int DIM = RF_HEAD_DIM;
 static const int ITEM = 5;  // row, first query, begin, end, number of the partial result or -1
 static const bool SCALED = sizeof(Stored) == 1;
 #define LOWEST -3.0e38f  // below any score, and finite: the maximum of a query that has seen no key
-#define SLACK 8.0f       // the maximum in use may be this much too low, in powers of two: the sums need a new scale less often
+// The maximum in use may be this much too low, in powers of two: the sums need a new scale less often.
+#define SLACK 8.0f
 
-// --- shared memory: rows of DIM numbers in chunks of 16 bytes --------------------------------------------------------
+// --- shared memory: rows of DIM numbers in chunks of 16 bytes ------------------------------------------------------
 
 static const int CHUNK = 16 / sizeof(Bits), CHUNKS = DIM / CHUNK;
 // Eight rows at the same chunk lie in all banks: chunks change places with the row, or rows have an odd number of them.
 static const bool SWIZZLED = CHUNKS % 8 == 0;
 static const int ROW_CHUNKS = SWIZZLED ? CHUNKS : CHUNKS | 1;
 static const int ROW_BYTES = ROW_CHUNKS * 16;
-RF_INLINE int place(int row, int chunk) { return row * (ROW_CHUNKS * CHUNK) + (SWIZZLED ? chunk ^ (row & 7) : chunk) * CHUNK; }
+RF_INLINE int place(int row, int chunk) {
+    return row * (ROW_CHUNKS * CHUNK) + (SWIZZLED ? chunk ^ (row & 7) : chunk) * CHUNK;
+}
 
 // Queries of a tile, such that they take 32 KB at most; the host knows the same (attention.py).
 static const int TILE = DIM * sizeof(Bits) <= 256 ? 128 : DIM * sizeof(Bits) <= 512 ? 64 : 32;
@@ -52,7 +55,7 @@ static const int FITS = ROOM < MOST_KEYS ? ROOM : MOST_KEYS;
 static const int TILE_KEYS = FITS >= 64 ? 64 : FITS >= 48 ? 48 : FITS >= 32 ? 32 : FITS >= 16 ? 16 : 8;
 static const int SHARED_ROWS = !HELD ? TILE + 2 * TILE_KEYS : TILE > 2 * TILE_KEYS ? TILE : 2 * TILE_KEYS;
 
-// --- what a lane has of a wave's tiles ---------------------------------------------------------------------------------
+// --- what a lane has of a wave's tiles -----------------------------------------------------------------------------
 
 // Of a tile of the wave's rows and some columns, a lane has some numbers of each of ROWS rows, which it shares with the
 // PARTS - 1 lanes whose numbers differ from its own by multiples of STRIDE. Number j of row r is at(tile, r, j).
@@ -63,7 +66,9 @@ static const int ROWS = M, PARTS = RF_WAVE / 16, STRIDE = 16, WAVE_ROWS = 16 * M
 template <int Columns> struct Fragments {
     float of[M][Columns / 16][EACH];
 };
-template <int Columns> RF_INLINE float &at(Fragments<Columns> &tile, int r, int j) { return tile.of[r][j / EACH][j % EACH]; }
+template <int Columns> RF_INLINE float &at(Fragments<Columns> &tile, int r, int j) {
+    return tile.of[r][j / EACH][j % EACH];
+}
 RF_INLINE int row_of(int r, int lane) { return 16 * r + lane % 16; }
 RF_INLINE int key_of(int j, int lane) { return j / EACH * 16 + lane / 16 * EACH + j % EACH; }
 #else
@@ -113,7 +118,8 @@ RF_INLINE void load_queries(QueryPart &part, const Bits *queries, int first, int
     for (int m = 0; m < M; m++) load_tiles(part.of[m], queries + place(first + 16 * m + lane % 16, 2 * d + lane / 16));
 }
 // scores = queries, from row `first` on, times keys.
-RF_INLINE void multiply_keys(Scores &scores, const Queries &held, const Bits *queries, int first, const Bits *keys, int lane) {
+RF_INLINE void multiply_keys(Scores &scores, const Queries &held, const Bits *queries, int first, const Bits *keys,
+                             int lane) {
     clear(scores);
 #pragma unroll
     for (int d = 0; d < DIM / 16; d++) {
@@ -178,8 +184,11 @@ RF_INLINE int number_of_column(int j) {
     return (piece * PIECE + within % count) * EACH + within / count;
 }
 
+struct alignas(2 * EACH) Words {
+    u32 of[EACH / 2];
+};
 struct QueryPart {
-    u32 of[M][EACH / 2];
+    Words of[M];
 };
 struct Queries {
     QueryPart parts[HELD ? DIM / 16 : 1];
@@ -188,12 +197,12 @@ RF_INLINE void load_queries(QueryPart &part, const Bits *queries, int first, int
 #pragma unroll
     for (int m = 0; m < M; m++) {
         int column = 16 * d + lane / 16 * EACH;
-        const Bits *from = queries + place(first + row_of(m, lane), column / CHUNK) + column % CHUNK;
-#pragma unroll
-        for (int i = 0; i < EACH / 2; i++) part.of[m][i] = ((const u32 *)from)[i];
+        part.of[m] =
+            *(const Words *)(queries + place(first + row_of(m, lane), column / CHUNK) + column % CHUNK);
     }
 }
-RF_INLINE void multiply_keys(Scores &scores, const Queries &held, const Bits *queries, int first, const Bits *keys, int lane) {
+RF_INLINE void multiply_keys(Scores &scores, const Queries &held, const Bits *queries, int first, const Bits *keys,
+                             int lane) {
     clear(scores);
 #pragma unroll
     for (int d = 0; d < DIM / 16; d++) {
@@ -205,11 +214,9 @@ RF_INLINE void multiply_keys(Scores &scores, const Queries &held, const Bits *qu
         for (int n = 0; n < TILE_KEYS / 16; n++) {
             int column = 16 * d + lane / 16 * EACH;
             const Bits *from = keys + place(16 * n + matrix_row(lane % 16), column / CHUNK) + column % CHUNK;
-            u32 a[EACH / 2];
+            Words a = *(const Words *)from;
 #pragma unroll
-            for (int i = 0; i < EACH / 2; i++) a[i] = ((const u32 *)from)[i];
-#pragma unroll
-            for (int m = 0; m < M; m++) multiply_16x16x16<RF_TYPE>(scores.of[m][n], a, part.of[m]);
+            for (int m = 0; m < M; m++) multiply_16x16x16<RF_TYPE>(scores.of[m][n], a.of, part.of[m].of);
         }
     }
 }
@@ -257,7 +264,8 @@ RF_INLINE void multiply_values(Out &out, const Scores &weights, const Bits *valu
 RF_INLINE int column_of(int j, int lane) { return j / 4 * 16 + lane % 4 * 4 + j % 4; }
 
 struct Queries {};
-RF_INLINE void multiply_keys(Scores &scores, const Queries &, const Bits *queries, int first, const Bits *keys, int lane) {
+RF_INLINE void multiply_keys(Scores &scores, const Queries &, const Bits *queries, int first, const Bits *keys,
+                             int lane) {
     int t = lane % 4;
     clear(scores);
 #pragma unroll 1
@@ -299,7 +307,8 @@ RF_INLINE void multiply_values(Out &out, Scores &weights, const Bits *values, in
                 for (int j = 0; j < SUMS; j += 4) {
                     int column = column_of(j, lane);
                     Pack<RF_TYPE, 4> pack =
-                        *(const Pack<RF_TYPE, 4> *)(values + place(8 * n + 2 * owner + e, column / CHUNK) + column % CHUNK);
+                        *(const Pack<RF_TYPE, 4> *)(values + place(8 * n + 2 * owner + e, column / CHUNK) +
+                                                    column % CHUNK);
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         float number = RF_TYPE::load(pack.bits[i]);
@@ -327,17 +336,21 @@ RF_INLINE float sum_of(Out &out, int r, int j) {
 #endif
 }
 
-// --- keys and values from pages to shared memory ----------------------------------------------------------------------
+// --- keys and values from pages to shared memory -------------------------------------------------------------------
 
-template <class A, class B> struct Same { static const bool IS = false; };
-template <class A> struct Same<A, A> { static const bool IS = true; };
+template <class A, class B> struct Same {
+    static const bool IS = false;
+};
+template <class A> struct Same<A, A> {
+    static const bool IS = true;
+};
 // Straight to shared memory, without waiting, or by way of registers.
 static const bool DIRECT = Same<RF_TYPE, RF_KV>::IS && RF_MATRIX == 1;
 static const int UNIT = 16 / (sizeof(Bits) > sizeof(Stored) ? sizeof(Bits) : sizeof(Stored));  // numbers moved together
 static const int UNITS = DIM / UNIT, MOVES = (TILE_KEYS * UNITS + THREADS - 1) / THREADS;
 
-// Number i of a pack. The bytes of a pack of INT8 are made floats without a conversion, of which a GPU does few at a time:
-// 2^23 + 128 + it has it for its last byte.
+// Number i of a pack. The bytes of a pack of INT8 are made floats without a conversion, of which a GPU does few at a
+// time: 2^23 + 128 + it has it for its last byte.
 RF_INLINE float number_of(const Pack<RF_KV, UNIT> &pack, int i) {
 #if defined(RF_CUDA)
     if constexpr (SCALED) {
@@ -396,7 +409,8 @@ struct Tile {
             } else {
                 float numbers[UNIT];
 #pragma unroll
-                for (int j = 0; j < UNIT; j++) numbers[j] = number_of(packs[i], j) * (SCALED ? scale[SCALED ? i : 0] : 1.0f);
+                for (int j = 0; j < UNIT; j++)
+                    numbers[j] = number_of(packs[i], j) * (SCALED ? scale[SCALED ? i : 0] : 1.0f);
 #pragma unroll
                 for (int j = 0; j < UNIT; j += 2) {
                     if constexpr (sizeof(Bits) == 2) {
@@ -418,7 +432,7 @@ struct Tile {
     }
 };
 
-// --- weights -----------------------------------------------------------------------------------------------------------
+// --- weights -------------------------------------------------------------------------------------------------------
 
 struct Softmax {
     float best[ROWS], total[ROWS];
@@ -464,13 +478,13 @@ struct Softmax {
 
 // q and out: [tokens, kv_heads * RF_GROUP, RF_HEAD_DIM], q with q_stride numbers from token to token, a multiple of 16
 // bytes. Row r of the batch has the tokens offsets[r] to offsets[r + 1], the first at position starts[r], and its pages
-// are tables[r * table_stride ...]. scale: of the scores, above 0, times log2(e). A partial result is, for each query from
-// the item's number on and each kv head, RF_HEAD_DIM sums in `partials` and (maximum, sum of weights) in `stats`.
-RF_KERNEL BOUNDS attention_prefill(
-    const Bits *__restrict__ q, i64 q_stride, const u8 *__restrict__ pages, i64 page_bytes, i32 layers, i32 layer,
-    i32 kv_heads, const i32 *__restrict__ tables, i32 table_stride, const i32 *__restrict__ starts,
-    const i32 *__restrict__ offsets, const i32 *__restrict__ items, float scale, Bits *__restrict__ out,
-    float *__restrict__ partials, float *__restrict__ stats) {
+// are tables[r * table_stride ...]. scale: of the scores, above 0, times log2(e). A partial result is, for each query
+// from the item's number on and each kv head, RF_HEAD_DIM sums in `partials` and (maximum, sum of weights) in `stats`.
+RF_KERNEL BOUNDS attention_prefill(const Bits *__restrict__ q, i64 q_stride, const u8 *__restrict__ pages,
+                                   i64 page_bytes, i32 layers, i32 layer, i32 kv_heads, const i32 *__restrict__ tables,
+                                   i32 table_stride, const i32 *__restrict__ starts, const i32 *__restrict__ offsets,
+                                   const i32 *__restrict__ items, float scale, Bits *__restrict__ out,
+                                   float *__restrict__ partials, float *__restrict__ stats) {
     __shared__ __align__(16) Bits shared[SHARED_ROWS * ROW_CHUNKS * CHUNK];
     Bits *queries = shared;
 
@@ -497,8 +511,8 @@ RF_KERNEL BOUNDS attention_prefill(
     where.find(begin);
     for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
         int number = query + min(i / CHUNKS, count - 1);
-        const Bits *from =
-            q + (token + number / RF_GROUP) * q_stride + (head * RF_GROUP + number % RF_GROUP) * DIM + i % CHUNKS * CHUNK;
+        const Bits *from = q + (token + number / RF_GROUP) * q_stride + (head * RF_GROUP + number % RF_GROUP) * DIM +
+                           i % CHUNKS * CHUNK;
         copy_16(queries + place(i / CHUNKS, i % CHUNKS), from);
     }
     int first_row = wave * WAVE_ROWS;

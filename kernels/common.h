@@ -65,7 +65,7 @@ RF_INLINE void sync_wave() {
 }
 #endif
 
-// --- numbers ---------------------------------------------------------------------------------------------------------
+// --- numbers -------------------------------------------------------------------------------------------------------
 
 RF_INLINE u32 bits_of(float value) { return __float_as_uint(value); }
 RF_INLINE float float_of(u32 bits) { return __uint_as_float(bits); }
@@ -117,7 +117,7 @@ RF_INLINE u16 float_to_bfloat(float value) {
     return (u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Four bytes out of eight: those of a are 0 to 3, those of b 4 to 7, and the digits of `selector` name them, lowest first.
+// Four bytes out of eight: those of a are 0 to 3, those of b 4 to 7; the digits of `selector` name them, lowest first.
 RF_INLINE u32 bytes_of(u32 a, u32 b, u32 selector) {
 #if defined(RF_CUDA)
     return __byte_perm(a, b, selector);
@@ -259,7 +259,7 @@ RF_INLINE void copy_bytes(const u8 *source, u8 *target, i64 bytes, i64 first, i6
     else copy_units<u8>(source, target, bytes, first, threads);
 }
 
-// --- sums and maxima --------------------------------------------------------------------------------------------------
+// --- sums and maxima -----------------------------------------------------------------------------------------------
 
 RF_INLINE float wave_sum(float value) {
 #pragma unroll
@@ -292,12 +292,12 @@ RF_INLINE float block_max(float value, float *scratch) {
     return most;
 }
 
-// --- matrix units: every lane of the wave calls these ---------------------------------------------------------------
+// --- matrix units: every lane of the wave calls these --------------------------------------------------------------
 
 #if (defined(RF_CUDA) && __CUDA_ARCH__ >= 800) || (defined(RF_CPU) && RF_WAVE == 32)
 // c[16][8] += a[16][16] b[16][8], laid out as PTX has it for mma.m16n8k16. Lane 4 g + t holds, of a, two in a register:
-// columns 2 t and 2 t + 1 of row g, of row g + 8, then columns 2 t + 8 and 2 t + 9 of row g, of row g + 8; of b, column g:
-// rows 2 t and 2 t + 1, then 2 t + 8 and 2 t + 9; of c, columns 2 t and 2 t + 1 of row g, then of row g + 8.
+// columns 2 t and 2 t + 1 of row g, of row g + 8, then columns 2 t + 8 and 2 t + 9 of row g, of row g + 8; of b, column
+// g: rows 2 t and 2 t + 1, then 2 t + 8 and 2 t + 9; of c, columns 2 t and 2 t + 1 of row g, then of row g + 8.
 template <class Type> RF_INLINE void multiply_16x8x16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]);
 // Four tiles of 8 x 8 16-bit numbers out of shared memory: lane l says where row l % 8 of tile l / 8 is, 16 bytes, and
 // gets of each tile the numbers 2 (l % 4) and the next of row l / 4; `transposed`: those rows of column l / 4.
@@ -305,12 +305,12 @@ RF_INLINE void load_tiles(u32 (&tiles)[4], const void *row);
 RF_INLINE void load_tiles_transposed(u32 (&tiles)[4], const void *row);
 
 #if defined(RF_CUDA)
-#define RF_MULTIPLY_16X8X16(Type, name)                                                                                 \
-    template <> RF_INLINE void multiply_16x8x16<Type>(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {            \
-        asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 "                                              \
-            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                           \
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                            \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                                        \
+#define RF_MULTIPLY_16X8X16(Type, name)                                                                               \
+    template <> RF_INLINE void multiply_16x8x16<Type>(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {          \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 "                                            \
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                         \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                          \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                                      \
     }
 RF_MULTIPLY_16X8X16(F16, "f16")
 RF_MULTIPLY_16X8X16(BF16, "bf16")
@@ -355,9 +355,9 @@ RF_INLINE void load_tiles_transposed(u32 (&tiles)[4], const void *row) {
 #endif
 #endif
 
-// c[16][16] += a[16][16] b[16][16] on AMD's matrix cores: MFMA of CDNA, WMMA of RDNA 3 and 4. With E = 256 / RF_WAVE, lane
-// 16 u + i holds, two in a register, of a, columns E u to E u + E - 1 of row matrix_row(i); of b, those rows of column i; of
-// c, rows E u to E u + E - 1 of column i.
+// c[16][16] += a[16][16] b[16][16] on AMD's matrix cores: MFMA of CDNA, WMMA of RDNA 3 and 4. With E = 256 / RF_WAVE,
+// lane 16 u + i holds, two in a register, of a, columns E u to E u + E - 1 of row matrix_row(i); of b, those rows of
+// column i; of c, rows E u to E u + E - 1 of column i.
 #if defined(RF_CPU) || (defined(RF_HIP) && (defined(__gfx90a__) || defined(__gfx942__) || defined(__gfx950__) || \
                                             defined(__GFX11__) || defined(__GFX12__)))
 #define RF_COLUMNS 1
@@ -368,11 +368,13 @@ RF_INLINE int matrix_row(int i) { return i % 2 * 8 + i / 2; }
 RF_INLINE int matrix_row(int i) { return i; }
 #endif
 template <class Type>
-RF_INLINE void multiply_16x16x16(float (&c)[256 / RF_WAVE], const u32 (&a)[128 / RF_WAVE], const u32 (&b)[128 / RF_WAVE]);
+RF_INLINE void multiply_16x16x16(float (&c)[256 / RF_WAVE], const u32 (&a)[128 / RF_WAVE],
+                                 const u32 (&b)[128 / RF_WAVE]);
 
 #if defined(RF_CPU)
 template <class Type>
-RF_INLINE void multiply_16x16x16(float (&c)[256 / RF_WAVE], const u32 (&a)[128 / RF_WAVE], const u32 (&b)[128 / RF_WAVE]) {
+RF_INLINE void multiply_16x16x16(float (&c)[256 / RF_WAVE], const u32 (&a)[128 / RF_WAVE],
+                                 const u32 (&b)[128 / RF_WAVE]) {
     const int each = 256 / RF_WAVE, lane = threadIdx.x % RF_WAVE;
     for (int part = 0; part < RF_WAVE / 16; part++)
         for (int k = 0; k < each / 2; k += 2) {
@@ -430,14 +432,14 @@ RF_INLINE Operand<128 / RF_WAVE> operand_of(const u32 (&part)[128 / RF_WAVE]) {
 #define RF_MULTIPLY_BF16(a, b, c) __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(a, b, c, 0, 0, 0)
 #endif
 #endif
-#define RF_MULTIPLY_16X16X16(Type, name)                                                                                \
-    template <>                                                                                                         \
-    RF_INLINE void multiply_16x16x16<Type>(float (&c)[256 / RF_WAVE], const u32 (&a)[128 / RF_WAVE],                    \
-                                           const u32 (&b)[128 / RF_WAVE]) {                                             \
-        Sums sums;                                                                                                      \
-        for (int i = 0; i < 256 / RF_WAVE; i++) sums[i] = c[i];                                                         \
-        sums = name(operand_of(a), operand_of(b), sums);                                                                \
-        for (int i = 0; i < 256 / RF_WAVE; i++) c[i] = sums[i];                                                         \
+#define RF_MULTIPLY_16X16X16(Type, name)                                                                              \
+    template <>                                                                                                       \
+    RF_INLINE void multiply_16x16x16<Type>(float (&c)[256 / RF_WAVE], const u32 (&a)[128 / RF_WAVE],                  \
+                                           const u32 (&b)[128 / RF_WAVE]) {                                           \
+        Sums sums;                                                                                                    \
+        for (int i = 0; i < 256 / RF_WAVE; i++) sums[i] = c[i];                                                       \
+        sums = name(operand_of(a), operand_of(b), sums);                                                              \
+        for (int i = 0; i < 256 / RF_WAVE; i++) c[i] = sums[i];                                                       \
     }
 RF_MULTIPLY_16X16X16(F16, RF_MULTIPLY_F16)
 RF_MULTIPLY_16X16X16(BF16, RF_MULTIPLY_BF16)
@@ -453,8 +455,8 @@ template <class T> RF_INLINE T load_once(const T *at) {
 #endif
 }
 
-// 16 bytes from global to shared memory, both aligned to them. They are there for this thread after wait_copies, for the
-// block after a barrier behind it.
+// 16 bytes from global to shared memory, both aligned to them. They are there for this thread after wait_copies, for
+// the block after a barrier behind it.
 RF_INLINE void copy_16(void *shared, const void *global) {
 #if defined(RF_CUDA) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"

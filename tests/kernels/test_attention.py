@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -11,8 +12,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kernels.attention import MATRIX_16X8X16, MATRIX_16X16X16, NO_MATRIX, Attention, Geometry, Gpu
-from tests.kernels import devices
+from kernels import source
+from kernels.attention import (
+    MATRIX_16X8X16,
+    MATRIX_16X16X16,
+    NO_MATRIX,
+    Attention,
+    Geometry,
+    Gpu,
+    matrix_unit,
+)
+from tests.kernels import amdgcn, devices
 
 F64 = NDArray[np.float64]
 DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "INT8": np.int8}
@@ -153,42 +163,99 @@ def check(device: devices.Device, case: Case, gpu: Gpu | None = None, seed: int 
 
 DECODE = ((0, 1), (15, 1), (16, 1), (299, 1), (63, 1))
 MIXED = ((0, 1), (200, 1), (0, 37), (130, 5), (47, 18))
+CHUNKS = ((0, 3), (140, 9))
 HALF = {"dtype": "BF16", "kv_dtype": "BF16"}
 
 CASES = [
     # Every type of queries with every type of pages.
     *(Case(MIXED, dtype=dtype, kv_dtype=kv, processors=8) for dtype in BOUNDS for kv in DTYPES),
-    # Every head size, with groups 1, 4, 7 and 8, and pages of one token, some, and more than a step of keys.
+    # Every head size, with groups 1, 2, 4, 7 and 8, and pages of one token, some, and more than a step of keys.
     Case(DECODE, 2, 2, 80, 1, **HALF, processors=8),
-    Case(MIXED, 4, 1, 80, 24, **HALF, processors=4),
+    Case(CHUNKS, 4, 1, 80, 24, "BF16", "INT8", processors=4),
     Case(MIXED, 7, 1, 96, 64, **HALF, processors=4),
     Case(MIXED, 14, 2, 128, 16, **HALF, processors=4),
-    Case(DECODE, 8, 1, 128, 16, "F16", "F16", processors=8),
-    Case(((0, 3), (140, 9)), 8, 1, 256, 16, **HALF, processors=2),
+    Case(DECODE, 8, 1, 128, 16, "F16", "INT8", processors=8),
+    Case(CHUNKS, 8, 1, 256, 16, **HALF, processors=2),
     Case(DECODE, 1, 1, 256, 3, "F16", "INT8", processors=8),
-    Case(((0, 3), (140, 9)), 2, 1, 256, 24, processors=2),
-    Case(((5, 1), (33, 20)), 2, 2, 80, 7, processors=1),
-    Case(((5, 1), (33, 20)), 4, 2, 96, 1, "F16", "INT8", processors=1),
+    Case(CHUNKS, 2, 1, 256, 24),
     # More heads to a kv head than a tile has queries, and tokens of which a tile has only a part.
     Case(((70, 1), (9, 3)), 40, 2, 64, 16, **HALF, processors=4),
-    Case(((33, 1), (20, 8)), 12, 1, 64, 16, "F32", "INT8", processors=1),
+    Case(((33, 1), (20, 8)), 12, 1, 64, 8, "F32", "INT8"),
 ]
 
 
+@pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=lambda value: str(value))
+def test_attention(number: int, case: Case) -> None:
+    """On waves of either width in turn: every type and size is seen by half of the code, and most by both."""
+    check(devices.get(["cpu-w64-permuted", "cpu-w32-permuted"][number % 2]), case, seed=number)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("name", ["cpu-w64-permuted", "cpu-w32-permuted", "cupy"])
-def test_attention(name: str, case: Case) -> None:
-    check(devices.get(name), case, seed=len(str(case)))
+def test_attention_on_a_gpu(case: Case) -> None:
+    device = devices.get("cupy")
+    check(device, case, Gpu(device.wave, case.processors, matrix_unit(amd_or_nvidia())), seed=3)
 
 
-@pytest.mark.parametrize("case", CASES[::5], ids=str)
-def test_attention_in_order_and_sanitised(case: Case) -> None:
-    for name in ("cpu-w64-sanitised", "cpu-w32"):
-        check(devices.get(name), case)
+def amd_or_nvidia() -> str:
+    """The compiler's target of CuPy's current device."""
+    import cupy
+
+    device = cupy.cuda.Device()
+    properties = cupy.cuda.runtime.getDeviceProperties(device.id)
+    return properties["gcnArchName"].decode() if cupy.cuda.runtime.is_hip else f"sm_{device.compute_capability}"
 
 
-@pytest.mark.parametrize("kv_dtype", ["BF16", "INT8"])
-def test_waves_of_32_lanes_without_matrix_units(kv_dtype: str) -> None:
-    device = devices.get("cpu-w32-permuted")
+@pytest.mark.parametrize("name", ["cpu-w64-sanitised", "cpu-w32"])
+def test_nothing_else_is_touched(name: str) -> None:
+    check(devices.get(name), Case(MIXED, 14, 2, 80, 16, **HALF, processors=4))
+
+
+@pytest.mark.parametrize(
+    ("name", "matrix", "kv_dtype"),
+    [
+        ("cpu-w32-permuted", NO_MATRIX, "BF16"),
+        ("cpu-w32-permuted", MATRIX_16X16X16, "INT8"),
+        ("cpu-w64-permuted", NO_MATRIX, "INT8"),
+    ],
+)
+def test_other_matrix_units(name: str, matrix: int, kv_dtype: str) -> None:
+    """Waves of 32 lanes without a matrix unit, as of RDNA 2, and with AMD's; of 64 lanes without."""
+    device = devices.get(name)
     case = Case(MIXED, 14, 2, 96, 16, "BF16", kv_dtype, processors=4)
-    check(device, case, Gpu(device.wave, case.processors, NO_MATRIX))
+    check(device, case, Gpu(device.wave, case.processors, matrix))
+
+
+def test_scores_far_apart() -> None:
+    """Maxima that rise late and by much, and weights that underflow: the sums are scaled again, and end right."""
+    device = devices.get("cpu-w32-permuted")
+    for seed in range(2):
+        check(device, Case(MIXED, dtype="F16", kv_dtype="F16", processors=8), seed=seed, spread=24.0)
+
+
+def test_a_key_is_not_seen_from_before() -> None:
+    """A later token's key and value change nothing for the tokens before it, in a tile that holds them all."""
+    device = devices.get("cpu-w32")
+    case = Case(((20, 12),), dtype="F16", kv_dtype="F16")
+    batch = batch_of(case)
+    before = computed(device, case, batch, gpu_of(device, case), 0.125)
+    pages = batch.arena.view(np.float16).reshape(-1, 2, 2, case.kv_heads, case.page_size, case.head_dim)
+    last = 31
+    pages[batch.tables[0, last // 16], LAYER, :, :, last % 16] += 9
+    after = computed(device, case, batch, gpu_of(device, case), 0.125)
+    assert np.array_equal(before[:-1], after[:-1])
+    assert not np.array_equal(before[-1], after[-1])
+
+
+@pytest.mark.parametrize("gpu", ["gfx90a", "gfx942", "gfx1100", "gfx1201"])
+def test_amd_matrix_units_compile(gpu: str, tmp_path: Path) -> None:
+    """The kernel that uses them, for the GPUs that have them, without a register spilled."""
+    absent = amdgcn.missing()
+    if absent:
+        pytest.skip(absent)
+    case = Case(MIXED, 32, 8, 128, **HALF)
+    wave = amdgcn.WAVES[gpu]
+    attention = Attention(devices.get("cpu-w32").compile, case.geometry, Gpu(wave, 1, matrix_unit(gpu)), 1.0)
+    defines = {name: str(value) for name, value in attention.defines("attention_prefill").items()}
+    assert defines["RF_MATRIX"] == "2"
+    (kernel,) = amdgcn.Toolchain(tmp_path).compile(source.read("attention_prefill"), defines, gpu)
+    assert (kernel.spilled, kernel.private_bytes, kernel.wave) == (0, 0, wave)
