@@ -316,10 +316,39 @@ def attach_rows() -> Iterator[Row]:
     yield Row("first launch after it", "zero_page, host time", round(statistics.median(firsts[1:]) * 1e6, 1))
 
 
+def plot(rows: list[Row], path: Path) -> None:
+    """Draw the shares with their bars, and operations a second. Needs matplotlib, which is in the extra ``bench``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    moving = [row for row in rows if row.share is not None and row.us]
+    computing = [row for row in rows if row.tflops is not None]
+    sizes = {"height_ratios": [len(moving), len(computing)]}
+    figure, (left, right) = pyplot.subplots(2, 1, figsize=(8, 0.26 * len(rows) + 1.5), gridspec_kw=sizes)
+    for axes, kept, values in (
+        (left, moving, [row.share or 0 for row in moving]),
+        (right, computing, [row.tflops or 0 for row in computing]),
+    ):
+        colours = ["tab:gray" if "torch" in row.kernel else "tab:blue" for row in kept]
+        axes.barh([row.kernel for row in kept], values, color=colours)
+        axes.invert_yaxis()
+        axes.grid(True, axis="x", alpha=0.3)
+    for place, row in enumerate(moving):
+        if row.bar is not None:
+            left.plot([row.bar, row.bar], [place - 0.45, place + 0.45], color="tab:red")
+    left.set_xlabel("share of what a copy moves; red: what is demanded")
+    right.set_xlabel("TFLOP/s")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
 def main() -> int:
     """Returns the exit status: 1 when a bar is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object a row instead of a table")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the rows too")
     flags = parser.parse_args()
     # Clocks need a moment to rise; the ceiling is the best that was seen.
     copy = max(copy_bandwidth() for _ in range(4))
@@ -329,6 +358,8 @@ def main() -> int:
     for row in everything:
         rows.append(row)
         print_row(row, as_json=flags.json)
+    if flags.plot is not None:
+        plot(rows, flags.plot)
     missed = [row.kernel for row in rows if row.missed]
     if missed:
         print(f"below their bars: {', '.join(missed)}", file=sys.stderr)
