@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from kernels import module
-from kernels.attention import BYTES, Attention, Geometry, Gpu, matrix_unit
+from kernels.attention import BYTES, Attention, Geometry, Gpu, this_gpu
 
 #: Bytes that one round of launches reads at least: several times any cache.
 ROUND_BYTES = 1 << 29
 REPLAYS = 15
+#: What runs before anything is timed: a GPU that has been idle is slower at first.
+WARM_MILLISECONDS = 40.0
 
 
 @dataclass(frozen=True)
@@ -79,19 +81,6 @@ CASES = (
 )
 
 
-def gpu_at_hand() -> Gpu:
-    """CuPy's current device."""
-    import cupy
-
-    device = cupy.cuda.Device()
-    properties = cupy.cuda.runtime.getDeviceProperties(device.id)
-    if cupy.cuda.runtime.is_hip:
-        target = properties["gcnArchName"].decode()
-    else:
-        target = f"sm_{properties['major']}{properties['minor']}"
-    return Gpu(int(properties["warpSize"]), int(properties["multiProcessorCount"]), matrix_unit(target))
-
-
 def milliseconds(launch: Callable[[int], None], launches: int) -> float:
     """Return the median time of one of ``launch(0)`` to ``launch(launches - 1)``, replayed as a graph."""
     import cupy
@@ -106,15 +95,19 @@ def milliseconds(launch: Callable[[int], None], launches: int) -> float:
         for number in range(launches):
             launch(number)
         graph = stream.end_capture()
-        times = []
-        for _ in range(REPLAYS):
+
+        def replay() -> float:
             start, end = cupy.cuda.Event(), cupy.cuda.Event()
             start.record(stream)
             graph.launch(stream)
             end.record(stream)
             end.synchronize()
-            times.append(cupy.cuda.get_elapsed_time(start, end) / launches)
-    return statistics.median(times)
+            return float(cupy.cuda.get_elapsed_time(start, end))
+
+        warm = 0.0
+        while warm < WARM_MILLISECONDS:
+            warm += replay()
+        return statistics.median(replay() for _ in range(REPLAYS)) / launches
 
 
 COPY = r"""
@@ -159,7 +152,7 @@ class Bench:
         self.q = _random(tokens * case.query_heads * case.head_dim, case.dtype)
         self.out = cupy.empty_like(self.q)
         self._tables = cupy.asarray(self.tables)
-        self._gpu = gpu or gpu_at_hand()
+        self._gpu = gpu or this_gpu()
         self.replan(load)
 
     def replan(self, load: Callable[[str, Mapping[str, str | int]], Any]) -> None:
@@ -295,8 +288,8 @@ def torch_milliseconds(case: Case, backend: str) -> float | None:
 
     try:
         with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
-            for number in range(sets):
-                run(number)
+            for number in range(sets * 4):
+                run(number % sets)
             times = []
             for _ in range(REPLAYS):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

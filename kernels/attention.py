@@ -197,6 +197,18 @@ def matrix_unit(target: str) -> int:
     return NO_MATRIX
 
 
+def this_gpu() -> Gpu:
+    """Return CuPy's current device."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+    if cupy.cuda.runtime.is_hip:
+        target = properties["gcnArchName"].decode()
+    else:
+        target = f"sm_{properties['major']}{properties['minor']}"
+    return Gpu(int(properties["warpSize"]), int(properties["multiProcessorCount"]), matrix_unit(target))
+
+
 def decode_matrix(geometry: Geometry, gpu: Gpu) -> int:
     """Return RF_MATRIX of `attention_decode`, which multiplies K and V as they are stored, or INT8 made BF16."""
     fits = geometry.dtype != "F32" and geometry.kv_dtype in (geometry.dtype, "INT8")

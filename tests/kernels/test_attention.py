@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kernels.attention import (
     Geometry,
     Gpu,
     matrix_unit,
+    this_gpu,
 )
 from tests.kernels import amdgcn, devices
 
@@ -193,16 +194,7 @@ def test_attention(number: int, case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_on_a_gpu(case: Case) -> None:
     device = devices.get("cupy")
-    check(device, case, Gpu(device.wave, case.processors, matrix_unit(amd_or_nvidia())), seed=3)
-
-
-def amd_or_nvidia() -> str:
-    """The compiler's target of CuPy's current device."""
-    import cupy
-
-    device = cupy.cuda.Device()
-    properties = cupy.cuda.runtime.getDeviceProperties(device.id)
-    return properties["gcnArchName"].decode() if cupy.cuda.runtime.is_hip else f"sm_{device.compute_capability}"
+    check(device, case, replace(this_gpu(), processors=case.processors), seed=3)
 
 
 @pytest.mark.parametrize("name", ["cpu-w64-sanitised", "cpu-w32"])
@@ -225,11 +217,22 @@ def test_other_matrix_units(name: str, matrix: int, kv_dtype: str) -> None:
     check(device, case, Gpu(device.wave, case.processors, matrix))
 
 
-def test_scores_far_apart() -> None:
-    """Maxima that rise late and by much, and weights that underflow: the sums are scaled again, and end right."""
-    device = devices.get("cpu-w32-permuted")
-    for seed in range(2):
-        check(device, Case(MIXED, dtype="F16", kv_dtype="F16", processors=8), seed=seed, spread=24.0)
+@pytest.mark.parametrize("processors", [1, 24])
+@pytest.mark.parametrize("name", ["cpu-w32-permuted", "cpu-w64-permuted"])
+def test_scores_far_apart(name: str, processors: int) -> None:
+    """Maxima that rise late and by more than a float has powers of two, in an item and from item to item."""
+    device = devices.get(name)
+    case = Case(((1300, 1), (190, 20)), dtype="F16", kv_dtype="F16", processors=processors)
+    for gpu in (gpu_of(device, case), Gpu(device.wave, processors, NO_MATRIX)):
+        check(device, case, gpu, spread=400.0)
+
+
+@pytest.mark.parametrize("name", ["cpu-w32-permuted", "cpu-w64-permuted"])
+def test_the_last_key_of_a_tile_is_the_first_hidden(name: str) -> None:
+    device = devices.get(name)
+    case = Case(((30, 9), (62, 9), (31, 9), (63, 9)), dtype="F16", kv_dtype="F16")
+    for gpu in (gpu_of(device, case), Gpu(device.wave, 1, NO_MATRIX)):
+        check(device, case, gpu)
 
 
 def test_a_key_is_not_seen_from_before() -> None:
