@@ -10,6 +10,7 @@ Nothing here knows whose arrays it hands on: a `Plan` is NumPy, to be copied to 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -262,6 +263,9 @@ def _items(
 
     Returns (items, those with the most keys first, entries, the row behind the last partial result).
     """
+    if not tiles.keys.size:
+        none = np.empty((0, 5), np.int64)
+        return none, none, partial_rows
     pieces = _pieces(tiles.keys, geometry.kv_heads, gpu.processors, cost)
     # Pieces of a tile are alike, but for the last, which may be shorter, or not be there.
     size = -(-tiles.keys // (pieces * ITEM_KEYS)) * ITEM_KEYS
@@ -287,12 +291,9 @@ def _pieces(keys: NDArray[np.int64], heads: int, processors: int, cost: Cost) ->
     once more, if that fills it better. So a batch of equal rows ends together, and one of unequal rows nearly does: its
     short items come last.
     """
-    if not keys.size:
-        return keys
     slots, enough = processors * cost.at_once, processors * cost.enough
     most = int(keys.max())
-    numbers = np.unique(np.geomspace(1, max(1, most // ITEM_KEYS), 40).astype(np.int64))
-    sizes = np.unique(-(-most // (numbers * ITEM_KEYS)) * ITEM_KEYS)[::-1]
+    sizes = _item_sizes(-(-most // ITEM_KEYS))
     counts = -(-keys[:, None] // sizes)
     items = counts.sum(axis=0)
     mean = keys.sum() / items
@@ -311,6 +312,13 @@ def _pieces(keys: NDArray[np.int64], heads: int, processors: int, cost: Cost) ->
         before = np.cumsum(pieces[shortest]) - pieces[shortest]
         pieces[shortest[before * heads < rest[best]]] *= cuts[best]
     return pieces
+
+
+@functools.cache
+def _item_sizes(steps: int) -> NDArray[np.int64]:
+    """Return numbers of keys, falling, to try for an item of a tile of up to ``steps`` times `ITEM_KEYS` keys."""
+    pieces = np.geomspace(1, steps, 40).astype(np.int64)
+    return np.unique(-(-steps // pieces))[::-1] * ITEM_KEYS
 
 
 class Attention:

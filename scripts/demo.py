@@ -46,28 +46,39 @@ class CannotStart(Exception):
     """A service that did not come up; the message holds the end of its log."""
 
 
-def interrupt(number: int, frame: object) -> None:
-    """Handler of every signal that asks this script to end: the services end with it."""
-    raise KeyboardInterrupt
+class Interrupts:
+    """Requests to end this script: Ctrl-C and its like. Raised in blocks that allow it, and nowhere else.
+
+    So no interrupt comes between a process and the list that will stop it, or between the end of a block and its
+    cleanup. It is raised once: whoever is impatient meanwhile has ``again`` called.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.again: Callable[[], None] = lambda: None
+        self._allowed = False
+
+    def handle(self, number: int, frame: object) -> None:
+        """Handler of every signal that asks this script to end."""
+        self.asked = True
+        if self._allowed:
+            self._allowed = False
+            raise KeyboardInterrupt
+        self.again()
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Raises KeyboardInterrupt in the block, or before it if one was asked for."""
+        self._allowed = True
+        try:
+            if self.asked:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._allowed = False
 
 
-@contextlib.contextmanager
-def undisturbed(meanwhile: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Put interrupts off to the end of the block; ``meanwhile`` is called at each."""
-    put_off: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        put_off.append(number)
-        meanwhile()
-
-    before = {number: signal.signal(number, note) for number in INTERRUPTS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if put_off:
-        raise KeyboardInterrupt
+interrupts = Interrupts()
 
 
 def start(module: str, flags: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -86,7 +97,8 @@ def start(module: str, flags: list[str], log: Path) -> subprocess.Popen[bytes]:
 def await_serving(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
     """Raises CannotStart."""
     try:
-        wait_serving(address, alive=lambda: process.poll() is None, timeout_s=START_S)
+        with interrupts.allowed():
+            wait_serving(address, alive=lambda: process.poll() is None, timeout_s=START_S)
     except (ChildProcessError, TimeoutError) as error:
         tail = log.read_text(errors="replace").strip().splitlines()[-5:]
         raise CannotStart("\n".join([str(error), *tail])) from error
@@ -99,14 +111,14 @@ def stop(processes: list[subprocess.Popen[bytes]]) -> None:
         for process in processes:
             process.kill()
 
-    with undisturbed(kill):
-        for process in reversed(processes):
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    interrupts.again = kill
+    for process in reversed(processes):
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def both(sockets: Path, logs: Path, tcp: bool) -> list[tuple[str, str, list[str], Path]]:
@@ -129,8 +141,7 @@ def running(directory: Path) -> Iterator[tuple[str, str]]:
     try:
         for module, address, flags, log in services:
             began = time.monotonic()
-            with undisturbed():
-                processes.append(start(module, flags, log))
+            processes.append(start(module, flags, log))
             await_serving(processes[-1], address, log)
             print(f"  {module:16} pid {processes[-1].pid:<7} serving after {time.monotonic() - began:.1f} s")
         yield services[0][1], services[1][1]
@@ -172,7 +183,7 @@ def run(prompt: str) -> None:
     directory = Path(tempfile.mkdtemp(prefix="rocmforge-"))
     try:
         print("Starting the KV-cache daemon and the engine")
-        with running(directory) as (kvcache, engine):
+        with running(directory) as (kvcache, engine), interrupts.allowed():
             with grpc.insecure_channel(engine) as channel:
                 stub = engine_pb2_grpc.EngineServiceStub(channel)
                 model = stub.GetModel(engine_pb2.GetModelRequest())
@@ -196,8 +207,7 @@ def run(prompt: str) -> None:
             )
         print("Both stopped.")
     finally:
-        with undisturbed():
-            shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -205,7 +215,8 @@ def alone() -> Iterator[None]:
     """One ``up`` or ``down`` of this checkout at a time: another waits."""
     checkout = os.open(ROOT, os.O_RDONLY)
     try:
-        fcntl.flock(checkout, fcntl.LOCK_EX)
+        with interrupts.allowed():
+            fcntl.flock(checkout, fcntl.LOCK_EX)
         yield
     finally:
         os.close(checkout)
@@ -239,8 +250,7 @@ def up() -> None:
             if pid is None:
                 if answers(address):
                     raise CannotStart(f"{address}: somebody else's {name} is serving there; stop it first")
-                with undisturbed():
-                    started.append(start(module, flags, log))
+                started.append(start(module, flags, log))
                 await_serving(started[-1], address, log)
                 pid = started[-1].pid
                 (STATE / f"{name}.pid").write_text(f"{pid}\n")
@@ -269,7 +279,8 @@ def down() -> None:
             pidfd = os.pidfd_open(pid)
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGTERM)
-            wait_for_exit(pidfd)
+            with interrupts.allowed():
+                wait_for_exit(pidfd)
             print(f"{name:8} stopped")
         (STATE / f"{name}.pid").unlink(missing_ok=True)
 
@@ -290,7 +301,7 @@ def main() -> int:
     parser.add_argument("command", choices=["run", "up", "down"])
     command = parser.parse_args().command
     for number in INTERRUPTS:
-        signal.signal(number, interrupt)
+        signal.signal(number, interrupts.handle)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? for it
     try:
@@ -316,6 +327,8 @@ def main() -> int:
         print(f"\n{error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        pass  # asked for, as below
+    if interrupts.asked:
         print("\nInterrupted.", file=sys.stderr)
         return 130
     return 0
