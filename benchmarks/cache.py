@@ -167,12 +167,16 @@ class Session:
         self.names: list[str] = []
         self._step = 0
 
-    def open(self, batch: int, pages: int) -> None:
-        """A fresh batch of sequences with so many pages each."""
+    def open(self, batch: int, pages: int = 0) -> None:
+        """A fresh batch of sequences with so many pages each, or as many as their first step needs."""
         number = next(self._numbers)
         self.names = [f"{number}-{at}" for at in range(batch)]
         demands = [
-            pb.SequenceDemand(sequence_id=name, opening=pb.SequenceOpening(prompt=[number, at]), total_pages=pages)
+            pb.SequenceDemand(
+                sequence_id=name,
+                opening=pb.SequenceOpening(prompt=[number, at]),
+                total_pages=pages or (at % PAGE + 1) // PAGE + 1,
+            )
             for at, name in enumerate(self.names)
         ]
         self.stub.AllocatePages(pb.AllocatePagesRequest(session_id=self.id, demands=demands))
@@ -216,18 +220,25 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure_call(session: Session, echo: Echo, op: str, batch: int, calls: int) -> CallRow:
-    """Alternate the daemon and the echo on the same requests."""
+    """Alternate the daemon and the echo on the same requests, each the first one as often as the other."""
     ours, theirs = list[float](), list[float]()
+
+    def their_turn(request: Message) -> None:
+        theirs.append(timed(partial(echo.call, op, request))[0])
+
     steps = 1 if op == "RemoveSequences" else 40
     while len(ours) < calls + 20:
-        session.open(batch, 1 + -(-(steps + PAGE) // PAGE) if op == "AppendTokens" else 2)
+        session.open(batch, 1 + -(-(steps + PAGE) // PAGE) if op == "AppendTokens" else 0)
         for _ in range(steps):
-            request = session.request(op)
+            request, last = session.request(op), len(ours) % 2 == 0
+            if not last:
+                their_turn(request)
             took, response = timed(partial(getattr(session.stub, op), request))
             ours.append(took)
             if not theirs:
                 echo.prime(op, response)
-            theirs.append(timed(partial(echo.call, op, request))[0])
+            if last:
+                their_turn(request)
         session.remove()
     ours, theirs = ours[20:], theirs[20:]  # the first ones warm up
     p50, echo_p50 = statistics.median(ours), statistics.median(theirs)
@@ -304,7 +315,7 @@ def measure_pages(pages: int) -> PageRow:
         raise RuntimeError(f"only {pool.table.cached_count} of {pages} pages are cached")
     per_page = (resident_bytes() - empty) / pages
     rounds: list[float] = []
-    for _ in range(40):
+    for _ in range(400):
         rounds.append(timed(five)[0] / (5 * chunk))
     return PageRow(pages, round(statistics.median(rounds), 3), round(per_page, 1))
 

@@ -207,8 +207,11 @@ class KvCache:
 
     def _end(self, session: Session, *, lost: bool) -> None:
         now, pool, unsafe = self._clock(), self.pool_of(session), list[int]()
-        for sequence in session.sequences.values():
-            unsafe += pool.release(sequence, now, lost=lost)
+        if lost:
+            for sequence in session.sequences.values():
+                unsafe += pool.lose(sequence, now)
+        else:
+            pool.release(list(session.sequences.values()), now)
         session.sequences.clear()
         pool.last_used = now
         # The handle of a GPU's memory is opened before a session attaches, so that any may have it mapped.
@@ -291,13 +294,9 @@ class KvCache:
         return self._remove(session, sequence_ids), self.pool_of(session)
 
     def _remove(self, session: Session, sequence_ids: list[str]) -> list[bool]:
-        pool, now, removed = self.pool_of(session), self._clock(), list[bool]()
-        for sequence_id in sequence_ids:
-            sequence = session.forget(sequence_id)
-            if sequence is not None:
-                pool.release(sequence, now)
-            removed.append(sequence is not None)
-        return removed
+        found = session.forget(sequence_ids)
+        self.pool_of(session).release([sequence for sequence in found if sequence is not None], self._clock())
+        return [sequence is not None for sequence in found]
 
     def get_sequence(self, session_id: str, sequence_id: str) -> tuple[Sequence, Pool]:
         """One sequence; counts as an access to it. Raises SessionExpired, SequenceUnknown, SequenceRemoved."""
@@ -350,8 +349,8 @@ class KvCache:
             old = list(takewhile(lambda sequence: sequence.last_access <= now - older_than_s, pool.sequences))
             for sequence in old:
                 session = sessions[sequence.session_id]
-                session.forget(sequence.id)
-                unsafe = pool.release(sequence, now, lost=True)
+                session.forget([sequence.id])
+                unsafe = pool.lose(sequence, now)
                 self._quarantine.add(pool, unsafe, session.process, session_id=session.id)
             count += len(old)
         self.expired_sequences += count

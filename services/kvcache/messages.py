@@ -169,9 +169,7 @@ def read_steps(steps: pb.SequenceSteps, *, growing: bool) -> Steps:
     ids = steps.sequence_ids[:]
     count = len(ids)
     check_items(count, "steps.sequence_ids")
-    if not all(ids) or max(map(len, ids)) > MAX_NAME:
-        for at, name in enumerate(ids):
-            check_name(name, f"steps.sequence_ids[{at}]")
+    _check_names(ids, "steps.sequence_ids")
     starts, tokens, counts = steps.starts[:], steps.tokens[:], steps.token_counts[:]
     total, known = steps.total_pages[:], steps.known_pages[:]
     wanted = {"starts": count, "token_counts": count if counts else 0, "tokens": sum(counts) if counts else count}
@@ -251,11 +249,16 @@ def check_items(count: int, field: str) -> None:
 def read_ids(ids: Any, field: str) -> list[str]:
     """A batch of ids. Raises FieldInvalid."""
     check_items(len(ids), field)
-    names = list(ids)
-    for at, name in enumerate(names):
-        if not 1 <= len(name) <= MAX_NAME:
-            check_name(name, f"{field}[{at}]")
+    names: list[str] = ids[:]
+    _check_names(names, field)
     return names
+
+
+def _check_names(names: list[str], field: str) -> None:
+    """Raises FieldInvalid naming the first name that is too short or too long."""
+    if names and (not all(names) or max(map(len, names)) > MAX_NAME):
+        for at, name in enumerate(names):
+            check_name(name, f"{field}[{at}]")
 
 
 def read_cursor(text: str) -> int:

@@ -4,16 +4,15 @@
                    HELD --free---> FREE   <--free-- CACHED
                    HELD --quarantine--> QUARANTINED --free--> FREE
 
-A page is HELD exactly while its set of holders is not empty; that set is the only reference count there is. Whoever
-drops the last holder says in the same transaction where the page goes, so no page is ever between two states when a
-transaction ends.
+A page is HELD exactly while it has holders; their set is the only reference count there is. Whoever drops the last
+holder says in the same transaction where the page goes, so no page is ever between two states when a transaction ends.
 """
 
 from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 from services.kvcache.retention import RetainingQueue
 
@@ -37,6 +36,8 @@ class PageTable:
     Free pages are those never used yet (ids from ``_fresh`` up) and a stack of recycled ones; recycled go first, their
     memory being warm. The caller has checked that a page is in the state an operation starts from; ``LookupError`` or
     ``ValueError`` tell of a bug in it, before anything changes.
+
+    Nearly every page has one holder, so the first one stands by itself and a set is made for those beside it only.
     """
 
     def __init__(self, total: int, cached: RetainingQueue) -> None:
@@ -45,7 +46,8 @@ class PageTable:
         self.quarantined_count = 0
         self._states = bytearray(total)
         self._generations = array("I", bytes(4 * total))
-        self._holders: list[set[Hashable] | None] = [None] * total
+        self._first: list[Hashable | None] = [None] * total
+        self._others: dict[int, set[Hashable]] = {}  # no set is empty, none has its page's first
         self._held_count = 0
         self._fresh = 0
         self._recycled = array("I")
@@ -85,16 +87,16 @@ class PageTable:
 
     def holders(self, page: int) -> frozenset[Hashable]:
         """Who holds the page."""
-        return frozenset(self._holders[page] or ())
+        first = self._first[page]
+        return frozenset() if first is None else frozenset((first, *self._others.get(page, ())))
 
     def is_shared(self, page: int) -> bool:
         """Whether more than one hold the page."""
-        holders = self._holders[page]
-        return holders is not None and len(holders) > 1
+        return page in self._others
 
     def holder_count(self, page: int) -> int:
         """How many hold the page."""
-        return len(self._holders[page] or ())
+        return (self._first[page] is not None) + len(self._others.get(page, ()))
 
     def take(self, holder: Hashable) -> int:
         """A free page, now held. Raises LookupError when none is free."""
@@ -106,7 +108,7 @@ class PageTable:
         else:
             raise LookupError("no free page")
         self._states[page] = _HELD
-        self._holders[page] = {holder}
+        self._first[page] = holder
         self._held_count += 1
         return page
 
@@ -114,11 +116,12 @@ class PageTable:
         """Add a holder to a held or cached page; a holder already there stays one. Raises ValueError otherwise."""
         state = self._states[page]
         if state == _HELD:
-            self._set(page).add(holder)
+            if self._first[page] != holder:
+                self._others.setdefault(page, set()).add(holder)
         elif state == _CACHED:
             self.cached.discard(page)
             self._states[page] = _HELD
-            self._holders[page] = {holder}
+            self._first[page] = holder
             self._held_count += 1
         else:
             raise ValueError(f"page {page} is {self.state(page).name}")
@@ -128,29 +131,39 @@ class PageTable:
 
         Raises ValueError when ``holder`` does not hold it.
         """
-        holders = self._holders[page]
-        if holders is None or holder not in holders:
-            raise ValueError(f"page {page} is not held by {holder!r}")
-        holders.discard(holder)
-        return not holders
-
-    def give_back(self, pages: Iterable[int], holder: Hashable) -> None:
-        """Take a holder away from pages that nobody may find: those it was the last to hold become FREE, in order.
-
-        Raises ValueError, with those in front given back, when ``holder`` does not hold one.
-        """
-        for page in pages:
-            holders = self._holders[page]
-            if holders is None or holder not in holders:
+        others = self._others.get(page)
+        if others is None:
+            if self._first[page] != holder:
                 raise ValueError(f"page {page} is not held by {holder!r}")
-            if len(holders) > 1:
-                holders.discard(holder)
+            self._first[page] = None
+            return True
+        if self._first[page] == holder:
+            self._first[page] = others.pop()
+        elif holder in others:
+            others.discard(holder)
+        else:
+            raise ValueError(f"page {page} is not held by {holder!r}")
+        if not others:
+            del self._others[page]
+        return False
+
+    def give_back(self, pages: list[int], holders: Sequence[Hashable]) -> None:
+        """Take each page's holder away from it, of pages that nobody may find: those that this was the last to hold
+        become FREE, in order.
+
+        Raises ValueError, with those in front given back, when a holder does not hold its page.
+        """
+        first, others, states, generations = self._first, self._others, self._states, self._generations
+        recycle = self._recycled.append
+        for page, holder in zip(pages, holders, strict=True):
+            if first[page] is holder and page not in others:
+                first[page] = None
+            elif not self.drop(page, holder):
                 continue
-            self._holders[page] = None
             self._held_count -= 1
-            self._states[page] = _FREE
-            self._generations[page] = (self._generations[page] + 1) & 0xFFFFFFFF
-            self._recycled.append(page)
+            states[page] = _FREE
+            generations[page] = (generations[page] + 1) & 0xFFFFFFFF
+            recycle(page)
 
     def cache(self, page: int, now: float) -> None:
         """HELD by nobody to CACHED, as the most recently used."""
@@ -180,17 +193,9 @@ class PageTable:
         self._recycled.append(page)
 
     def _leave_held(self, page: int) -> None:
-        holders = self._holders[page]
-        if self._states[page] != _HELD or holders:
-            raise ValueError(f"page {page} is {self.state(page).name} with {len(holders or ())} holders")
-        self._holders[page] = None
+        if self._states[page] != _HELD or self._first[page] is not None:
+            raise ValueError(f"page {page} is {self.state(page).name} with {self.holder_count(page)} holders")
         self._held_count -= 1
-
-    def _set(self, page: int) -> set[Hashable]:
-        holders = self._holders[page]
-        if holders is None:
-            raise ValueError(f"page {page} has no holders")
-        return holders
 
     def check(self) -> Iterator[str]:
         """Violations of the table's own invariants, by walking every page."""
@@ -198,8 +203,11 @@ class PageTable:
         for page in range(self.total):
             state = self.state(page)
             counts[state] += 1
-            if (state == PageState.HELD) != bool(self._holders[page]):
-                yield f"page {page} is {state.name} with holders {self._holders[page]}"
+            if (state == PageState.HELD) != bool(self.holders(page)):
+                yield f"page {page} is {state.name} with holders {set(self.holders(page))}"
+            others = self._others.get(page)
+            if others is not None and (not others or self._first[page] in others or self._first[page] is None):
+                yield f"page {page} is first held by {self._first[page]!r} and also by {others}"
             if (state == PageState.CACHED) != (page in self.cached):
                 yield f"page {page} is {state.name} and its place in the eviction queue disagrees"
         told = {

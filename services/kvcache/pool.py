@@ -249,6 +249,20 @@ class Pool:
         self.touch(sequence, now)
         return True
 
+    def record_one(self, sequence: Sequence, start: int, token: int, now: float) -> bool:
+        """As `record`, of one token, which is a uint32: what nearly every sequence of a decode step has to tell."""
+        tokens, size = sequence.tokens, self.page_size
+        behind = start + 1
+        if start != len(tokens) or behind % size == 0 or behind > len(sequence.pages) * size or sequence.forked:
+            return False
+        tokens.append(token)
+        sequence.last_access = now
+        sequence.access_count += 1
+        order = self.sequences
+        del order[sequence]
+        order[sequence] = None
+        return True
+
     def grow(self, sequence: Sequence, total_pages: int) -> None:
         """Grow a sequence to a checked number of pages: free ones first, then the policy's victims."""
         while len(sequence.pages) < total_pages:
@@ -288,19 +302,41 @@ class Pool:
         """A page's id and generation."""
         return page, self.table.generation(page)
 
-    def release(self, sequence: Sequence, now: float, *, lost: bool = False) -> list[int]:
-        """End a sequence; returns the pages that went into quarantine.
+    def release(self, ended: list[Sequence], now: float) -> None:
+        """End sequences whose engine let go of their pages: complete ones stay cached, the others are free at once."""
+        order = self.sequences
+        pages: list[int] = []
+        holders: list[Sequence] = []
+        for sequence in ended:
+            del order[sequence]
+            if sequence.published or sequence.copy is not None:
+                unfinished = self._release_published(sequence, now)
+            else:
+                unfinished = sequence.pages[::-1]
+            pages += unfinished
+            holders += [sequence] * len(unfinished)
+        self.table.give_back(pages, holders)
 
-        Tail first, so that a prefix is evicted after its continuations. Complete pages stay cached. The others are
-        free at once when the engine let go of them, and quarantined when it was ``lost``: a kernel of its may still
-        be writing there.
+    def lose(self, sequence: Sequence, now: float) -> list[int]:
+        """End a sequence whose engine may still be writing: complete pages stay cached, and those that nobody else
+        holds of the others go into quarantine and are returned.
+        """
+        del self.sequences[sequence]
+        unfinished = [page for page in self._release_published(sequence, now) if self.table.drop(page, sequence)]
+        for page in unfinished:
+            self.table.quarantine(page)
+        return unfinished
+
+    def _release_published(self, sequence: Sequence, now: float) -> list[int]:
+        """Let go of the complete pages, tail first, so that a prefix is evicted after its continuations; the others,
+        tail first too.
 
         What the sequence promises, and what a page behind is promised, is promised to each page's link: to the page
         that lookups find for it, whoever holds that.
         """
-        del self.sequences[sequence]
         table, published = self.table, sequence.published
-        unfinished = sequence.pages[published:][::-1]
+        unfinished = sequence.pages[published:]
+        unfinished.reverse()
         if sequence.copy is not None:
             unfinished.insert(0, sequence.copy[1])
             sequence.copy = None
@@ -312,12 +348,6 @@ class Pool:
             if promises:
                 promise = cached.promise(self.index.primary_of(page), promise)
             self._settle(page, table.drop(page, sequence), now)
-        if not lost:
-            table.give_back(unfinished, sequence)
-            return []
-        unfinished = [page for page in unfinished if table.drop(page, sequence)]
-        for page in unfinished:
-            table.quarantine(page)
         return unfinished
 
     def _settle(self, page: int, unheld: bool, now: float) -> None:

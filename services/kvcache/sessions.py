@@ -74,19 +74,24 @@ class Session:
         """Take in a new sequence, which holds nothing yet."""
         self.sequences[sequence.id] = sequence
 
-    def forget(self, sequence_id: str) -> Sequence | None:
-        """Take a sequence out for good: its id never opens again in this session, whether it was live or not."""
-        removed = self.removed
-        if sequence_id in removed:
-            removed.move_to_end(sequence_id)
-        else:
+    def forget(self, sequence_ids: list[str]) -> list[Sequence | None]:
+        """Take sequences out for good: their ids never open again in this session, whether they were live or not.
+
+        Returns those that were live, None for each other id.
+        """
+        removed, pop, found = self.removed, self.sequences.pop, list[Sequence | None]()
+        for sequence_id in sequence_ids:
+            sequence = pop(sequence_id, None)
+            found.append(sequence)
+            if sequence is not None:
+                self.held_pages -= len(sequence.pages) if sequence.copy is None else sequence.page_count
+            elif sequence_id in removed:
+                removed.move_to_end(sequence_id)
+                continue
             removed[sequence_id] = None
             if len(removed) > REMEMBERED_REMOVALS:
                 removed.popitem(last=False)
-        sequence = self.sequences.pop(sequence_id, None)
-        if sequence is not None:
-            self.held_pages -= sequence.page_count
-        return sequence
+        return found
 
 
 class Sessions:

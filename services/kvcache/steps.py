@@ -8,13 +8,13 @@ and the outcome is the same as if all had been.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from services.errors import ServiceError
 from services.kvcache.demand import Demand, Grant, append, serve
 from services.kvcache.pool import Pool
-from services.kvcache.sequence import token_array
+from services.kvcache.sequence import Sequence, token_array
 from services.kvcache.sessions import Session
 
 
@@ -36,14 +36,16 @@ class Steps(NamedTuple):
 def grow_on(session: Session, pool: Pool, steps: Steps, now: float) -> list[tuple[str, Grant | ServiceError]]:
     """Report and grow; in order, the sequences with a page, a copy or an error to hear of. An error changed nothing."""
     told: list[tuple[str, Grant | ServiceError]] = []
-    live, record = session.sequences.get, pool.record
+    live = session.sequences.get
+    record: Callable[[Sequence, int, Any, float], bool] = pool.record if steps.token_counts else pool.record_one
     columns = zip(steps.sequence_ids, steps.starts, _new(steps), steps.total_pages, steps.known_pages, strict=True)
     for name, start, new, wanted, known in columns:
         sequence = live(name)
         if sequence is not None and wanted <= known == len(sequence.pages) and record(sequence, start, new, now):
             continue
+        tokens = [new] if isinstance(new, int) else new.tolist()
         try:
-            grant = serve(session, pool, Demand(name, None, "", start, new.tolist(), wanted, known), now)
+            grant = serve(session, pool, Demand(name, None, "", start, tokens, wanted, known), now)
         except ServiceError as error:
             told.append((name, error))
             continue
@@ -55,21 +57,27 @@ def grow_on(session: Session, pool: Pool, steps: Steps, now: float) -> list[tupl
 def append_on(session: Session, pool: Pool, steps: Steps, now: float) -> list[tuple[str, ServiceError]]:
     """Report without growing; in order, the sequences whose report was refused, which changed nothing."""
     told: list[tuple[str, ServiceError]] = []
-    live, record = session.sequences.get, pool.record
+    live = session.sequences.get
+    record: Callable[[Sequence, int, Any, float], bool] = pool.record if steps.token_counts else pool.record_one
     for name, start, new in zip(steps.sequence_ids, steps.starts, _new(steps), strict=True):
         sequence = live(name)
         if sequence is not None and record(sequence, start, new, now):
             continue
+        tokens = [new] if isinstance(new, int) else new.tolist()
         try:
-            append(session, pool, name, start, new.tolist(), now)
+            append(session, pool, name, start, tokens, now)
         except ServiceError as error:
             told.append((name, error))
     return told
 
 
-def _new(steps: Steps) -> Iterator[array[int]]:
-    """The tokens of each sequence."""
-    tokens, at = token_array(steps.tokens), 0
-    for count in steps.token_counts or [1] * len(tokens):
+def _new(steps: Steps) -> Iterable[Any]:
+    """The token of each sequence, or an array of its tokens where counts are told."""
+    return _arrays(token_array(steps.tokens), steps.token_counts) if steps.token_counts else steps.tokens
+
+
+def _arrays(tokens: array[int], counts: list[int]) -> Iterator[array[int]]:
+    at = 0
+    for count in counts:
         yield tokens[at : at + count]
         at += count
