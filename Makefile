@@ -1,7 +1,7 @@
 # The same targets serve a newcomer, a developer and .ci/run. `make` alone lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench-cache bench-kernels help setup protos run up down test test-gpu lint lint-style lint-types lint-protos bench-step clean
+.PHONY: bench-cache bench-engine bench-kernels help setup protos run up down test test-gpu lint lint-style lint-types lint-protos bench-step clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -96,6 +96,9 @@ bench-cache: setup ## Time the daemon's calls beside a bare echo, and a page as 
 
 bench-kernels: setup ## Time every kernel on this machine's GPU beside a plain copy
 	@$(PY) -m benchmarks.kernels
+
+bench-engine: setup ## Time the engine as a whole on this machine's CPU: throughput, ablations, cached prefixes
+	@$(PY) -m benchmarks.engine
 
 clean: ## Remove generated code, build products and caches (not .venv)
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -125,8 +125,8 @@ class Plan:
 
     ``packed``: int32, all arrays that the kernels read, each of them ``packed[part]`` for the part of its name.
     ``starts`` ``[rows]``, ``offsets`` ``[rows + 1]``; items of decode and prefill ``[n, 5]``: row, first query, begin
-    and end of the keys, first row of the partial result or -1; entries of combine ``[n, 5]``: row, first query,
-    queries, first row of the partial results, how many.
+    and end of the keys, first row of the partial result or -1, and a decode item of row -1 is none; entries of combine
+    ``[n, 5]``: row, first query, queries, first row of the partial results, how many.
     """
 
     packed: NDArray[np.int32]
@@ -185,6 +185,50 @@ def plan(geometry: Geometry, gpu: Gpu, starts: NDArray[Any], lengths: NDArray[An
         entries=len(entries),
         entry_queries=int(np.max(entries[:, 2], initial=0)),
         partial_rows=partial_rows,
+    )
+
+
+def size_class(count: int) -> int:
+    """Round ``count`` up to one of few numbers, by a quarter at most, or to a power of two up to 8."""
+    if count <= 8:
+        return 1 << (count - 1).bit_length() if count else 0
+    step = max(8, 1 << (count.bit_length() - 3))
+    return -(-count // step) * step
+
+
+def padded(plan: Plan, rows: int) -> Plan:
+    """Return a plan that does the same in arrays, and by launches, of few different sizes: as if for ``rows`` rows.
+
+    What is added does nothing: rows without items, items of row -1, entries without queries. `attention_prefill` knows
+    no such items. Raises ValueError for a plan that has any, or has more rows.
+    """
+    starts, offsets, decode, _, entries = (plan.packed[part] for part in plan.parts)
+    if plan.prefill_items or len(starts) > rows:
+        what = f"a plan of {len(starts)} rows and {plan.prefill_items} prefill items"
+        raise ValueError(f"{what}: not to be padded to {rows}")
+    items, combined = size_class(plan.decode_items), size_class(plan.entries)
+    parts, at = [], 0
+    for size in (rows, rows + 1, 5 * items, 0, 5 * combined):
+        parts.append(slice(at, at + size))
+        at += size
+    packed = np.zeros(at, np.int32)
+    for part, array, rest in (
+        (parts[0], starts, 0),
+        (parts[1], offsets, offsets[-1]),
+        (parts[2], decode, -1),
+        (parts[4], entries, 0),
+    ):
+        packed[part.start : part.start + len(array)] = array
+        packed[part.start + len(array) : part.stop] = rest
+    return Plan(
+        packed=packed,
+        parts=parts,
+        decode_rows=plan.decode_rows,
+        decode_items=items,
+        prefill_items=0,
+        entries=combined,
+        entry_queries=plan.entry_queries,
+        partial_rows=size_class(plan.partial_rows),
     )
 
 
@@ -334,6 +378,8 @@ class Attention:
         self.gpu = gpu
         self._load = load
         self._scale = np.float32(scale * math.log2(math.e))
+        self._page_bytes, self._layers = np.int64(geometry.page_bytes), np.int32(geometry.layers)
+        self._heads = np.int32(geometry.kv_heads)
         self._compiled: dict[tuple[str, int], Launches] = {}
 
     def plan(self, starts: NDArray[Any], lengths: NDArray[Any]) -> Plan:
@@ -383,8 +429,8 @@ class Attention:
             least = geometry.query_heads * geometry.head_dim
             raise ValueError(f"q_stride={q_stride}: must be at least {least} and a multiple of 16 bytes")
         starts, offsets, decode, prefill, entries = arrays
-        heads = np.int32(geometry.kv_heads)
-        where = [q, np.int64(q_stride), pages, np.int64(geometry.page_bytes), np.int32(geometry.layers)]
+        heads = self._heads
+        where = [q, np.int64(q_stride), pages, self._page_bytes, self._layers]
         where += [np.int32(layer), heads, tables, np.int32(table_stride), starts, offsets]
         results = [self._scale, out, partials, stats]
         for name, items, count in (

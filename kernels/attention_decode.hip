@@ -524,6 +524,7 @@ RF_KERNEL BOUNDS attention_decode(const RF_TYPE::Bits *__restrict__ q, i64 q_str
     int head = blockIdx.x % kv_heads;
     const i32 *item = items + (i64)(blockIdx.x / kv_heads) * ITEM;
     int row = item[0], query = item[1], begin = item[2], end = item[3], partial = item[4];
+    if (row < 0) return;  // an item that is there to make up a number
     int token = offsets[row], start = starts[row];
     int count = min((offsets[row + 1] - token) * RF_GROUP - query, RF_ROWS);
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-#: cudaDataType and hipDataType, which agree, by the letters of an array's dtype.
-_DATA_TYPES = {"f4": 0, "f2": 2, "u2": 14}
+#: cudaDataType and hipDataType, which agree, by an array's dtype.
+_DATA_TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, np.dtype(np.uint16): 14}
 
 _CUDA_OP_N, _CUDA_OP_T, _CUDA_COMPUTE_32F, _CUDA_ALGO = 0, 1, 68, -1
 _HIP_OP_N, _HIP_OP_T, _HIP_COMPUTE_32F, _HIP_ALGO = 111, 112, 2, 160
@@ -50,13 +50,13 @@ def linear(x: Any, weight: Any, out: Any) -> None:
         n,
         inputs,
         weight.data.ptr,
-        _DATA_TYPES[weight.dtype.str[1:]],
+        _DATA_TYPES[weight.dtype],
         inputs,
         x.data.ptr,
-        _DATA_TYPES[x.dtype.str[1:]],
+        _DATA_TYPES[x.dtype],
         inputs,
         out.data.ptr,
-        _DATA_TYPES[out.dtype.str[1:]],
+        _DATA_TYPES[out.dtype],
         outputs,
     )
 

@@ -19,6 +19,8 @@ Extent: TypeAlias = int | tuple[int, ...]
 #: Lines of a compiler's log that an error carries.
 LOG_LINES = 20
 
+_NULL = np.intp(0)
+
 _loaded: dict[tuple[object, ...], Module] = {}
 _lock = threading.Lock()
 
@@ -46,7 +48,7 @@ class Module:
         function = self._functions.get(name)
         if function is None:
             function = self._functions[name] = self._raw.get_function(name).kernel
-        arguments = tuple(np.intp(0) if argument is None else argument for argument in args)
+        arguments = tuple([_NULL if argument is None else argument for argument in args])
         function(_extent(grid), _extent(block), arguments, shared_mem=shared, stream=stream)
 
 

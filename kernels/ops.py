@@ -5,6 +5,8 @@ Arrays are the backend's own, and so are plans, places, angles and pages: a call
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +20,18 @@ class Ops(Protocol):
         """A weight, given up by the caller, as the other functions take it.
 
         Raises ValueError when it cannot be of that type.
+        """
+
+    def step(self, rows: int, single: bool) -> AbstractContextManager[None]:
+        """Where `indices`, `places`, `rotation` and `attention_plan` of a step are called: they go to a device together.
+
+        ``single``: the step is one token of each of ``rows`` rows, all of whose logits are wanted.
+        """
+
+    def computed(self, compute: Callable[[], Any], pages: Any) -> Any:
+        """Return what ``compute`` does, perhaps without calling it: of what the last `step` made, and of ``pages``.
+
+        It may have more rows than the step, behind the step's, and lasts until the next call.
         """
 
     def indices(self, values: NDArray[np.int64]) -> Any:

@@ -7,7 +7,8 @@ the batch it is computed in: the libraries choose their products by shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels import attention, gemm, module, ops_numpy
-from kernels.attention import Attention, Geometry
+from kernels.attention import Attention, Geometry, size_class
+from kernels.graphs import Graphs
 from kernels.sampling import Sampler
+from kernels.staging import Staging
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
@@ -34,6 +37,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 THREADS = 256
 #: Of a block that rotates: one wave at most. A block lasts as long as its last load, so small ones leave less waiting.
 ROPE_THREADS = 64
+#: Columns of a table of pages, at least, where tables are to be of few sizes.
+LEAST_COLUMNS = 16
 #: Bytes that a thread of a copying kernel moves.
 COPIED = 64
 
@@ -83,33 +88,47 @@ class Planned:
     plan: attention.Plan
     parts: tuple[Any, ...]
     tables: Any
-    partials: Any
-    stats: Any
+
+    @property
+    def launches(self) -> tuple[int, ...]:
+        """What of the launches is not said by the shapes of the arrays."""
+        plan = self.plan
+        counts = plan.decode_rows, plan.decode_items, plan.prefill_items, plan.entries, plan.entry_queries
+        return (*counts, plan.partial_rows)
 
 
 class CupyOps:
     """A backend for GPU ``device``: activations of ``dtype``, pages of ``page_size`` tokens in ``kv_dtype``.
 
     Types are ``f32``, ``f16`` and ``bf16``, for pages ``int8`` too. A thread's current device becomes this one in
-    `weight`, `rope_table` and `fitted`, which a forward pass begins with. Raises ValueError for an unknown type. A
-    kernel that does not compile raises `module.KernelError`, a product that fails `gemm.GemmError`, a GPU that fails
-    CuPy's own errors.
+    `weight`, `rope_table` and `fitted`, which a forward pass begins with. With ``graphs``, steps of one token a row are
+    replayed. Raises ValueError for an unknown type, and for int8 pages with graphs. A kernel that does not compile
+    raises `module.KernelError`, a product that fails `gemm.GemmError`, a GPU that fails CuPy's own errors.
     """
 
-    def __init__(self, device: int, dtype: str, kv_dtype: str, page_size: int) -> None:
+    def __init__(self, device: int, dtype: str, kv_dtype: str, page_size: int, graphs: Graphs | None = None) -> None:
         import cupy
 
         if dtype not in KINDS or dtype == "int8":
             raise ValueError(f"dtype is {dtype}; it must be f32, f16 or bf16")
         if kv_dtype not in KINDS:
             raise ValueError(f"kv_dtype is {kv_dtype}; it must be one of {', '.join(KINDS)}")
+        if graphs is not None and kv_dtype == "int8":
+            raise ValueError("kv_dtype is int8; with graphs it must be another")
         self._cupy = cupy
         self._device = cupy.cuda.Device(device)
         self._device.use()
         self._gpu = _gpu(cupy, device)
         self._kind, self._kv_kind, self._page_size = KINDS[dtype], KINDS[kv_dtype], page_size
         self._dtype = _DTYPES[self._kind]
-        self._attentions: dict[tuple[Geometry, float], Attention] = {}
+        self._attentions: dict[tuple[int, int, int, int, float], Attention] = {}
+        self._modules: dict[tuple[object, ...], module.Module] = {}
+        self._graphs = graphs
+        # Of the step under way: its arrays, whether they are being made, and how many rows it is made up to.
+        self._staging: Staging | None = None
+        self._staged = False
+        self._rows: int | None = None
+        self._launches: list[tuple[int, ...]] = []
 
     def synchronize(self) -> None:
         """Wait until all that was queued has run."""
@@ -133,16 +152,53 @@ class CupyOps:
             raise ValueError(f"a weight of {float(np.abs(tensor).max()):g} does not fit f16, which ends at 65504")
         return self._upload(stored)
 
+    @contextlib.contextmanager
+    def step(self, rows: int, single: bool) -> Iterator[None]:
+        """Gather the arrays of a step, for one copy. See `Ops.step`."""
+        if self._staging is None:
+            self._staging = Staging()
+        self._staging.begin()
+        self._rows = size_class(rows) if single and self._graphs is not None else None
+        self._launches = []
+        self._staged = True
+        try:
+            yield
+        finally:
+            self._staged = False
+        self._staging.send()
+
+    def computed(self, compute: Callable[[], Any], pages: Arena) -> Any:
+        """See `Ops.computed`: where there are graphs, a step of a token a row is replayed if one like it was before."""
+        staging = self._staging
+        if self._graphs is None or self._rows is None or staging is None or not staging.whole:
+            return compute()
+        key = (staging.base, *staging.shapes, *self._launches, pages.memory.data.ptr, pages.memory.shape)
+        return self._graphs.run(key, compute)
+
+    def _put(self, values: NDArray[Any]) -> Any:
+        if self._staged and self._staging is not None:
+            return self._staging.put(values)
+        return self._cupy.asarray(np.ascontiguousarray(values, np.int32))
+
+    def _made_up(self, values: NDArray[Any], rest: int) -> NDArray[Any]:
+        """One number a row, of the rows that make up the number too."""
+        if not self._staged or self._rows is None:
+            return values
+        found = np.full(self._rows, rest, np.int32)
+        found[: len(values)] = values
+        return found
+
     def indices(self, values: I64) -> Any:
         """Tokens or rows: int32 ``[n]``."""
-        return self._cupy.asarray(values.astype(np.int32))
+        return self._put(self._made_up(values, 0))
 
     def places(self, page: I64, slot: I64) -> Places:
         """See `Places`. Slots of a page rise by one from a token to the next, and its first slot is written first."""
-        begins = np.flatnonzero(np.diff(page, prepend=-1)) if self._kv_kind == "INT8" else np.zeros(0, np.int64)
-        n = len(page)
-        packed = self._cupy.asarray(np.concatenate([page, slot, begins, [n]]).astype(np.int32))
-        return Places(packed[:n], packed[n : 2 * n], packed[2 * n :], len(begins))
+        if self._kv_kind != "INT8":
+            return Places(self._put(self._made_up(page, -1)), self._put(self._made_up(slot, 0)), None, 0)
+        begins = np.flatnonzero(np.diff(page, prepend=-1))
+        segments = np.append(begins, len(page))
+        return Places(self._put(page), self._put(slot), self._put(segments), len(begins))
 
     def fitted(self, pages: Any, layers: int, kv_heads: int, head_dim: int) -> Arena:
         """The arena whose memory is ``pages``, uint8 ``[pages, page_bytes]``. Raises ValueError if that cannot be."""
@@ -174,7 +230,7 @@ class CupyOps:
         row_bytes = x.nbytes // len(x)
         blocks = _blocks(row_bytes)
         arguments = [x, rows, out, np.int64(row_bytes), np.int32(blocks)]
-        module.load("embedding").launch("gather_rows", len(rows) * blocks, THREADS, arguments)
+        self._plain("embedding").launch("gather_rows", len(rows) * blocks, THREADS, arguments)
         return out
 
     def rms_norm(self, x: Any, weight: Any, eps: float, residual: Any | None = None) -> tuple[Any, Any]:
@@ -246,7 +302,7 @@ class CupyOps:
     def _on_pages(self, kernel: str, pages: Arena, numbers: NDArray[np.int32]) -> None:
         blocks = _blocks(pages.page_bytes)
         arguments = [pages.memory, self._cupy.asarray(numbers), np.int64(pages.page_bytes), np.int32(blocks)]
-        module.load("pages").launch(kernel, len(numbers) * blocks, THREADS, arguments)
+        self._plain("pages").launch(kernel, len(numbers) * blocks, THREADS, arguments)
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
@@ -254,26 +310,28 @@ class CupyOps:
         """See `ops_numpy.attention_plan`."""
         geometry = self._geometry(query_heads, pages.layers, pages.kv_heads, pages.head_dim)
         plan = attention.plan(geometry, self._gpu, starts, lengths)
-        packed = self._cupy.asarray(plan.packed)
-        partials, stats = plan.partial_rows * pages.kv_heads * pages.head_dim, plan.partial_rows * pages.kv_heads * 2
-        floats = self._empty((partials + stats,), np.dtype(np.float32)) if partials else None
-        return Planned(
-            plan,
-            tuple(packed[part] for part in plan.parts),
-            self._cupy.asarray(np.ascontiguousarray(block_tables, np.int32)),
-            None if floats is None else floats[:partials],
-            None if floats is None else floats[partials:],
-        )
+        if self._staged and self._rows is not None:
+            plan = attention.padded(plan, self._rows)
+            rows, columns = block_tables.shape
+            table = np.zeros((self._rows, max(LEAST_COLUMNS, 1 << (columns - 1).bit_length())), np.int32)
+            table[:rows, :columns] = block_tables
+            block_tables = table
+        packed = self._put(plan.packed)
+        planned = Planned(plan, tuple(packed[part] for part in plan.parts), self._put(block_tables))
+        self._launches.append(planned.launches)
+        return planned
 
     def paged_attention(self, q: Any, pages: Arena, layer: int, plan: Planned, scale: float) -> Any:
         """See `ops_numpy.paged_attention`."""
         _, query_heads, dim = q.shape
         out = self._empty(q.shape, q.dtype)
         stride = plan.tables.shape[1]
+        results = plan.plan.partial_rows * pages.kv_heads
+        floats = self._empty((results * (dim + 2),), np.dtype(np.float32)) if results else None
+        partials, stats = (None, None) if floats is None else (floats[: results * dim], floats[results * dim :])
         self._attention(query_heads, pages.layers, pages.kv_heads, dim, scale).run(
-            plan.plan, plan.parts, q, query_heads * dim, pages.memory, layer, plan.tables, stride, out,
-            plan.partials, plan.stats,
-        )  # fmt: skip
+            plan.plan, plan.parts, q, query_heads * dim, pages.memory, layer, plan.tables, stride, out, partials, stats
+        )
         return out
 
     def compile_attention(self, query_heads: int, layers: int, kv_heads: int, head_dim: int, scale: float) -> None:
@@ -291,10 +349,12 @@ class CupyOps:
     # --- parts of these -----------------------------------------------------------------------------------------------
 
     def _attention(self, query_heads: int, layers: int, kv_heads: int, head_dim: int, scale: float) -> Attention:
-        key = (self._geometry(query_heads, layers, kv_heads, head_dim), scale)
-        if key not in self._attentions:
-            self._attentions[key] = Attention(module.load, key[0], self._gpu, scale)
-        return self._attentions[key]
+        key = (query_heads, layers, kv_heads, head_dim, scale)
+        found = self._attentions.get(key)
+        if found is None:
+            geometry = self._geometry(query_heads, layers, kv_heads, head_dim)
+            found = self._attentions[key] = Attention(module.load, geometry, self._gpu, scale)
+        return found
 
     def _geometry(self, query_heads: int, layers: int, kv_heads: int, head_dim: int) -> Geometry:
         return Geometry(query_heads, kv_heads, head_dim, self._page_size, layers, self._kind, self._kv_kind)
@@ -309,7 +369,18 @@ class CupyOps:
         return self._cupy.empty(shape, dtype)
 
     def _module(self, name: str, **defines: str | int) -> module.Module:
-        return module.load(name, {"RF_TYPE": self._kind, **defines})
+        key = (name, *defines.items())
+        found = self._modules.get(key)
+        if found is None:
+            found = self._modules[key] = module.load(name, {"RF_TYPE": self._kind, **defines})
+        return found
+
+    def _plain(self, name: str) -> module.Module:
+        """One that knows bytes alone."""
+        found = self._modules.get((name,))
+        if found is None:
+            found = self._modules[(name,)] = module.load(name)
+        return found
 
 
 class _Memory:

@@ -15,8 +15,11 @@ too); within one process they do not.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -49,6 +52,16 @@ def weight(tensor: NDArray[Any], dtype: str) -> F32:
     if dtype != "f32":
         raise ValueError(f"weights of {dtype} are not computed with on a CPU, only f32")
     return np.ascontiguousarray(tensor, np.float32)
+
+
+def step(rows: int, single: bool) -> AbstractContextManager[None]:
+    """Where the arrays of a step are made; they are where they are needed already."""
+    return contextlib.nullcontext()
+
+
+def computed(compute: Callable[[], Any], pages: F32) -> Any:
+    """Return what ``compute`` does."""
+    return compute()
 
 
 def indices(values: I64) -> I64:

@@ -92,7 +92,7 @@ RF_INLINE i64 values_at(i32 layer, i32 which, i32 kv_heads, i32 kv_head, i32 pag
 // q_weight, k_weight: [DIM], the norm of each head, or null.
 // cosine, sine: [positions, HALF], or [n, HALF] if positions is null. positions, page, slot: [n]. page_bytes is a
 // multiple of 16, unless RF_KV is INT8.
-// With INT8 only q is done here, the rest by write_int8.
+// With INT8 only q is done here, the rest by write_int8. The K and V of a token whose page is negative go nowhere.
 // Grid (n, ceil(heads * LANES / block)); heads counts those of k and v too, unless RF_KV is INT8.
 RF_KERNEL rope_write(
     const Bits *qkv, Bits *q, i64 q_stride, const Bits *bias, const Bits *q_weight, const Bits *k_weight, float eps,
@@ -121,7 +121,9 @@ RF_KERNEL rope_write(
         store_numbers<RF_TYPE, COUNT>(target, part.first);
         store_numbers<RF_TYPE, COUNT>(target + HALF, part.second);
     } else {
-        Stored *values = (Stored *)(pages + page[token] * page_bytes);
+        const i64 number = page[token];
+        if (number < 0) return;
+        Stored *values = (Stored *)(pages + number * page_bytes);
         Stored *target = values + values_at(layer, which, kv_heads, kv_head, page_size) + (i64)slot[token] * DIM + at;
         store_numbers<RF_KV, COUNT>(target, part.first);
         store_numbers<RF_KV, COUNT>(target + HALF, part.second);

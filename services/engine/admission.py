@@ -26,13 +26,14 @@ AHEAD_SHARE = 16
 @dataclass(frozen=True, slots=True)
 class Limits:
     """``max_batch`` requests run at once, on ``max_step_tokens`` a step; ``max_queue`` may wait beyond those, with
-    ``max_queue_tokens`` tokens together.
+    ``max_queue_tokens`` tokens together. A growing request asks for ``growth_pages`` pages at a time.
     """
 
     max_batch: int
     max_step_tokens: int
     max_queue: int
     max_queue_tokens: int = 1 << 20
+    growth_pages: int = GROWTH_PAGES
 
 
 class Admission:
@@ -106,7 +107,7 @@ class Admission:
             return needed
         ahead = 0
         if self._clock() >= self.opens_at:
-            ahead = min(GROWTH_PAGES - 1, self.total_pages // AHEAD_SHARE // self._limits.max_batch)
+            ahead = min(self._limits.growth_pages - 1, self.total_pages // AHEAD_SHARE // self._limits.max_batch)
         return min(needed + ahead, self.pages_for(sequence.max_resident_tokens))
 
     # --- the gate -----------------------------------------------------------------------------------------------

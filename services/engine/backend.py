@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels import ops_numpy
+from kernels.graphs import Graphs
+from kernels.module import KernelError
 from kernels.ops import Ops
+from kernels.ops_cupy import CupyOps
 from services.engine.arena import private_pages
 from services.engine.devicearena import DevicePages, private_device_pages
 from services.engine.modelconfig import ModelConfig
@@ -55,21 +58,30 @@ class Backend:
         return memory.array if isinstance(memory, DevicePages) else memory
 
 
-def on_host(dtype: str | None, kv_dtype: str | None) -> Backend:
-    """NumPy, which computes in f32. Raises InvalidConfiguration for other types."""
+def on_host(dtype: str | None, kv_dtype: str | None, graphs: bool = False) -> Backend:
+    """NumPy, which computes in f32. Raises InvalidConfiguration for other types, and for graphs."""
+    if graphs:
+        raise InvalidConfiguration("--graphs on: there are none on a CPU; see --device", field="--graphs")
     for flag, value in (("--dtype", dtype), ("--kv-dtype", kv_dtype)):
         if value not in (None, "f32"):
             raise InvalidConfiguration(f"{flag} {value}: a CPU computes in f32; see --device", field=flag)
     return Backend("numpy", ops_numpy, "f32", "f32", None, lambda config: sample, lambda: None)
 
 
-def on_gpu(ordinal: int, dtype: str, kv_dtype: str | None, page_size: int) -> Backend:
-    """CuPy on GPU ``ordinal``. Raises InvalidConfiguration when it cannot be used."""
+def on_gpu(
+    ordinal: int,
+    dtype: str,
+    kv_dtype: str | None,
+    page_size: int,
+    graphs: bool = False,
+    make_ops: Callable[..., CupyOps] = CupyOps,
+) -> Backend:
+    """CuPy on GPU ``ordinal``, its functions by ``make_ops``. Raises InvalidConfiguration when it cannot be used."""
     gpu = Runtime.load().gpu(ordinal)
-    from kernels.module import KernelError
-    from kernels.ops_cupy import CupyOps
-
-    ops = CupyOps(ordinal, dtype, kv_dtype or dtype, page_size)
+    try:
+        ops = make_ops(ordinal, dtype, kv_dtype or dtype, page_size, Graphs() if graphs else None)
+    except ValueError as error:
+        raise InvalidConfiguration(f"--graphs on: {error}", field="--graphs") from error
 
     def prepare(config: ModelConfig) -> Sampler:
         try:

@@ -48,6 +48,7 @@ class Config:
     gpu: int
     dtype: str | None
     kv_dtype: str | None
+    graphs: bool
     page_size: int
     pool_pages: int | None
     local_pages: int
@@ -127,6 +128,13 @@ class Config:
             f"K and V in pages: {', '.join(KV_DTYPES)}; default: as --dtype",
             metavar="T",
         )
+        flags.add(
+            "--graphs",
+            one_of("on", "off"),
+            "off",
+            "replay decoding steps as CUDA graphs: less work for the host, which bounds small models; NVIDIA GPUs only",
+            metavar="S",
+        )
         flags.add("--page-size", whole(1, 4096), 16, "tokens in a page", metavar="N")
         flags.add("--max-batch", whole(1, 1024), 32, "requests that run at a time", metavar="N")
         flags.add("--max-step-tokens", whole(1, 1 << 20), 512, "tokens computed in one step", metavar="N")
@@ -171,6 +179,7 @@ class Config:
             gpu=values["gpu"],
             dtype=values["dtype"],
             kv_dtype=values["kv-dtype"],
+            graphs=values["graphs"] == "on",
             page_size=values["page-size"],
             pool_pages=values["pool-pages"],
             local_pages=values["local-pages"],

@@ -35,6 +35,19 @@ class _Layer:
     down: Any
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A batch as the layers take it; ``wanted`` and ``last_plan`` where they take all of it but for the last one."""
+
+    tokens: Any
+    places: Any
+    angles: Any
+    plan: Any
+    count: int  # of rows that want logits
+    wanted: Any = None
+    last_plan: Any = None
+
+
 class Model:
     """Weights and the forward pass. No state but the weights: K and V live in the caller's pages and nowhere else.
 
@@ -86,7 +99,7 @@ class Model:
 
         ``pages`` is the arena, ``[page, layer, (k, v), kv_head, slot, head_dim]``, as the backend takes it; K and V of
         every token are written to its row's pages. Returns float32 ``[rows with want_logits, vocab_size]``, of each
-        such row's last token, an array of the backend. A pure function of weights, rows and pages; on NumPy no row
+        such row's last token, an array of the backend that lasts until the next call. A pure function of weights, rows and pages; on NumPy no row
         influences another, bit for bit (see `kernels.ops_numpy`). Raises ``ForwardFailed`` for a row or an arena that
         does not fit the model.
         """
@@ -99,33 +112,47 @@ class Model:
         if not rows:
             return np.empty((0, config.vocab_size), np.float32)  # nothing that a sampler would look at
         batch = Batch.build(rows, page_size, total_pages, config.vocab_size, config.max_context)
-        places = ops.places(batch.page, batch.slot)
-        angles = ops.rotation(self._rope_table, batch.positions)
-        plan = ops.attention_plan(batch.block_tables, batch.starts, batch.lengths, pages, config.query_heads)
+        step = self._prepared(batch, pages)
+        logits = ops.computed(lambda: self._computed(step, pages), pages)
+        return logits[: len(batch.wanted)]
 
-        total = ops.take(self._embedding, ops.indices(batch.tokens))
+    def _prepared(self, batch: Batch, pages: Any) -> _Step:
+        """What the layers need to know of a batch, made before the first of them runs."""
+        config, ops = self.config, self._ops
+        every = len(batch.wanted) == len(batch.tokens)
+        with ops.step(len(batch.starts), every):
+            places = ops.places(batch.page, batch.slot)
+            angles = ops.rotation(self._rope_table, batch.positions)
+            plan = ops.attention_plan(batch.block_tables, batch.starts, batch.lengths, pages, config.query_heads)
+            tokens = ops.indices(batch.tokens)
+            if every or not len(batch.wanted):
+                return _Step(tokens, places, angles, plan, len(batch.wanted))
+            # Of the last layer only K and V are needed, but for the tokens whose logits are wanted.
+            wanted = ops.indices(batch.wanted)
+            ends, ones = batch.positions[batch.wanted], np.ones(len(batch.wanted), np.int64)
+            last_plan = ops.attention_plan(batch.block_tables[batch.asking], ends, ones, pages, config.query_heads)
+            return _Step(tokens, places, angles, plan, len(batch.wanted), wanted, last_plan)
+
+    def _computed(self, step: _Step, pages: Any) -> Any:
+        """The layers, and the head of what is wanted."""
+        config, ops, plan = self.config, self._ops, step.plan
+        total = ops.take(self._embedding, step.tokens)
         change: Any = None  # what the block before adds to the residual stream
         for index, layer in enumerate(self._layers):
             normed, total = ops.rms_norm(total, layer.attention_norm, config.rms_norm_eps, change)
             qkv = ops.linear(normed, layer.qkv).reshape(len(normed), -1, config.head_dim)
             q = ops.rope_write_kv(
-                qkv, angles, pages, index, places, config.query_heads,
+                qkv, step.angles, pages, index, step.places, config.query_heads,
                 layer.qkv_bias, layer.qk_norms, config.rms_norm_eps,
             )  # fmt: skip
-            if index == config.layers - 1 and not len(batch.wanted):
-                break
-            if index == config.layers - 1 and len(batch.wanted) < len(total):
-                # Of the last layer only K and V are needed, but for the tokens whose logits are wanted.
-                wanted = ops.indices(batch.wanted)
-                q, total = ops.take(q, wanted), ops.take(total, wanted)
-                ends, ones = batch.positions[batch.wanted], np.ones(len(batch.wanted), np.int64)
-                plan = ops.attention_plan(batch.block_tables[batch.asking], ends, ones, pages, config.query_heads)
+            if index == config.layers - 1 and not step.count:
+                return np.empty((0, config.vocab_size), np.float32)
+            if index == config.layers - 1 and step.wanted is not None:
+                q, total, plan = ops.take(q, step.wanted), ops.take(total, step.wanted), step.last_plan
             attended = ops.paged_attention(q, pages, index, plan, config.head_dim**-0.5)
             change = ops.linear(attended.reshape(len(q), config.query_heads * config.head_dim), layer.output)
             normed, total = ops.rms_norm(total, layer.mlp_norm, config.rms_norm_eps, change)
             change = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)
-        if not len(batch.wanted):
-            return np.empty((0, config.vocab_size), np.float32)
         normed, _ = ops.rms_norm(total, self._norm, config.rms_norm_eps, change)
         return ops.linear(normed, self._head, widen=True)
 

@@ -23,6 +23,7 @@ from kernels.attention import (
     matrix_unit,
     this_gpu,
 )
+from kernels.attention import padded as padded_plan
 from tests.kernels import amdgcn, devices
 
 F64 = NDArray[np.float64]
@@ -123,10 +124,15 @@ def gpu_of(device: devices.Device, case: Case) -> Gpu:
     return Gpu(device.wave, case.processors, MATRIX_16X8X16 if device.wave == 32 else MATRIX_16X16X16)
 
 
-def computed(device: devices.Device, case: Case, batch: Batch, gpu: Gpu, scale: float, gap: int = 0) -> NDArray[Any]:
+def computed(
+    device: devices.Device, case: Case, batch: Batch, gpu: Gpu, scale: float, gap: int = 0, rows: int = 0
+) -> NDArray[Any]:
+    """``rows``: the plan is made up to as many."""
     attention = Attention(device.compile, case.geometry, gpu, scale)
     starts, lengths = np.array(case.rows).T
     plan = attention.plan(starts, lengths)
+    if rows:
+        plan = padded_plan(plan, rows)
     partials, stats = (device.empty(max(1, count), np.float32) for count in attention.scratch(plan))
     tokens = len(batch.q)
     width = case.query_heads * case.head_dim
@@ -189,6 +195,16 @@ CASES = [
 def test_attention(number: int, case: Case) -> None:
     """On waves of either width in turn: every type and size is seen by half of the code, and most by both."""
     check(devices.get(["cpu-w64-permuted", "cpu-w32-permuted"][number % 2]), case, seed=number)
+
+
+@pytest.mark.parametrize("device", ["cpu-w64", "cpu-w32-permuted", "cupy"])
+@pytest.mark.parametrize("processors", [1, 8])
+def test_a_plan_that_is_made_up_to_a_size_changes_no_bit(device: str, processors: int) -> None:
+    case = Case(DECODE, 8, 2, 128, 16, **HALF, processors=processors)
+    on, batch = devices.get(device), batch_of(case)
+    gpu, scale = gpu_of(on, case), 1 / math.sqrt(case.head_dim)
+    found = computed(on, case, batch, gpu, scale, rows=13)
+    assert (found.view(np.uint16) == computed(on, case, batch, gpu, scale).view(np.uint16)).all()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -21,7 +21,9 @@ from kernels.attention import (
     Plan,
     decode_cost,
     matrix_unit,
+    padded,
     plan,
+    size_class,
 )
 
 Numbers = NDArray[np.int32]
@@ -213,3 +215,31 @@ def test_compile_is_all_that_a_batch_can_need() -> None:
         found = attention.plan(*np.array(rows).T)
         attention.run(found, [None] * 5, None, 4096, None, 0, None, 1, None, None, None)
     assert len(asked) == before
+
+
+def test_size_classes_are_few_and_near() -> None:
+    classes = [size_class(count) for count in range(2000)]
+    assert all(count <= found <= max(2 * count, 1) for count, found in enumerate(classes))
+    assert all(found <= max(count + 8, 1.25 * count) for count, found in enumerate(classes))
+    assert classes == sorted(classes) and len(set(classes)) < 45 and [size_class(found) for found in classes] == classes
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 40000), min_size=1, max_size=60), st.integers(0, 30))
+def test_a_plan_that_is_made_up_to_a_size_has_the_same_items(starts: list[int], more: int) -> None:
+    found = plan(geometry(), H200, np.array(starts), np.ones(len(starts), np.int64))
+    larger = padded(found, len(starts) + more)
+    for part, whole, rest in zip(items_of(found), items_of(larger), (-1, 0, 0), strict=True):
+        assert (whole[: len(part)] == part).all() and (whole[len(part) :] == rest).all()
+    assert (larger.decode_items, larger.entries) == (len(items_of(larger)[0]), len(items_of(larger)[2]))
+    assert larger.partial_rows >= found.partial_rows
+    rows, offsets = larger.packed[larger.parts[0]], larger.packed[larger.parts[1]]
+    assert len(rows) == len(offsets) - 1 == len(starts) + more
+    assert rows[: len(starts)].tolist() == starts and offsets[len(starts) :].tolist() == [len(starts)] * (more + 1)
+
+
+def test_what_cannot_be_made_up_to_a_size() -> None:
+    with pytest.raises(ValueError, match="a plan of 2 rows and 0 prefill items: not to be padded to 1"):
+        padded(plan(geometry(), H200, np.array([3, 4]), np.array([1, 1])), 1)
+    with pytest.raises(ValueError, match="prefill items: not to be padded"):
+        padded(plan(geometry(), H200, np.array([3]), np.array([100])), 4)

@@ -1,0 +1,181 @@
+"""What each optimisation of the engine is worth: one workload with it and without it, alternately.
+
+What is switched off is switched by what the engine is made of, in this file; the rest is the engine's own code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.rows import Row
+from benchmarks.stand import PAGE_SIZE, Pages, Stand
+from benchmarks.workload import Job, Run, median_of, pages_for, run, salted, uniform
+from services.engine.admission import Limits
+from services.engine.loop import EngineLoop
+from services.engine.pagesource import Demand, Exchange, Grant, PageSource
+from services.engine.sampling import SamplingParams, sample
+from services.engine.scheduler import Chunk, Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """An exchange that is over; ``result`` returns or raises what came of it."""
+
+    result: Callable[[], list[Grant]]
+
+
+class Awaited:
+    """A source whose exchanges are waited for before the step, instead of during it."""
+
+    def __init__(self, source: PageSource) -> None:
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def exchange(self, demands: Sequence[Demand], removed: Sequence[str]) -> Exchange:
+        """Send, and wait."""
+        exchange = self._source.exchange(demands, removed)
+        grants = exchange.result()
+        return _Answered(lambda: grants)
+
+
+class SeparateScheduler(Scheduler):
+    """Steps either of prompts or of decoding requests, prompts first."""
+
+    def schedule(self) -> tuple[Chunk, ...]:
+        """The next step."""
+        chunks = super().schedule()
+        prompts = tuple(chunk for chunk in chunks if chunk.start < len(chunk.sequence.request.prompt))
+        return prompts or chunks
+
+
+class SeparateLoop(EngineLoop):
+    """A loop with that scheduler."""
+
+    def _new_scheduler(self) -> Scheduler:
+        return SeparateScheduler(self._limits, self._source.page_size, self._source.total_pages, self._clock)
+
+
+def sample_on_host(logits: Any, *arguments: Any, **options: Any) -> Any:
+    """Copy the logits to the host, and draw there."""
+    return sample(logits.get(), *arguments, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The engine without one thing, ``off`` saying how, on the workload ``jobs``.
+
+    What counts are tokens a second, or, with ``gaps``, how long a request waits for its next token.
+    """
+
+    name: str
+    off: str
+    jobs: str
+    make_loop: Callable[..., EngineLoop] = EngineLoop
+    awaited: bool = False
+    own_pages: bool = False
+    limits: Callable[[Limits], Limits] = lambda limits: limits
+    sampler: Callable[..., Any] | None = None
+    gaps: bool = False
+
+
+VARIANTS = (
+    Variant("prefix cache", "every request under a salt of its own", "shared", own_pages=True),
+    Variant(
+        "chunked prefill",
+        "a step takes any prompt whole",
+        "long",
+        limits=lambda limits: dataclasses.replace(limits, max_step_tokens=1 << 20),
+        gaps=True,
+    ),
+    Variant("prefill with decode", "steps of prompts or of decoding, prompts first", "long", SeparateLoop, gaps=True),
+    Variant("exchange during the step", "waited for before the step", "uniform", awaited=True),
+    Variant(
+        "pages asked ahead",
+        "one page at a time",
+        "uniform",
+        limits=lambda limits: dataclasses.replace(limits, growth_pages=1),
+    ),
+)
+ON_DEVICE = (Variant("sampling on the GPU", "logits copied, drawn by NumPy", "sampled", sampler=sample_on_host),)
+
+
+def workloads(vocab_size: int, context: int, count: int) -> dict[str, list[Job]]:
+    """What the variants run: ``count`` requests in a model's ``context``, scaled to it."""
+    draw = random.Random(1)
+
+    def tokens(number: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(vocab_size) for _ in range(number))
+
+    longest = min(512, context // 4)
+    prefix, few = tokens(context // 2), max(2, count // 16)
+    even = uniform(vocab_size, count, max(1, longest // 8), longest, seed=1)
+    drawn = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.0, seed=7)
+    return {
+        "uniform": even,
+        # Few tokens: a host takes long for one.
+        "sampled": [dataclasses.replace(job, sampling=drawn, tokens=16) for job in even[: max(2, count // 4)]],
+        # A conversation's or a document's many askers: the first one computes it.
+        "shared": [Job(prefix + tokens(16), max(2, longest // 8), after=int(at > 0)) for at in range(count)],
+        # Long prompts that come while others decode.
+        "long": [
+            *(Job(tokens(16), longest // 2) for _ in range(count)),
+            *(Job(tokens(3 * context // 4), 2, after=count * (at + 1)) for at in range(few)),
+        ],
+    }
+
+
+def measure(
+    stand: Stand, pages: Pages, limits: Limits, context: int, count: int, pairs: int, variants: Sequence[Variant]
+) -> Iterator[Row]:
+    """A row for each variant: the ratio of what the engine does with it to without."""
+    jobs = workloads(stand.model.config.vocab_size, context, count)
+    number = 0
+
+    def once(variant: Variant, off: bool) -> Run:
+        nonlocal number
+        number += 1
+        # Each run under salts of its own, or the second would find the first one's pages.
+        own, salt = jobs[variant.jobs], f"{number}"
+        own = salted(own, salt) if off and variant.own_pages else [dataclasses.replace(job, salt=salt) for job in own]
+        if not off:
+            return run(stand, pages, own, limits, name=f"a{number}")
+        return run(
+            stand,
+            pages,
+            own,
+            variant.limits(limits),
+            make_loop=variant.make_loop,
+            make_source=Awaited if variant.awaited else lambda source: source,
+            sampler=variant.sampler,
+            name=f"a{number}",
+        )
+
+    for variant in variants:
+        runs: tuple[list[Run], list[Run]] = ([], [])
+        for pair in range(pairs):
+            for off in (pair % 2 == 0, pair % 2 == 1):
+                runs[off].append(once(variant, off))
+        yield row(variant, median_of(runs[0]), median_of(runs[1]))
+
+
+def row(variant: Variant, on: Run, off: Run) -> Row:
+    """The ratio, more than 1 where the optimisation is worth something."""
+    if variant.gaps:
+        mine, theirs, unit = on.gap_s(0.99) * 1e3, off.gap_s(0.99) * 1e3, "ms"
+        detail = f"gap between tokens, 99th of a hundred; off {theirs:.2f}: {variant.off}"
+        detail += f"; tokens/s {on.tokens_per_s / off.tokens_per_s:.2f} x"
+        return Row("ablation", variant.name, mine, unit, theirs / mine, detail=detail)
+    ratio = on.tokens_per_s / off.tokens_per_s
+    detail = f"off {off.tokens_per_s:,.0f}: {variant.off}"
+    return Row("ablation", variant.name, on.tokens_per_s, "tokens/s", ratio, detail=detail)
+
+
+def pages_needed(vocab_size: int, context: int, count: int) -> int:
+    """Pages that the largest of the workloads takes."""
+    return max(pages_for(jobs, PAGE_SIZE) for jobs in workloads(vocab_size, context, count).values())

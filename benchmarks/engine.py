@@ -1,0 +1,277 @@
+"""The engine as a whole: tokens a second of many requests at once, what each optimisation is worth, what a cached
+prefix saves; on a GPU also single steps beside its bandwidth, and `transformers` on the same requests and weights.
+
+On a CPU the bundled model is run, on requests scaled to its context; on a GPU models of known shapes, with random
+weights. Parts are run in the order given, and each prints its rows as it finds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from threadpoolctl import threadpool_limits
+
+from benchmarks import ablation, peer, prefix, rows, shapes, steps, workload
+from benchmarks.rows import Row
+from benchmarks.stand import PAGE_SIZE, ROOT, Pages, Stand
+from benchmarks.workload import Job, Run
+from services.engine.admission import Limits
+from services.engine.modelconfig import ModelConfig
+from services.kvcache.arena import default_directory
+
+CPU, GPU = "cpu", "gpu"
+PARTS = {CPU: ("workload", "ablation", "prefix"), GPU: ("steps", "workload", "transformers", "prefix", "ablation")}
+#: In-process pages and the daemon's, the same requests: at least so much; and so many times transformers.
+PAGES_BAR, PEER_BAR = 0.98, 2.0
+BUNDLED = ROOT / "models" / "shakespeare"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large things are. ``context`` bounds the requests of the ablations; ``prompts`` are those of part prefix."""
+
+    count: int
+    shortest: int
+    longest: int
+    limits: Limits
+    context: int
+    ablation_count: int
+    pairs: int
+    prompts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, device: str, requests: int | None, divisor: int | None, pairs: int | None) -> Scale:
+        """Whole on a GPU; on a CPU an eighth of the lengths, which is what the bundled model's context has room for."""
+        small = device == CPU
+        divisor = divisor or (8 if small else 1)
+        count = requests or (64 if small else workload.REQUESTS)
+        longest = workload.LONGEST // divisor
+        return cls(
+            count=count,
+            shortest=max(1, workload.SHORTEST // divisor),
+            longest=longest,
+            limits=Limits(max_batch=count, max_step_tokens=512 if small else 8192, max_queue=count),
+            context=4 * longest if small else 8192,
+            ablation_count=min(count, 16 if small else 64),
+            pairs=pairs or 3,
+            prompts=(768,) if small else (4096, 16384),
+        )
+
+    def jobs(self, vocab_size: int) -> list[Job]:
+        """The workload."""
+        return workload.uniform(vocab_size, self.count, self.shortest, self.longest)
+
+    @property
+    def said(self) -> str:
+        """In words."""
+        return f"{self.count} requests, {self.shortest} to {self.longest} tokens in and out"
+
+
+def workload_rows(stand: Stand, name: str, scale: Scale) -> Iterator[Row]:
+    """The workload on the daemon's pages and on the engine's own, alternately."""
+    jobs = scale.jobs(stand.model.config.vocab_size)
+    total = workload.pages_for(jobs, PAGE_SIZE) * 9 // 8
+    sides: tuple[list[Run], list[Run]] = ([], [])
+    with stand.daemon(total) as theirs, stand.local(total) as own:
+        once(stand, own, jobs[: max(2, len(jobs) // 8)], scale, "warm")
+        for pair in range(scale.pairs):
+            order: list[tuple[int, Pages]] = [(0, theirs), (1, own)]
+            for side, pages in order if pair % 2 else order[::-1]:
+                sides[side].append(once(stand, pages, jobs, scale, f"w{pair}"))
+    run, local = (workload.median_of(side) for side in sides)
+    per_step = run.took_s / run.steps * 1e3
+    compute = f"{run.steps} steps of {per_step:.2f} ms, {run.compute_s / run.steps * 1e3:.2f} of them compute"
+    ratio, detail = run.tokens_per_s / local.tokens_per_s, f"to in-process pages; {scale.said}; {compute}"
+    yield Row("workload", f"{name}, the daemon's pages", run.tokens_per_s, "tokens/s", ratio, PAGES_BAR, detail=detail)
+    yield Row("workload", f"{name}, in-process pages", local.tokens_per_s, "tokens/s")
+    outside = (run.took_s - run.compute_s - run.page_wait_s) / run.steps * 1e6
+    yield Row("workload", f"{name}, scheduling", outside, "us a step", run.schedule_share, detail="share of all time")
+    waited = run.page_wait_s / run.steps * 1e6
+    detail = f"share of all time; {run.page_calls} calls in {run.steps} steps"
+    yield Row(
+        "workload", f"{name}, waiting for pages", waited, "us a step", run.page_wait_s / run.took_s, detail=detail
+    )
+
+
+def once(stand: Stand, pages: Pages, jobs: list[Job], scale: Scale, name: str) -> Run:
+    """One run that finds nothing of an earlier one cached."""
+    return workload.run(stand, pages, workload.salted(jobs, name), scale.limits, name=name)
+
+
+def transformers_rows(stand: Stand, name: str, scale: Scale, limit_s: float) -> Iterator[Row]:
+    """The same requests through both. Raises RuntimeError where the two do not compute the same."""
+    jobs = scale.jobs(stand.model.config.vocab_size)
+    with stand.local(workload.pages_for(jobs, PAGE_SIZE)) as pages:
+        once(stand, pages, jobs[:8], scale, "warm")
+        ours = workload.median_of([once(stand, pages, jobs, scale, f"t{nth}") for nth in range(scale.pairs)])
+    theirs = peer.adopted(stand.model)
+    agreed = peer.agreement(stand, theirs, [job.prompt for job in jobs[:4]])
+    tokens, took = peer.generate(theirs, jobs, limit_s)
+    rate = tokens / took
+    whole = "" if tokens == ours.tokens else f"; given up after {took:.0f} s with {tokens} of {ours.tokens} tokens"
+    detail = f"to transformers; {scale.said}; {agreed}"
+    del theirs
+    peer.release()
+    ratio = ours.tokens_per_s / rate
+    yield Row("transformers", f"{name}, ours", ours.tokens_per_s, "tokens/s", ratio, PEER_BAR, detail=detail)
+    detail = f"continuous batching, paged sdpa{whole}"
+    yield Row("transformers", f"{name}, transformers", rate, "tokens/s", detail=detail)
+
+
+def prefix_rows(device: str, shape: ModelConfig | None, scale: Scale, graphs: bool = False) -> Iterator[Row]:
+    """First tokens of prompts of each length. On a GPU a checkpoint of ``shape`` is written for it first."""
+    if shape is None:
+        yield from prefix.measure(BUNDLED, 1024, scale.prompts, (), ())
+        return
+    with tempfile.TemporaryDirectory(prefix="rf-bench-", dir=default_directory().parent) as name:
+        folder = Path(name) / "model"
+        shapes.write_folder(shape, folder, BUNDLED / "tokenizer.json")
+        engine = ["--device", device, "--max-step-tokens", "8192", "--dtype", "bf16", "--max-batch", "64"]
+        engine += ["--graphs", "on" if graphs else "off"]
+        cache = ("--device", device, "--memory", "24GiB")
+        yield from prefix.measure(folder, shape.vocab_size, scale.prompts, engine, cache)
+
+
+def ablation_rows(stand: Stand, scale: Scale) -> Iterator[Row]:
+    """What each optimisation is worth, on the daemon's pages."""
+    vocab_size, count = stand.model.config.vocab_size, scale.ablation_count
+    variants = (*ablation.VARIANTS, *(ablation.ON_DEVICE if stand.on_device else ()))
+    total = ablation.pages_needed(vocab_size, scale.context, count) * 9 // 8
+    with stand.daemon(total) as pages:
+        limits = dataclasses.replace(scale.limits, max_step_tokens=scale.context // 8)
+        yield from ablation.measure(stand, pages, limits, scale.context, count, scale.pairs, variants)
+
+
+def device_ablation_rows(stand: Stand, name: str) -> Iterator[Row]:
+    """What is switched where the model is made: graphs, and the keys of a long row shared out."""
+    shape = shapes.SHAPES[name]
+    graphed = [(batch, steps.CONTEXT) for batch in steps.BATCHES]
+    yield from ablated_steps(Stand.on_gpu(shape, graphs=True), stand, graphed, "CUDA graphs")
+    uncut = Stand.on_gpu(shape, make_ops=shapes.UncutOps)
+    yield from ablated_steps(stand, uncut, [(1, 16384), (4, 16384)], "keys of a row shared out")
+
+
+def ablated_steps(having: Stand, lacking: Stand, cases: Sequence[tuple[int, int]], name: str) -> Iterator[Row]:
+    """Decoding steps of (rows, keys) by both."""
+    for batch, keys in cases:
+        took = []
+        for stand in (having, lacking):
+            with stand.local(steps.pages_of(batch, keys)) as pages:
+                took.append(steps.decode_seconds(stand, pages, batch, keys)[0])
+        with_it, without = took
+        detail = f"a decoding step; without {without * 1e3:.2f} ms"
+        yield Row("ablation", f"{name}, {batch} x {keys} keys", with_it * 1e3, "ms", without / with_it, detail=detail)
+
+
+def on_cpu(parts: list[str], scale: Scale, model: Path) -> Iterator[tuple[str, Iterator[Row]]]:
+    """The parts' rows."""
+    stand = Stand.on_cpu(model)
+    for part in parts:
+        match part:
+            case "workload":
+                yield part, workload_rows(stand, model.name, scale)
+            case "ablation":
+                yield part, ablation_rows(stand, scale)
+            case "prefix":
+                yield part, prefix_rows(CPU, None, scale)
+
+
+def on_gpu(
+    parts: list[str], scale: Scale, names: list[str], limit_s: float, graphs: bool
+) -> Iterator[tuple[str, Iterator[Row]]]:
+    """The parts' rows, shape by shape; ``prefix`` and ``transformers`` on the first alone."""
+    from benchmarks.attention import copy_bandwidth
+
+    copy = max(copy_bandwidth() for _ in range(3))
+    yield "steps", iter([Row("steps", "copy", copy / 1e12, "TB/s", detail="2 GiB, read and written")])
+    for number, name in enumerate(names):
+        stand = Stand.on_gpu(shapes.SHAPES[name], graphs=graphs)
+        for part in parts:
+            match part:
+                case "steps":
+                    yield part, steps_rows(stand, name, copy)
+                case "workload":
+                    yield part, workload_rows(stand, name, scale)
+                case "transformers" if not number:
+                    yield part, transformers_rows(stand, name, scale, limit_s)
+                case "prefix" if not number:
+                    yield part, prefix_rows(GPU, shapes.SHAPES[name], scale, graphs)
+                case "ablation" if not number:
+                    yield part, device_ablation_rows(stand, name)
+                    yield part, ablation_rows(stand, scale)
+
+
+def steps_rows(stand: Stand, name: str, copy: float) -> Iterator[Row]:
+    """Single steps on pages of this process."""
+    with stand.local(steps.pages_needed()) as pages:
+        yield from steps.measure(stand, pages, name, copy)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 1 when a bar is missed, 2 when a part failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
+    parser.add_argument("--device", choices=PARTS, default=CPU, help="what computes (default cpu)")
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="which, in which order: " + "; ".join(
+        f"{device}: {' '.join(parts)}" for device, parts in PARTS.items()))  # fmt: skip
+    parser.add_argument("--model", type=Path, default=BUNDLED, help="checkpoint folder, on a CPU")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=shapes.SHAPES, default=["qwen3-0.6b", "llama-8b"], help="on a GPU"
+    )
+    parser.add_argument("--requests", type=int, metavar="N", help="of the workload (default 256, on a CPU 64)")
+    parser.add_argument("--divisor", type=int, metavar="N", help="of the requests' lengths (default 1, on a CPU 8)")
+    parser.add_argument("--pairs", type=int, metavar="N", help="of runs that are compared (default 3)")
+    parser.add_argument("--limit", type=float, default=3600, metavar="S", help="no part begins after so many seconds")
+    parser.add_argument("--graphs", action="store_true", help="replay decoding steps as CUDA graphs, on a GPU")
+    parser.add_argument("--peer-limit", type=float, default=60, metavar="S", help="seconds that transformers gets")
+    parser.add_argument("--cpu-threads", type=int, default=1, help="BLAS threads (default 1, as the engine's)")
+    parser.add_argument("--json", action="store_true", help="one JSON object a row instead of a table")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw each part's rows into a PNG there")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="take the rows from what --json printed, run nothing")
+    flags = parser.parse_args(arguments)
+    parts = flags.parts or list(PARTS[flags.device])
+    if unknown := [part for part in parts if part not in PARTS[flags.device]]:
+        parser.error(f"--parts {unknown[0]}: on a {flags.device} there are {', '.join(PARTS[flags.device])}")
+    # What every request and session logs is of no interest here, and costs time.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    threadpool_limits(flags.cpu_threads, user_api="blas")
+    found, failed = list[Row](), False
+    if flags.read is not None:
+        found = rows.read(flags.read)
+        for row in found:
+            print(rows.line(row))
+    else:
+        scale = Scale.of(flags.device, flags.requests, flags.divisor, flags.pairs)
+        began = time.monotonic()
+        if flags.device == CPU:
+            running = on_cpu(parts, scale, flags.model)
+        else:
+            running = on_gpu(parts, scale, flags.shapes, flags.peer_limit, flags.graphs)
+        for part, measured in running:
+            if time.monotonic() - began > flags.limit:
+                print(f"part {part}: not begun, {flags.limit:g} s are over", file=sys.stderr)
+                continue
+            try:
+                for row in measured:
+                    found.append(row)
+                    print(rows.as_json(row) if flags.json else rows.line(row), flush=True)
+            except Exception:
+                # What the other parts measure is worth having all the same.
+                failed = True
+                print(f"part {part} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    if flags.plot is not None:
+        rows.plot(found, flags.plot)
+    return 2 if failed else int(any(row.missed for row in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

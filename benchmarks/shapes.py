@@ -1,0 +1,170 @@
+"""Models of known shapes with random weights: how long a step takes does not depend on what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.ops_cupy import CupyOps
+from services.engine.checkpoint import Checkpoint
+from services.engine.modelconfig import ModelConfig
+from services.engine.storedtensor import BF16, StoredTensor
+from services.engine.weights import Weights, shapes
+
+#: Random numbers that all tensors are cut from; prime, so that rows of a matrix are not alike.
+BLOCK = 4_194_301
+_ONE = 0x3F80  # of bfloat16
+
+
+def _config(architecture: str, **values: Any) -> ModelConfig:
+    shape = {"eos_token_ids": (), "bos_token_id": None, "rms_norm_eps": 1e-6, "dtype": "bf16", **values}
+    return ModelConfig(architecture=architecture, **shape)
+
+
+LLAMA_8B = _config(
+    "LlamaForCausalLM", vocab_size=128256, hidden_size=4096, layers=32, query_heads=32, kv_heads=8, head_dim=128,
+    intermediate_size=14336, max_context=131072, rope_theta=5e5, tied_embeddings=False,
+)  # fmt: skip
+QWEN3_600M = _config(
+    "Qwen3ForCausalLM", vocab_size=151936, hidden_size=1024, layers=28, query_heads=16, kv_heads=8, head_dim=128,
+    intermediate_size=3072, max_context=40960, rope_theta=1e6, tied_embeddings=True,
+)  # fmt: skip
+#: For tests: every part of the decoder, and next to no work.
+TINY = _config(
+    "Qwen3ForCausalLM", vocab_size=1024, hidden_size=128, layers=2, query_heads=4, kv_heads=2, head_dim=64,
+    intermediate_size=256, max_context=1024, rope_theta=1e4, tied_embeddings=True,
+)  # fmt: skip
+SHAPES = {"llama-8b": LLAMA_8B, "qwen3-0.6b": QWEN3_600M, "tiny": TINY}
+
+
+def _bits(scale: float) -> NDArray[np.uint16]:
+    """`BLOCK` normal numbers times ``scale``, as bfloat16's bits, rounded down."""
+    normal = np.random.default_rng(0).standard_normal(BLOCK, np.float32) * np.float32(scale)
+    bits: NDArray[np.uint16] = (normal.view(np.uint32) >> 16).astype(np.uint16)
+    return bits
+
+
+def _tile(out: Any, bits: Any) -> None:
+    """Fill a flat array, of the host or a device."""
+    for at in range(0, out.size, bits.size):
+        out[at : at + bits.size] = bits[: min(bits.size, out.size - at)]
+
+
+class RandomTensor(StoredTensor):
+    """A tensor that is in no file: a norm's numbers are 1, a matrix keeps the size of what it multiplies."""
+
+    def read_into(self, out: NDArray[Any], progress: Callable[[int], None] = lambda size: None) -> None:
+        """Fill ``out``."""
+        values = np.ones(1, np.float32) if len(self.shape) == 1 else _bits(self.shape[1] ** -0.5)
+        numbers = values if values.dtype == np.float32 else (values.astype(np.uint32) << 16).view(np.float32)
+        _tile(out.reshape(-1), numbers)
+        progress(self.stored_bytes)
+
+
+class UnreadTensor(StoredTensor):
+    """A tensor for `RandomOps`, which looks at its shape alone: its memory is never touched."""
+
+    def read_into(self, out: NDArray[Any], progress: Callable[[int], None] = lambda size: None) -> None:
+        """Leave ``out`` as it is."""
+        progress(self.stored_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomCheckpoint(Checkpoint):
+    """A checkpoint without files. ``tensor`` makes each of its tensors."""
+
+    tensor: type[StoredTensor] = RandomTensor
+
+    @classmethod
+    def of(cls, config: ModelConfig, tensor: type[StoredTensor] = RandomTensor) -> RandomCheckpoint:
+        """A checkpoint of a shape."""
+        return cls(Path("random"), config, None, tensor)
+
+    def weights(self) -> Weights:
+        """Every tensor of the shape."""
+        found = {name: self.tensor(self.path, name, shape, 0, BF16) for name, shape in shapes(self.config).items()}
+        return Weights(self.path, self.config, found)
+
+
+class RandomOps(CupyOps):
+    """A backend whose weights are random numbers made on the device, whatever they were on the host: bfloat16 alone."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._blocks: dict[float, Any] = {}
+
+    def weight(self, tensor: NDArray[Any], dtype: str) -> Any:
+        """A weight of the tensor's shape."""
+        import cupy
+
+        out = cupy.empty(tensor.shape, cupy.uint16)
+        if tensor.ndim == 1:
+            out.fill(_ONE)
+            return out
+        _tile(out.reshape(-1), self._block(tensor.shape[1] ** -0.5))
+        return out
+
+    def _block(self, scale: float) -> Any:
+        import cupy
+
+        if scale not in self._blocks:
+            self._blocks[scale] = cupy.asarray(_bits(scale))
+        return self._blocks[scale]
+
+
+class UncutOps(RandomOps):
+    """The same, whose attention leaves all keys of a row to one block for each head, as for a very small GPU."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._gpu = dataclasses.replace(self._gpu, processors=1)
+
+
+def write_folder(config: ModelConfig, folder: Path, tokenizer: Path) -> None:
+    """Write a checkpoint of random weights as a Hugging Face folder, with the tokenizer file of another."""
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    values = {
+        "architectures": [config.architecture],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.query_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_context,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tied_embeddings,
+        "dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    header, at = dict[str, Any](), 0
+    for name, shape in shapes(config).items():
+        size = 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    blocks = dict[float, bytes]()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for shape in shapes(config).values():
+            if len(shape) == 1:
+                file.write(_ONE.to_bytes(2, "little") * shape[0])
+                continue
+            scale = shape[1] ** -0.5
+            if scale not in blocks:
+                blocks[scale] = _bits(scale).tobytes()
+            block = blocks[scale]
+            left = 2 * shape[0] * shape[1]
+            while left:
+                left -= file.write(block[:left])

@@ -1,0 +1,127 @@
+"""A model with what computes it and pages for it, as an engine puts them together: what the engine's benchmarks run."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shapes import RandomCheckpoint, RandomOps, UnreadTensor
+from services.engine.backend import Backend, Sampler, on_gpu, on_host
+from services.engine.checkpoint import Checkpoint
+from services.engine.devicearena import DevicePages
+from services.engine.kvclient import GrpcPageSource
+from services.engine.localpages import LocalPageSource
+from services.engine.model import Model
+from services.engine.modelconfig import ModelConfig
+from services.engine.pagesource import PageSource
+from services.healthcheck import wait_serving
+from services.kvcache.arena import default_directory
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE_SIZE = 16
+
+
+@dataclass
+class Pages:
+    """A source of pages, and the memory that they are in."""
+
+    source: PageSource
+    memory: Callable[[], Any]
+
+
+@dataclass
+class Stand:
+    """A model, loaded and compiled. ``daemon_flags`` are what a daemon needs to serve it."""
+
+    model: Model
+    backend: Backend
+    sampler: Sampler
+    daemon_flags: tuple[str, ...] = ()
+
+    @classmethod
+    def on_cpu(cls, model: Path | ModelConfig) -> Stand:
+        """NumPy, in f32; a checkpoint or a shape."""
+        checkpoint = RandomCheckpoint.of(model) if isinstance(model, ModelConfig) else Checkpoint.open(model)
+        backend = on_host(None, None)
+        return cls(Model(checkpoint, backend.ops, backend.dtype), backend, backend.prepare(checkpoint.config))
+
+    @classmethod
+    def on_gpu(
+        cls, shape: ModelConfig, memory: str = "48GiB", graphs: bool = False, make_ops: Callable[..., Any] = RandomOps
+    ) -> Stand:
+        """GPU 0, in bfloat16, on random weights that its ops make there; daemons get so much ``memory``."""
+        backend = on_gpu(0, "bf16", None, PAGE_SIZE, graphs, make_ops)
+        model = Model(RandomCheckpoint.of(shape, UnreadTensor), backend.ops, "bf16")
+        return cls(model, backend, backend.prepare(shape), ("--device", "gpu", "--memory", memory))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a GPU computes."""
+        return self.backend.gpu is not None
+
+    @contextlib.contextmanager
+    def local(self, total: int) -> Iterator[Pages]:
+        """Pages of this process's own."""
+        memory = self.backend.private(self.model.geometry(PAGE_SIZE, self.backend.kv_dtype), total)
+        if isinstance(memory, DevicePages):
+            # What the memory last held may be NaN in some type; no number of it is ever used, but times may be.
+            view = self.backend.view(memory)
+            view[:] = 0
+            del view
+        try:
+            yield Pages(LocalPageSource(total, PAGE_SIZE), lambda: self.backend.view(memory))
+        finally:
+            self.backend.finish()
+            if isinstance(memory, DevicePages):
+                memory.close()
+
+    @contextlib.contextmanager
+    def daemon(self, total: int) -> Iterator[Pages]:
+        """Pages of a daemon, a process of its own."""
+        with daemon(*self.daemon_flags) as address:
+            source = GrpcPageSource(
+                address,
+                "bench",
+                self.model.geometry(PAGE_SIZE, self.backend.kv_dtype),
+                client_name="bench",
+                pool_pages=total,
+                gpu=self.backend.gpu,
+            )
+            source.reopen()
+            try:
+                yield Pages(source, lambda: self.backend.view(source.memory))
+            finally:
+                self.backend.finish()
+                source.close()
+
+
+@contextlib.contextmanager
+def daemon(*flags: str) -> Iterator[str]:
+    """A KV-cache daemon as a process; its address."""
+    # In memory, as the daemon's own default is: the arena's pages must not wait for a disk.
+    with tempfile.TemporaryDirectory(prefix="rf-bench-", dir=default_directory().parent) as name:
+        address = f"unix:{name}/k.sock"
+        words = ["--listen", address, "--arena-dir", f"{name}/arena", *flags]
+        with process("services.kvcache", address, *words):
+            yield address
+
+
+@contextlib.contextmanager
+def process(module: str, address: str, *words: str, log: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """A service as a process, once it serves; ended when the block is left, unless it has ended by then."""
+    with contextlib.ExitStack() as stack:
+        said: Any = stack.enter_context(log.open("ab")) if log else subprocess.DEVNULL
+        command = [sys.executable, "-m", module, *words]
+        started = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
+        try:
+            wait_serving(address, alive=lambda: started.poll() is None, timeout_s=180)
+            yield started
+        finally:
+            started.terminate()
+            started.wait(30)

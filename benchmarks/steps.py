@@ -1,0 +1,108 @@
+"""One step of the decoder on a GPU, beside what its bytes or its operations take at least there.
+
+A decoding step reads every weight and all K and V of its rows once; the bandwidth it is held against is that of a copy
+in the same run. A prompt's tokens are held against nothing: their operations a second are told.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+
+from benchmarks.rows import Row as Found
+from benchmarks.stand import PAGE_SIZE, Pages, Stand
+from benchmarks.step import GREEDY
+from services.engine.arena import page_bytes_of
+from services.engine.batch import Row
+
+WARM, STEPS = 5, 30
+BATCHES, CONTEXT = (1, 16, 64, 256), 1024
+PROMPTS = ((1, 512), (1, 2048), (1, 8192), (8, 1024))
+#: Share of the bandwidth that a step must reach, by its batch.
+BARS = {1: 0.60, 64: 0.55}
+
+
+def weight_bytes(stand: Stand) -> int:
+    """Bytes of all weights that a decoding step reads: of an embedding that is not the head too, only some rows."""
+    config = stand.model.config
+    embedding = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
+    return 2 * (stand.model.parameters - embedding)
+
+
+def kv_bytes(stand: Stand, tokens: int) -> int:
+    """Bytes of K and V of so many tokens."""
+    geometry = stand.model.geometry(PAGE_SIZE, stand.backend.kv_dtype)
+    return tokens * page_bytes_of(geometry) // PAGE_SIZE
+
+
+def pages_of(batch: int, context: int) -> int:
+    """Pages for `decode_seconds`."""
+    return batch * -(-(context + WARM + STEPS) // PAGE_SIZE)
+
+
+def pages_needed() -> int:
+    """Pages for the largest batch, and for the longest prompts."""
+    return max(pages_of(max(BATCHES), CONTEXT), *(rows * -(-tokens // PAGE_SIZE) for rows, tokens in PROMPTS))
+
+
+def decode_seconds(stand: Stand, pages: Pages, batch: int, context: int = CONTEXT) -> tuple[float, float]:
+    """Median seconds of a step of ``batch`` rows with ``context`` keys, result included, and of what the host does."""
+    each = -(-(context + WARM + STEPS) // PAGE_SIZE)
+    tables = [range(row * each, (row + 1) * each) for row in range(batch)]
+    took, launched = list[float](), list[float]()
+    memory = pages.memory()
+    for step in range(WARM + STEPS):
+        at = context - 1 + step
+        rows = [Row([(7 * row + step) % 1000], at, table, True) for row, table in enumerate(tables)]
+        began = time.perf_counter()
+        logits = stand.model.forward(rows, memory)
+        launched.append(time.perf_counter() - began)
+        stand.sampler(logits, [GREEDY] * batch, [at + 1] * batch)
+        stand.backend.finish()
+        took.append(time.perf_counter() - began)
+    del memory
+    return statistics.median(took[WARM:]), statistics.median(launched[WARM:])
+
+
+def prefill_seconds(stand: Stand, pages: Pages, rows: int, tokens: int, times: int = 5) -> float:
+    """Median seconds of a step of ``rows`` whole prompts of ``tokens`` each."""
+    each = -(-tokens // PAGE_SIZE)
+    step = [
+        Row([(7 * row + at) % 1000 for at in range(tokens)], 0, range(row * each, (row + 1) * each), True)
+        for row in range(rows)
+    ]
+    took, memory = list[float](), pages.memory()
+    for _ in range(times + 1):
+        began = time.perf_counter()
+        logits = stand.model.forward(step, memory)
+        stand.sampler(logits, [GREEDY] * rows, [tokens] * rows)
+        stand.backend.finish()
+        took.append(time.perf_counter() - began)
+    del memory
+    return statistics.median(took[1:])
+
+
+def operations(stand: Stand, rows: int, tokens: int) -> float:
+    """Multiplications and additions of such a step: products of every token, the head's of a row's last, attention."""
+    config = stand.model.config
+    table = config.vocab_size * config.hidden_size
+    products = stand.model.parameters - table * (1 if config.tied_embeddings else 2)
+    attention = 2 * config.layers * config.query_heads * config.head_dim * tokens * (tokens + 1)
+    return rows * (2.0 * products * tokens + 2.0 * table + attention)
+
+
+def measure(stand: Stand, pages: Pages, name: str, bandwidth: float) -> Iterator[Found]:
+    """Rows of a shape; ``bandwidth`` in bytes a second."""
+    for batch in BATCHES:
+        took, host = decode_seconds(stand, pages, batch)
+        least = (weight_bytes(stand) + kv_bytes(stand, batch * CONTEXT)) / bandwidth
+        detail = f"{CONTEXT} keys a row, of {least * 1e3:.2f} ms at least; launched by {host * 1e3:.2f} ms"
+        yield Found(
+            "steps", f"{name}, decode of {batch}", took * 1e3, "ms", least / took, BARS.get(batch), False, detail
+        )
+    for rows, tokens in PROMPTS:
+        took = prefill_seconds(stand, pages, rows, tokens)
+        rate = operations(stand, rows, tokens) / took / 1e12
+        detail = f"{rows * tokens / took:,.0f} tokens/s, {took * 1e3:.1f} ms"
+        yield Found("steps", f"{name}, prefill of {rows} x {tokens}", rate, "TFLOP/s", detail=detail)

@@ -1,0 +1,117 @@
+"""The engine's benchmarks at the smallest size: they run, and say what they should of what they ran."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import ablation, engine, prefix, rows, shapes, workload
+from benchmarks.rows import Row
+from benchmarks.shapes import TINY
+from benchmarks.stand import PAGE_SIZE, ROOT, Stand
+from services.engine.admission import Limits
+from services.engine.checkpoint import Checkpoint
+from services.engine.model import Model
+
+LIMITS = Limits(max_batch=8, max_step_tokens=64, max_queue=64)
+
+
+@pytest.fixture(scope="module")
+def stand() -> Stand:
+    return Stand.on_cpu(TINY)
+
+
+def test_the_workload_is_what_it_is_called() -> None:
+    jobs = workload.uniform(1000)
+    assert len(jobs) == 256 and workload.uniform(1000) == jobs
+    for lengths in ([len(job.prompt) for job in jobs], [job.tokens for job in jobs]):
+        assert 100 <= min(lengths) < 140 and 980 < max(lengths) <= 1024
+        assert 500 < sum(lengths) / len(lengths) < 620
+
+
+def test_a_run_accounts_for_its_tokens_and_its_time(stand: Stand) -> None:
+    jobs = workload.uniform(TINY.vocab_size, 6, 4, 20)
+    with stand.local(workload.pages_for(jobs, PAGE_SIZE)) as pages:
+        found = workload.run(stand, pages, jobs, LIMITS)
+    assert found.tokens == sum(job.tokens for job in jobs)
+    assert 0 < found.compute_s + found.page_wait_s < found.took_s and 0 < found.schedule_share < 1
+    assert found.steps >= max(job.tokens for job in jobs)
+    assert len(found.gaps_s) == found.tokens - len(jobs) and found.gap_s(0.5) <= found.gap_s(0.99)
+
+
+def test_a_request_that_fails_is_told(stand: Stand) -> None:
+    with stand.local(2) as pages, pytest.raises(RuntimeError, match="tokens came of"):
+        workload.run(stand, pages, [workload.Job(tuple(range(100)), 4)], LIMITS)
+
+
+def test_what_is_switched_off_is_off(stand: Stand) -> None:
+    jobs = ablation.workloads(TINY.vocab_size, 128, 4)
+    named = {variant.name: variant for variant in ablation.VARIANTS}
+    with stand.local(ablation.pages_needed(TINY.vocab_size, 128, 4)) as pages:
+        shared = [workload.run(stand, pages, some, LIMITS, name=f"s{at}") for at, some in
+                  enumerate((jobs["shared"], workload.salted(jobs["shared"], "x")))]  # fmt: skip
+        assert shared[0].cached_tokens == 3 * 64 and shared[1].cached_tokens == 0
+        ahead = [
+            workload.run(stand, pages, workload.salted(jobs["uniform"], f"a{at}"), limits, name=f"a{at}")
+            for at, limits in enumerate((LIMITS, named["pages asked ahead"].limits(LIMITS)))
+        ]
+        assert ahead[0].page_calls <= ahead[1].page_calls
+        small = dataclasses.replace(LIMITS, max_step_tokens=16)
+        chunks = [
+            workload.run(stand, pages, workload.salted(jobs["long"], f"c{at}"), limits, name=f"c{at}").steps
+            for at, limits in enumerate((small, named["chunked prefill"].limits(small)))
+        ]
+        assert chunks[0] > chunks[1]
+        mixed = workload.run(stand, pages, workload.salted(jobs["long"], "m"), LIMITS, name="m")
+        apart = workload.run(
+            stand, pages, workload.salted(jobs["long"], "p"), LIMITS, make_loop=ablation.SeparateLoop,
+            make_source=ablation.Awaited, name="p",
+        )  # fmt: skip
+        assert apart.steps > mixed.steps
+        found = list(ablation.measure(stand, pages, LIMITS, 128, 4, 1, ablation.VARIANTS))
+    assert [row.name for row in found] == [variant.name for variant in ablation.VARIANTS]
+    assert all(row.ratio and row.ratio > 0 for row in found)
+
+
+def test_first_tokens_in_real_processes(tmp_path: Path) -> None:
+    shapes.write_folder(TINY, tmp_path / "tiny", ROOT / "models" / "shakespeare" / "tokenizer.json")
+    found = list(prefix.measure(tmp_path / "tiny", TINY.vocab_size, (100, 200), ("--pool-pages", "256"), (), prompts=2))
+    assert [row.name.split(",")[0] for row in found] == ["cold"] * 2 + ["warm"] * 6
+    assert found[0].ratio == found[1].ratio == 1 and not found[0].missed and all(row.value > 0 for row in found)
+
+
+def test_a_written_checkpoint_is_read_as_it_was_made(tmp_path: Path) -> None:
+    shapes.write_folder(TINY, tmp_path / "tiny", ROOT / "models" / "shakespeare" / "tokenizer.json")
+    read, made = Checkpoint.open(tmp_path / "tiny"), shapes.RandomCheckpoint.of(TINY)
+    assert read.config == made.config
+    one, other = Model(read), Model(made)
+    assert one.parameters == other.parameters
+    assert (one._embedding == other._embedding).all() and (one._layers[1].down == other._layers[1].down).all()
+
+
+def test_a_row_knows_its_bar_and_survives_json(tmp_path: Path) -> None:
+    found = [
+        Row("p", "a", 3.0, "ms", 0.5, 0.6),
+        Row("p", "b", 3.0, "ms", 0.5, 0.1, most=True, detail="d"),
+        Row("p", "c", 3.0, "tokens/s"),
+    ]
+    assert [row.missed for row in found] == [True, True, False]
+    assert "MISSED" in rows.line(found[0]) and "MISSED" not in rows.line(found[2])
+    file = tmp_path / "rows"
+    file.write_text("warning\n" + "\n".join(map(rows.as_json, found)))
+    assert rows.read(file) == found
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status = engine.main(["--parts", "workload", "--requests", "4", "--divisor", "32", "--pairs", "1", "--json"])
+    printed = capsys.readouterr().out.splitlines()
+    assert status in (0, 1)  # at this size the daemon's share of the time is whatever it is
+    assert [json.loads(line)["part"] for line in printed] == ["workload"] * 4
+    (tmp_path / "saved").write_text("\n".join(printed))
+    assert engine.main(["--read", str(tmp_path / "saved")]) == status
+    with pytest.raises(SystemExit):
+        engine.main(["--parts", "steps"])
+    assert "--parts steps: on a cpu there are workload, ablation, prefix" in capsys.readouterr().err
