@@ -1,14 +1,15 @@
-"""Matrix products on a GPU: cuBLAS or hipBLAS, with CuPy's handle on CuPy's current stream.
+"""Matrix products on a GPU: cuBLAS or hipBLAS, on CuPy's current stream.
 
-Matrices are CuPy arrays, float32, float16, or uint16 that holds the bits of bfloat16; sums are in float32. CuPy's own
-``gemmEx`` is used on CUDA alone: for ROCm it aborts the process when a matrix is bfloat16, or when the type of the sum
-is named the way CUDA names it. There ``hipblasGemmEx`` is called directly, of the library that CuPy has loaded.
+Matrices are CuPy arrays, float32, float16, or uint16 that holds the bits of bfloat16; sums are in float32. The
+libraries that CuPy has loaded are called directly. CuPy's own ``gemmEx`` aborts the process on ROCm when a matrix is
+bfloat16, or when the type of the sum is named the way CUDA names it; on CUDA it cannot be captured into a graph.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,9 @@ _DATA_TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, np.dtype(np.uin
 
 _CUDA_OP_N, _CUDA_OP_T, _CUDA_COMPUTE_32F, _CUDA_ALGO = 0, 1, 68, -1
 _HIP_OP_N, _HIP_OP_T, _HIP_COMPUTE_32F, _HIP_ALGO = 111, 112, 2, 160
+
+#: What cuBLAS takes by itself on a GPU of this size.
+_WORKSPACE_BYTES = 32 << 20
 
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 
@@ -73,11 +77,53 @@ def _product() -> _Product:
     return _on_hip() if cupy.cuda.runtime.is_hip else _on_cuda()
 
 
-def _on_cuda() -> _Product:
-    from cupy.cuda import device
-    from cupy_backends.cuda.libs import cublas
+class _Cublas:
+    """A handle of our own on the device that was current when it was made.
 
+    CuPy's calls refuse a stream that is being captured. Work that is captured must also find its workspace where it
+    was, so that is ours too; setting a stream would take it away.
+    """
+
+    def __init__(self, library: Any) -> None:
+        import cupy
+
+        self._library = library
+        self._handle = ctypes.c_void_p()
+        self._checked("cublasCreate", library.cublasCreate_v2(ctypes.byref(self._handle)))
+        self._workspace = cupy.get_default_memory_pool().malloc(_WORKSPACE_BYTES)
+        self._stream: int | None = None
+        self.value = self._handle.value
+
+    def follow(self, stream: int) -> None:
+        """Have what comes run on a stream."""
+        if stream != self._stream:
+            self._checked("cublasSetStream", self._library.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream)))
+            workspace = ctypes.c_void_p(self._workspace.ptr), ctypes.c_size_t(_WORKSPACE_BYTES)
+            self._checked("cublasSetWorkspace", self._library.cublasSetWorkspace_v2(self._handle, *workspace))
+            self._stream = stream
+
+    @staticmethod
+    def _checked(function: str, status: int) -> None:
+        if status:
+            raise GemmError(f"{function}: status {status}")
+
+
+def _on_cuda() -> _Product:
+    import cupy
+    from cupy.cuda import device
+
+    device.get_cublas_handle()  # CuPy loads the library when it is first asked for a handle
+    library = _loaded("libcublas.so")
+    gemm_ex = library.cublasGemmEx
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    matrix = [pointer, number, number]
+    gemm_ex.restype = number
+    gemm_ex.argtypes = [
+        pointer, number, number, number, number, number, pointer, *matrix, *matrix, pointer, *matrix, number, number,
+    ]  # fmt: skip
     one, zero = _ONE.ctypes.data, _ZERO.ctypes.data
+    stream_of, device_of = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
+    handles: dict[tuple[int, int], _Cublas] = {}  # a handle is for one thread at a time
 
     def product(
         m: int,
@@ -93,14 +139,17 @@ def _on_cuda() -> _Product:
         c_type: int,
         ldc: int,
     ) -> None:
-        handle = device.get_cublas_handle()
-        try:
-            cublas.gemmEx(
-                handle, _CUDA_OP_T, _CUDA_OP_N, m, n, k, one, a, a_type, lda, b, b_type, ldb, zero, c, c_type, ldc,
-                _CUDA_COMPUTE_32F, _CUDA_ALGO,
-            )  # fmt: skip
-        except cublas.CUBLASError as error:
-            raise GemmError(f"cublasGemmEx of {m} x {k} with {k} x {n}: {error}") from error
+        key = threading.get_ident(), device_of()
+        cublas = handles.get(key)
+        if cublas is None:
+            cublas = handles[key] = _Cublas(library)
+        cublas.follow(stream_of().ptr)
+        status = gemm_ex(
+            cublas.value, _CUDA_OP_T, _CUDA_OP_N, m, n, k, one, a, a_type, lda, b, b_type, ldb, zero, c, c_type, ldc,
+            _CUDA_COMPUTE_32F, _CUDA_ALGO,
+        )  # fmt: skip
+        if status:
+            raise GemmError(f"cublasGemmEx of {m} x {k} with {k} x {n}: status {status}")
 
     return product
 
@@ -110,7 +159,7 @@ def _on_hip() -> _Product:
     from cupy.cuda import device
     from cupy_backends.cuda.libs import cublas
 
-    gemm_ex = _hipblas().hipblasGemmEx
+    gemm_ex = _loaded("libhipblas.so").hipblasGemmEx
     pointer, number = ctypes.c_void_p, ctypes.c_int
     matrix = [pointer, number, number]
     gemm_ex.restype = number
@@ -145,11 +194,11 @@ def _on_hip() -> _Product:
     return product
 
 
-def _hipblas() -> Any:
-    """The hipBLAS that CuPy has loaded: a handle belongs to its library."""
+def _loaded(name: str) -> Any:
+    """The library that CuPy has loaded, by the beginning of its file's name: a handle belongs to its library."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             path = line.rstrip("\n").partition("/")[2]
-            if "libhipblas.so" in path:
+            if name in path:
                 return ctypes.CDLL(f"/{path}")
-    raise GemmError("CuPy has loaded no libhipblas.so: its ROCm libraries are not what it was built for")
+    raise GemmError(f"CuPy has loaded no {name}: its libraries are not what it was built for")

@@ -48,8 +48,11 @@ class Module:
         function = self._functions.get(name)
         if function is None:
             function = self._functions[name] = self._raw.get_function(name).kernel
-        arguments = tuple([_NULL if argument is None else argument for argument in args])
-        function(_extent(grid), _extent(block), arguments, shared_mem=shared, stream=stream)
+        grid = grid if isinstance(grid, tuple) else (grid,)
+        block = block if isinstance(block, tuple) else (block,)
+        if min(*grid, *block) < 1:
+            raise ValueError(f"a grid of {grid} and a block of {block}: each extent must be at least 1")
+        function(grid, block, tuple([_NULL if one is None else one for one in args]), shared_mem=shared, stream=stream)
 
 
 def load(name: str, defines: Mapping[str, str | int] | None = None) -> Module:
@@ -88,10 +91,3 @@ def _compile(cupy: Any, text: str, file: str, defines: Mapping[str, str]) -> Mod
         log = "\n".join(str(error).splitlines()[:LOG_LINES])
         raise KernelError(f"{file} does not compile with {' '.join(options)}:\n{hint}{log}") from error
     return Module(raw)
-
-
-def _extent(extent: Extent) -> tuple[int, ...]:
-    found = extent if isinstance(extent, tuple) else (extent,)
-    if min(found) < 1:
-        raise ValueError(f"a grid or block of {found}: each extent must be at least 1")
-    return found

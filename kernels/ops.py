@@ -23,7 +23,7 @@ class Ops(Protocol):
         """
 
     def step(self, rows: int, single: bool) -> AbstractContextManager[None]:
-        """Where `indices`, `places`, `rotation` and `attention_plan` of a step are called: they go to a device together.
+        """Where `indices`, `places`, `rotation` and `attention_plan` are called: they go to a device together.
 
         ``single``: the step is one token of each of ``rows`` rows, all of whose logits are wanted.
         """

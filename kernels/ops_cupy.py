@@ -88,6 +88,7 @@ class Planned:
     plan: attention.Plan
     parts: tuple[Any, ...]
     tables: Any
+    scratch: list[Any]  # partial results and their statistics, once a layer has needed them
 
     @property
     def launches(self) -> tuple[int, ...]:
@@ -317,7 +318,7 @@ class CupyOps:
             table[:rows, :columns] = block_tables
             block_tables = table
         packed = self._put(plan.packed)
-        planned = Planned(plan, tuple(packed[part] for part in plan.parts), self._put(block_tables))
+        planned = Planned(plan, tuple(packed[part] for part in plan.parts), self._put(block_tables), [])
         self._launches.append(planned.launches)
         return planned
 
@@ -326,9 +327,12 @@ class CupyOps:
         _, query_heads, dim = q.shape
         out = self._empty(q.shape, q.dtype)
         stride = plan.tables.shape[1]
-        results = plan.plan.partial_rows * pages.kv_heads
-        floats = self._empty((results * (dim + 2),), np.dtype(np.float32)) if results else None
-        partials, stats = (None, None) if floats is None else (floats[: results * dim], floats[results * dim :])
+        if not plan.scratch:
+            # Made where it is used, so that it is a graph's where that is.
+            results = plan.plan.partial_rows * pages.kv_heads
+            floats = self._empty((results * (dim + 2),), np.dtype(np.float32)) if results else None
+            plan.scratch[:] = (None, None) if floats is None else (floats[: results * dim], floats[results * dim :])
+        partials, stats = plan.scratch
         self._attention(query_heads, pages.layers, pages.kv_heads, dim, scale).run(
             plan.plan, plan.parts, q, query_heads * dim, pages.memory, layer, plan.tables, stride, out, partials, stats
         )
@@ -366,7 +370,7 @@ class CupyOps:
         return uploaded
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        return self._cupy.empty(shape, dtype)
+        return self._cupy.ndarray(shape, dtype)
 
     def _module(self, name: str, **defines: str | int) -> module.Module:
         key = (name, *defines.items())

@@ -99,9 +99,9 @@ class Model:
 
         ``pages`` is the arena, ``[page, layer, (k, v), kv_head, slot, head_dim]``, as the backend takes it; K and V of
         every token are written to its row's pages. Returns float32 ``[rows with want_logits, vocab_size]``, of each
-        such row's last token, an array of the backend that lasts until the next call. A pure function of weights, rows and pages; on NumPy no row
-        influences another, bit for bit (see `kernels.ops_numpy`). Raises ``ForwardFailed`` for a row or an arena that
-        does not fit the model.
+        such row's last token, an array of the backend that lasts until the next call. A pure function of weights, rows
+        and pages; on NumPy no row influences another, bit for bit (see `kernels.ops_numpy`). Raises ``ForwardFailed``
+        for a row or an arena that does not fit the model.
         """
         config, ops = self.config, self._ops
         try:
