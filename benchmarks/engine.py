@@ -30,7 +30,10 @@ from services.engine.modelconfig import ModelConfig
 from services.kvcache.arena import default_directory
 
 CPU, GPU = "cpu", "gpu"
-PARTS = {CPU: ("workload", "ablation", "prefix"), GPU: ("steps", "workload", "transformers", "prefix", "ablation")}
+PARTS = {
+    CPU: ("workload", "ablation", "prefix"),
+    GPU: ("steps", "arena", "workload", "transformers", "prefix", "ablation"),
+}
 #: In-process pages and the daemon's, the same requests: at least so much; and so many times transformers.
 PAGES_BAR, PEER_BAR = 0.98, 2.0
 BUNDLED = ROOT / "models" / "shakespeare"
@@ -200,6 +203,8 @@ def on_gpu(
             match part:
                 case "steps":
                     yield part, steps_rows(stand, name, copy)
+                case "arena":
+                    yield part, arena_rows(stand, name)
                 case "workload":
                     yield part, workload_rows(stand, name, scale)
                 case "transformers" if not number:
@@ -215,6 +220,19 @@ def steps_rows(stand: Stand, name: str, copy: float) -> Iterator[Row]:
     """Single steps on pages of this process."""
     with stand.local(steps.pages_needed()) as pages:
         yield from steps.measure(stand, pages, name, copy)
+
+
+def arena_rows(
+    stand: Stand, name: str, batches: Sequence[int] = (1, 64, 256), keys: int = steps.CONTEXT
+) -> Iterator[Row]:
+    """Decoding steps on memory that the daemon has and this process mapped, and on its own: no call is under way."""
+    total = steps.pages_of(max(batches), keys)
+    with stand.daemon(total) as theirs, stand.local(total) as own:
+        for batch in batches:
+            mapped, private = (steps.decode_seconds(stand, pages, batch, keys)[0] for pages in (theirs, own))
+            detail = f"to in-process pages, {private * 1e3:.2f} ms; {keys} keys a row"
+            what = f"{name}, decode of {batch}"
+            yield Row("arena", what, mapped * 1e3, "ms", private / mapped, PAGES_BAR, detail=detail)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ablation, engine, prefix, rows, shapes, workload
+from benchmarks import ablation, engine, prefix, rows, shapes, steps, workload
 from benchmarks.rows import Row
 from benchmarks.shapes import TINY
 from benchmarks.stand import PAGE_SIZE, ROOT, Stand
@@ -40,6 +40,21 @@ def test_a_run_accounts_for_its_tokens_and_its_time(stand: Stand) -> None:
     assert 0 < found.compute_s + found.page_wait_s < found.took_s and 0 < found.schedule_share < 1
     assert found.steps >= max(job.tokens for job in jobs)
     assert len(found.gaps_s) == found.tokens - len(jobs) and found.gap_s(0.5) <= found.gap_s(0.99)
+
+
+def test_a_step_on_the_daemons_memory(stand: Stand) -> None:
+    found = list(engine.arena_rows(stand, "tiny", (1, 3), 40))
+    assert [row.name for row in found] == ["tiny, decode of 1", "tiny, decode of 3"]
+    assert all(row.value > 0 and row.ratio and row.bar == 0.98 for row in found)
+
+
+def test_a_steps_bytes_and_operations(stand: Stand) -> None:
+    products = 2 * (128 * 8 * 64 + 4 * 64 * 128 + 3 * 128 * 256)
+    norms = 2 * (2 * 128 + 2 * 64) + 128
+    assert steps.weight_bytes(stand) == 2 * (1024 * 128 + products + norms)
+    assert steps.kv_bytes(stand, 48) == 48 * 2 * 2 * 2 * 64 * 4
+    attention = 2 * 4 * 64 * 4 * 10 * 11 / 2
+    assert steps.operations(stand, 3, 10) == 3 * (2 * (products + norms) * 10 + 2 * 1024 * 128 + attention)
 
 
 def test_a_request_that_fails_is_told(stand: Stand) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.engine.admission import Limits
+from services.engine.backend import on_host
 from services.engine.config import BUNDLED_MODEL, Config, default_pool_id, kvcache_target, model_id
 from services.engine.generations import Retention
 from services.errors import InvalidConfiguration, ModelInvalid
@@ -140,3 +141,11 @@ def test_large_files_are_sampled_from_their_header_to_their_end(
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ModelInvalid):
         default_pool_id(tmp_path / "none")
+
+
+def test_graphs_are_asked_for() -> None:
+    assert not Config.read([], {}).graphs and Config.read(["--graphs", "on"], {}).graphs
+    with pytest.raises(InvalidConfiguration, match="--graphs"):
+        Config.read(["--graphs", "yes"], {})
+    with pytest.raises(InvalidConfiguration, match="--graphs on: there are none on a CPU"):
+        on_host(None, None, True)

@@ -97,3 +97,5 @@ def test_rocm_has_no_graphs(process: Process) -> None:
         process.run("Graphs()")
     with pytest.raises(Refused, match="kv_dtype is int8; with graphs"):
         process.run("CupyOps(0, 'f32', 'int8', 4, called)")
+    with pytest.raises(Refused, match=r"InvalidConfiguration: --graphs on: .*not on ROCm"):
+        process.run("from services.engine.backend import on_gpu; on_gpu(0, 'f32', None, 4, True)")
