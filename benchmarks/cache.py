@@ -28,7 +28,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from benchmarks.step import daemon
+from benchmarks.stand import daemon
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.kvcache.arena import default_directory

@@ -259,36 +259,46 @@ def main(arguments: list[str] | None = None) -> int:
     parts = flags.parts or list(PARTS[flags.device])
     if unknown := [part for part in parts if part not in PARTS[flags.device]]:
         parser.error(f"--parts {unknown[0]}: on a {flags.device} there are {', '.join(PARTS[flags.device])}")
-    # What every request and session logs is of no interest here, and costs time.
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    threadpool_limits(flags.cpu_threads, user_api="blas")
     found, failed = list[Row](), False
     if flags.read is not None:
         found = rows.read(flags.read)
         for row in found:
             print(rows.line(row))
     else:
-        scale = Scale.of(flags.device, flags.requests, flags.divisor, flags.pairs)
-        began = time.monotonic()
-        if flags.device == CPU:
-            running = on_cpu(parts, scale, flags.model)
-        else:
-            running = on_gpu(parts, scale, flags.shapes, flags.peer_limit, flags.graphs)
-        for part, measured in running:
-            if time.monotonic() - began > flags.limit:
-                print(f"part {part}: not begun, {flags.limit:g} s are over", file=sys.stderr)
-                continue
-            try:
-                for row in measured:
-                    found.append(row)
-                    print(rows.as_json(row) if flags.json else rows.line(row), flush=True)
-            except Exception:
-                # What the other parts measure is worth having all the same.
-                failed = True
-                print(f"part {part} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        # What every request and session logs is of no interest here, and costs time.
+        before = structlog.get_config()["wrapper_class"]
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+        try:
+            with threadpool_limits(flags.cpu_threads, user_api="blas"):
+                failed = run_parts(flags, parts, found)
+        finally:
+            structlog.configure(wrapper_class=before)
     if flags.plot is not None:
         rows.plot(found, flags.plot)
     return 2 if failed else int(any(row.missed for row in found))
+
+
+def run_parts(flags: argparse.Namespace, parts: list[str], found: list[Row]) -> bool:
+    """Run the parts, print their rows and append them to ``found``; whether one failed."""
+    scale = Scale.of(flags.device, flags.requests, flags.divisor, flags.pairs)
+    began, failed = time.monotonic(), False
+    if flags.device == CPU:
+        running = on_cpu(parts, scale, flags.model)
+    else:
+        running = on_gpu(parts, scale, flags.shapes, flags.peer_limit, flags.graphs)
+    for part, measured in running:
+        if time.monotonic() - began > flags.limit:
+            print(f"part {part}: not begun, {flags.limit:g} s are over", file=sys.stderr)
+            continue
+        try:
+            for row in measured:
+                found.append(row)
+                print(rows.as_json(row) if flags.json else rows.line(row), flush=True)
+        except Exception:
+            # What the other parts measure is worth having all the same.
+            failed = True
+            print(f"part {part} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    return failed
 
 
 if __name__ == "__main__":

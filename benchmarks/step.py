@@ -7,23 +7,21 @@ both alike. The ratio is the median over the pairs of runs; the throughputs are 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import logging
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import structlog
 from threadpoolctl import threadpool_limits
 
+from benchmarks.stand import daemon
 from services.engine.admission import Limits
 from services.engine.arena import private_pages
 from services.engine.kvclient import GrpcPageSource
@@ -34,8 +32,6 @@ from services.engine.pagesource import PageSource
 from services.engine.runner import Runner
 from services.engine.sampling import SamplingParams
 from services.engine.sequence import Request, Stopping
-from services.healthcheck import wait_serving
-from services.kvcache.arena import default_directory
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE_SIZE = 16
@@ -76,22 +72,6 @@ class Run:
     tokens_per_s: float
     rpcs_per_step: float
     page_wait_us: float
-
-
-@contextlib.contextmanager
-def daemon() -> Iterator[str]:
-    """A KV-cache daemon as a process; its address."""
-    # In memory, as the daemon's own default is: the arena's pages must not wait for a disk.
-    with tempfile.TemporaryDirectory(prefix="rf-bench-", dir=default_directory().parent) as name:
-        address = f"unix:{name}/k.sock"
-        command = [sys.executable, "-m", "services.kvcache", "--listen", address, "--arena-dir", f"{name}/arena"]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            wait_serving(address, alive=lambda: process.poll() is None, timeout_s=60)
-            yield address
-        finally:
-            process.terminate()
-            process.wait(30)
 
 
 def run(model: Model, source: PageSource, memory: Callable[[], Any], batch: int, tokens: int, seed: int) -> Run:
