@@ -21,7 +21,7 @@ class Calls:
 
     def __init__(self, bounds: Iterable[float] = CALL_S) -> None:
         self._bounds = tuple(bounds)
-        self.handled: dict[tuple[str, str], int] = {}
+        self.handled: dict[tuple[str, ...], int] = {}
         self.seconds: dict[str, Distribution] = {}
 
     def done(self, method: str, code: str, seconds: float) -> None:

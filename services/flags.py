@@ -259,7 +259,11 @@ def add_serving_flags(flags: FlagParser, socket_name: str, port: int) -> None:
     )
     flags.add("--insecure", switch, False, "allow addresses beyond this host without mutual TLS")
     flags.add(
-        "--metrics", metrics_address, None, "host:port where Prometheus finds metrics, without TLS; default: none", metavar="ADDR"
+        "--metrics",
+        metrics_address,
+        None,
+        "host:port where Prometheus finds metrics, without TLS; default: none",
+        metavar="ADDR",
     )
     flags.add("--grace", seconds(0, 3600), 10.0, "seconds that running calls have to end on SIGTERM", metavar="S")
 

@@ -15,6 +15,9 @@ from services.distribution import Distribution
 from services.errors import InvalidConfiguration
 from services.serving import Listener
 
+#: Values by the values of their labels.
+Rows = Mapping[tuple[str, ...], float]
+
 
 class Endpoint:
     """Serves a collector's metrics, and those of the process, to whoever asks, from threads of its own."""
@@ -57,7 +60,7 @@ class Families:
         """A number that goes up and down."""
         self.gauges(name, help, (), {(): value})
 
-    def gauges(self, name: str, help: str, labels: tuple[str, ...], rows: Mapping[tuple[str, ...], float]) -> None:
+    def gauges(self, name: str, help: str, labels: tuple[str, ...], rows: Rows) -> None:
         """Gauges by their labels."""
         family = GaugeMetricFamily(self._prefix + name, help, labels=labels)
         for values, value in rows.items():
@@ -72,7 +75,7 @@ class Families:
         """A number that only rises; its name ends in ``_total``."""
         self.counters(name, help, (), {(): value})
 
-    def counters(self, name: str, help: str, labels: tuple[str, ...], rows: Mapping[tuple[str, ...], float]) -> None:
+    def counters(self, name: str, help: str, labels: tuple[str, ...], rows: Rows) -> None:
         """Counters by their labels."""
         family = CounterMetricFamily(self._prefix + name, help, labels=labels)
         for values, value in rows.items():
@@ -95,8 +98,6 @@ class Families:
 
     def calls(self, name: str, help: str, calls: Calls) -> None:
         """Calls as two families: counts by method and code, and seconds by method."""
-        self.counters(f"{name}_handled_total", f"{help}, by how they ended.", ("method", "code"), dict(calls.handled))
-        seconds = {(method,): distribution for method, distribution in dict(calls.seconds).items()}
+        seconds: dict[tuple[str, ...], Distribution] = {(key,): took for key, took in calls.seconds.copy().items()}
+        self.counters(f"{name}_handled_total", f"{help}, by how they ended.", ("method", "code"), calls.handled.copy())
         self.histograms(f"{name}_handling_seconds", f"{help}: how long they took.", ("method",), seconds)
-
-

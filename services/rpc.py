@@ -112,7 +112,7 @@ def _lenient(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
 
 
 def _counted(name: str, handler: grpc.RpcMethodHandler, calls: Calls) -> grpc.RpcMethodHandler:
-    """The same handler, whose calls are counted. A call that its caller gave up, or let run out of time, is CANCELLED."""
+    """The same handler, its calls counted. One that its caller gave up, or let run out of time, is CANCELLED."""
 
     def ended(context: Any, began: float, code: str | None) -> None:
         told = context.code() or 0

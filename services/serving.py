@@ -104,7 +104,8 @@ def check_exposure(
     """
     if metrics is not None and not metrics.local_only and not insecure:
         raise InvalidConfiguration(
-            f"--metrics {metrics}: reachable from other hosts and without TLS, which needs --insecure", field="--metrics"
+            f"--metrics {metrics}: reachable from other hosts and without TLS, which needs --insecure",
+            field="--metrics",
         )
     if not listeners:
         raise InvalidConfiguration("--listen: at least one address is needed", field="--listen")

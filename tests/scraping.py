@@ -34,7 +34,9 @@ class Scrape:
     def moved_since(self, before: Scrape) -> set[str]:
         """Families with a sample that is another than before."""
         keys = self.samples.keys() | before.samples.keys()
-        changed = {name for name, labels in keys if self.samples.get((name, labels)) != before.samples.get((name, labels))}
+        changed = {
+            name for name, labels in keys if self.samples.get((name, labels)) != before.samples.get((name, labels))
+        }
         return {(self.families | before.families)[name] for name in changed}
 
 

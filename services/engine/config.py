@@ -137,8 +137,8 @@ class Config:
             "--priority-step",
             seconds(0, 86400),
             1.0,
-            "seconds of having come earlier that a point of priority is worth: requests whose priorities differ by d are "
-            "overtaken by those that come within d times this; 0 ignores priorities",
+            "seconds of having come earlier that a point of priority is worth: so much later may come who overtakes, "
+            "for each point that it is above; 0 ignores priorities",
             metavar="S",
         )
         flags.add(
@@ -215,8 +215,8 @@ def kvcache_target(text: str) -> str:
 def _check_budget(max_batch: int, max_step_tokens: int) -> None:
     if max_step_tokens <= max_batch:
         raise InvalidConfiguration(
-            f"--max-step-tokens {max_step_tokens}: must be more than --max-batch, {max_batch}: a step has a token for each "
-            "decoding request and at least one for a prompt",
+            f"--max-step-tokens {max_step_tokens}: must be more than --max-batch, {max_batch}: a step has a token for "
+            "each decoding request and at least one for a prompt",
             field="--max-step-tokens",
             limit=max_batch,
         )

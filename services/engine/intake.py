@@ -70,7 +70,9 @@ async def read_request(
 def _check_priority(priority: int) -> None:
     if abs(priority) > MAX_PRIORITY:
         raise FieldInvalid(
-            f"priority is {priority}; it must be -{MAX_PRIORITY} to {MAX_PRIORITY}", field="priority", limit=MAX_PRIORITY
+            f"priority is {priority}; it must be -{MAX_PRIORITY} to {MAX_PRIORITY}",
+            field="priority",
+            limit=MAX_PRIORITY,
         )
 
 

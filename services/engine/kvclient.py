@@ -63,8 +63,8 @@ class GrpcPageSource:
 
     ``pool_id`` says whose K and V may be shared: engines with the same one must have the same weights. The lease is
     ``ttl_s`` seconds, or what the daemon gives; a pool that this session makes has ``pool_pages`` pages, likewise.
-    With ``gpu`` the pages are in its memory, otherwise in the host's. ``calls`` counts what is called. Raises InvalidConfiguration for pages of a type
-    that is not served there.
+    With ``gpu`` the pages are in its memory, otherwise in the host's. ``calls`` counts what is called. Raises
+    InvalidConfiguration for pages of a type that is not served there.
     """
 
     def __init__(

@@ -8,12 +8,13 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.calls import Calls
+from services.distribution import Distribution
 from services.engine.generations import Generations
 from services.engine.loop import EngineLoop
 from services.engine.sequence import FinishReason
 from services.engine.servicer import Served
 from services.engine.streams import Streams
-from services.metrics import Families
+from services.metrics import Families, Rows
 
 PREFIX = "rocmforge_engine_"
 
@@ -47,7 +48,9 @@ class EngineMetrics(Collector):
         """All families."""
         families = Families(PREFIX)
         families.gauge("draining", "1 while the engine takes no new request because it shuts down.", self._draining())
-        families.gauge("generations_retained", "Submitted generations that are over and kept.", self._generations.retained)
+        families.gauge(
+            "generations_retained", "Submitted generations that are over and kept.", self._generations.retained
+        )
         families.gauge("generation_bytes", "Bytes of the output of submitted generations.", self._generations.bytes)
         families.calls("rpc", "Calls that the engine served", self._served_calls)
         families.calls("kvcache_rpc", "Calls that the engine made to the KV-cache daemon", self._made_calls)
@@ -81,7 +84,7 @@ def _tell_loop(families: Families, loop: EngineLoop) -> None:
         "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", scheduler.looked_up_tokens
     )
     families.counter("prefix_cache_hits_total", "Prompt tokens found there.", scheduler.cached_tokens)
-    ended = {(reason.name.lower(),): totals.ended[reason] for reason in FinishReason}
+    ended: Rows = {(reason.name.lower(),): totals.ended[reason] for reason in FinishReason}
     families.counters("request_success_total", "Requests that ended without an error.", ("finished_reason",), ended)
     families.counters(
         "request_errors_total", "Requests that were queued and ended with an error.", ("reason",), _by(totals.errors)
@@ -95,12 +98,16 @@ def _tell_loop(families: Families, loop: EngineLoop) -> None:
     families.histogram("request_queue_time_seconds", "From the request to its first pages.", seen.queue)
     families.histogram("request_prompt_tokens", "Tokens of prompts, of requests that ended.", seen.prompt_tokens)
     families.histogram("request_generation_tokens", "Tokens generated, of requests that ended.", seen.generated_tokens)
-    phases = {("schedule",): seen.schedule, ("compute",): seen.compute, ("page_wait",): seen.page_wait}
+    phases: dict[tuple[str, ...], Distribution] = {
+        ("schedule",): seen.schedule,
+        ("compute",): seen.compute,
+        ("page_wait",): seen.page_wait,
+    }
     families.histograms("step_seconds", "Time of steps, by what they do.", ("phase",), phases)
     families.histogram("step_requests", "Requests in a step.", seen.step_requests)
     families.histogram("iteration_tokens_total", "Tokens computed in a step.", seen.step_tokens)
     families.histogram("page_wait_seconds", "Time that each exchange of pages was waited for.", seen.exchange_wait)
 
 
-def _by(counts: dict[str, int]) -> dict[tuple[str, ...], float]:
+def _by(counts: dict[str, int]) -> Rows:
     return {(reason,): count for reason, count in dict(counts).items()}

@@ -4,8 +4,8 @@ One rule schedules everything: each request has ``num_computed_tokens`` chasing 
 tokens: each request that lacks one token has it, and the others share what is left, in order. Chunked prefill, prefix
 hits, decoding and resuming after a preemption are all that.
 
-One order, ``Sequence.order``, rules who is admitted, whose prompt is computed and, from its end, who is preempted. It is
-that of arrival, each request moved to the front by so many seconds for a point of its priority. So a request is
+One order, ``Sequence.order``, rules who is admitted, whose prompt is computed and, from its end, who is preempted. It
+is that of arrival, each request moved to the front by so many seconds for a point of its priority. So a request is
 overtaken by those alone that came less than that after it, for the points that they are above it: nobody starves.
 
 A round is ``demands() -> schedule() -> apply() -> granted()``: the demands speak of the state after the last

@@ -100,7 +100,7 @@ class Sequence:
     ``pages`` hold. ``pages`` is append-only while a ``source_id`` lasts. A source id is given per admission and never
     used again; it is empty as long as the page source has not heard of the sequence.
 
-    ``order`` never changes: who comes first by it is admitted first, has the step's budget first, and is preempted last.
+    ``order`` never changes: the first by it is admitted first, has the step's budget first, and is preempted last.
     """
 
     request: Request

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from services.calls import Calls
 from services.kvcache.cache import KvCache
 from services.kvcache.pool import Pool
-from services.metrics import Families
+from services.metrics import Families, Rows
 
 PREFIX = "rocmforge_kvcache_"
 
@@ -32,12 +32,18 @@ class KvCacheMetrics(Collector):
 
     async def _look(self) -> list[Metric]:
         families, cache = Families(PREFIX), self._cache
-        families.info("run_info", "This run of the daemon.", epoch=f"{cache.epoch:016x}", eviction=cache.limits.eviction)
-        families.gauge("budget_bytes", "Memory that pools may have, on each GPU where they are on GPUs.", cache.limits.budget_bytes)
+        families.info(
+            "run_info", "This run of the daemon.", epoch=f"{cache.epoch:016x}", eviction=cache.limits.eviction
+        )
+        families.gauge(
+            "budget_bytes", "Memory that pools may have, on each GPU where they are on GPUs.", cache.limits.budget_bytes
+        )
         families.counter("sessions_opened_total", "Sessions opened.", cache.opened_sessions)
-        families.counter("sessions_expired_total", "Sessions lost: lease over, or process gone.", cache.expired_sessions)
+        families.counter(
+            "sessions_expired_total", "Sessions lost: lease over, or process gone.", cache.expired_sessions
+        )
         families.counter("sequences_expired_total", "Sequences ended as leaked.", cache.expired_sequences)
-        turns = {("taken",): cache.attach_turns, ("refused",): cache.attach_refusals}
+        turns: Rows = {("taken",): cache.attach_turns, ("refused",): cache.attach_refusals}
         families.counters("attach_turns_total", "Sessions that came to attach to GPU memory.", ("outcome",), turns)
         families.counter("pools_dropped_total", "Pools whose memory was given back.", cache.pools.dropped)
         families.calls("rpc", "Calls that the daemon served", self._calls)
@@ -54,7 +60,7 @@ def _tell_pools(families: Families, cache: KvCache) -> None:
     def counter(name: str, help: str, values: dict[Pool, float]) -> None:
         families.counters(name, help, label, {(pool.id,): value for pool, value in values.items()})
 
-    states = {}
+    states: dict[tuple[str, ...], float] = {}
     for pool in pools:
         table = pool.table
         states[pool.id, "free"] = table.free_count
@@ -71,8 +77,10 @@ def _tell_pools(families: Families, cache: KvCache) -> None:
     counter("prefix_cache_hits_total", "Prompt tokens found.", {p: p.totals.hit_tokens for p in pools})
     counter("pages_granted_total", "Pages taken by sequences.", {p: p.totals.granted_pages for p in pools})
     counter("pages_published_total", "Pages completed and indexed.", {p: p.totals.published_pages for p in pools})
-    counter("demands_refused_total", "Demands for which no page was there.", {p: p.totals.refused_demands for p in pools})
-    evicted = {}
+    counter(
+        "demands_refused_total", "Demands for which no page was there.", {p: p.totals.refused_demands for p in pools}
+    )
+    evicted: dict[tuple[str, ...], float] = {}
     for pool in pools:
         totals = pool.totals
         evicted[pool.id, "allocation"] = totals.evicted_pages - totals.evicted_on_request

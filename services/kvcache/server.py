@@ -93,7 +93,9 @@ class Daemon:
         if self.config.device != GPU:
             for name in prepare_directory(self.config.arena_dir):
                 log.info("stale_arena_removed", name=name)
-        kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server(self._servicer, Readable(self._serving.server, self.calls))
+        kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server(
+            self._servicer, Readable(self._serving.server, self.calls)
+        )
         await self._serving.start()
         if self.config.metrics is not None:
             collector = KvCacheMetrics(self.cache, self.calls, asyncio.get_running_loop())

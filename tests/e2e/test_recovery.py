@@ -27,7 +27,9 @@ def directory() -> Iterator[Path]:
 
 def asked(at: int, salt: str) -> engine_pb2.GenerateRequest:
     """One of the requests, all different: greedy and drawn, short prompts and long, of one beginning and of others."""
-    prompt = ("KING HENRY:\nOnce more unto the breach! " if at % 2 else "ROMEO:\n") + f"Act {at}, scene {at * 7 % 5}. " * (at % 9)
+    prompt = (
+        "KING HENRY:\nOnce more unto the breach! " if at % 2 else "ROMEO:\n"
+    ) + f"Act {at}, scene {at * 7 % 5}. " * (at % 9)
     sampling = {"temperature": 0.9 if at % 3 else 0.0, "seed": at}
     return request(prompt, TOKENS, sampling=sampling, cache_salt=salt, priority=at % 5 - 2)
 

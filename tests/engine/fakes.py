@@ -64,7 +64,9 @@ def make_request(
 ) -> Request:
     """A request of the fake model; its sampling parameters are the seed."""
     stopping = Stopping(max_tokens, min_tokens, frozenset({EOS} if eos else ()), frozenset(stop_token_ids))
-    return Request(request_id, tuple(prompt), stopping, seed, PlainText(stop), salt, deadline=deadline, priority=priority)
+    return Request(
+        request_id, tuple(prompt), stopping, seed, PlainText(stop), salt, deadline=deadline, priority=priority
+    )
 
 
 def next_token(context: Sequence[int], seed: int) -> int:

@@ -141,7 +141,11 @@ def test_the_status_of_the_engine(engine: Engine, capsys: Captured) -> None:
         (["submit", "x", "--id", "\udcff"], 2, "rocmforge submit: --id must be UTF-8"),
         (["submit", "x", "--id", "y" * 129], 1, "rocmforge submit: FIELD_INVALID: request_id has 129 characters"),
         (["submit", "x", "--priority", "2147483648"], 2, "rocmforge submit: --priority 2147483648: out of range"),
-        (["submit", "x", "--priority", "-101"], 1, "rocmforge submit: FIELD_INVALID: priority is -101; it must be -100"),
+        (
+            ["submit", "x", "--priority", "-101"],
+            1,
+            "rocmforge submit: FIELD_INVALID: priority is -101; it must be -100",
+        ),
         (["batch", "--priority", "4294967296"], 2, "rocmforge batch: priority cannot be 4294967296"),
         (["submit", "\udcff"], 2, "rocmforge submit: PROMPT and --stop must be UTF-8"),
         (["watch", "nobody"], 1, "rocmforge watch: REQUEST_UNKNOWN: no submitted generation 'nobody'"),

@@ -239,7 +239,9 @@ def test_a_budget_smaller_than_the_batch_still_goes_to_both() -> None:
 def test_the_time_to_a_first_token_is_bounded_by_the_prompts_before_it() -> None:
     budget, batch = 16, 6
     scheduler, _ = started(pages=500, max_step_tokens=budget, max_batch=batch)
-    prompts = [scheduler.submit(make_request(f"p{at}", [1] * length, max_tokens=90)) for at, length in enumerate((33, 70, 5))]
+    prompts = [
+        scheduler.submit(make_request(f"p{at}", [1] * length, max_tokens=90)) for at, length in enumerate((33, 70, 5))
+    ]
     for name in ("a", "b", "c"):
         scheduler.submit(make_request(name, [2], max_tokens=90))
     answer(scheduler)

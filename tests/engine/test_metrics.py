@@ -156,7 +156,12 @@ FINISHED = {
 STEPPED = {
     *("step_seconds", "step_requests", "iteration_tokens_total", "page_calls_total", "page_wait_seconds"),
     *("kvcache_rpc_handled_total", "kvcache_rpc_handling_seconds", "generation_tokens_total"),
-    *("prompt_tokens_total", "prefix_cache_queries_total", "time_to_first_token_seconds", "inter_token_latency_seconds"),
+    *(
+        "prompt_tokens_total",
+        "prefix_cache_queries_total",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+    ),
 }
 #: What is done, and the families that it has to move; in this order.
 ACTIONS: list[tuple[Callable[[Watched], None], set[str]]] = [

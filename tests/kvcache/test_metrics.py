@@ -159,7 +159,9 @@ def check_against(seen: Scrape, stats: pb.GetStatsResponse) -> None:
         assert value("pages_granted_total", pool=name) == pool.granted_pages
         assert value("pages_published_total", pool=name) == pool.published_pages
         assert value("demands_refused_total", pool=name) == pool.refused_demands
-        evicted = [value("pages_evicted_total", pool=name, cause=cause) for cause in ("allocation", "request", "expiry")]
+        evicted = [
+            value("pages_evicted_total", pool=name, cause=cause) for cause in ("allocation", "request", "expiry")
+        ]
         assert (evicted[0] + evicted[1], evicted[2]) == (pool.evicted_pages, pool.expired_pages)
     assert stats.arena_bytes == sum(value("arena_bytes", pool=pool.pool_id) for pool in stats.pools)
 
@@ -186,7 +188,9 @@ def test_turns_to_attach_are_counted(tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError):
             running.open(0)
         seen = Watched(running).look()
-        turns = {outcome: seen.value(f"{PREFIX}attach_turns_total", outcome=outcome) for outcome in ("taken", "refused")}
+        turns = {
+            outcome: seen.value(f"{PREFIX}attach_turns_total", outcome=outcome) for outcome in ("taken", "refused")
+        }
         assert turns == {"taken": 2, "refused": 1}
         assert seen.value(f"{PREFIX}rpc_handled_total", method="OpenSession", code="RESOURCE_EXHAUSTED") == 1
 
@@ -258,4 +262,3 @@ def test_another_address_may_be_meant() -> None:
     config = Config.read(["--insecure"], {"ROCMFORGE_KVCACHE_METRICS": "0.0.0.0:9465"})
     assert str(config.metrics) == "0.0.0.0:9465"
     assert Config.read([], {}).metrics is None
-
