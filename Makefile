@@ -94,7 +94,7 @@ bench-step: setup ## Time one engine step, and what the scheduler and the daemon
 bench-cache: setup ## Time the daemon's calls beside a bare echo, and a page as the pool grows
 	@$(PY) -m benchmarks.cache
 
-bench-metrics: setup ## Time a step with and without its observations
+bench-metrics: setup ## Time what observing adds to a step, and a scrape
 	@$(PY) -m benchmarks.metrics
 
 bench-kernels: setup ## Time every kernel on this machine's GPU beside a plain copy

@@ -1,128 +1,118 @@
-"""What observing costs a step: the same steps with the distributions fed, not fed, and fed while they are scraped.
+"""What observing costs a step, and what a scrape costs.
 
-One model, one workload on pages of this process, the three alternated so that a noisy machine disturbs all alike. A
-figure is the median over the rounds of the ratio to the round's run without observations.
+The steps are the engine's own with a model that computes nothing, so that what is left is the scheduler and the loop;
+with the distributions fed, and with observations that are dropped. A figure is the median, over the rounds, of the
+processor time of the loop's thread, which other load on the machine hardly touches.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import statistics
 import sys
-import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Sequence as Items
 from unittest import mock
 
 import structlog
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
-from threadpoolctl import threadpool_limits
+from prometheus_client import CollectorRegistry, generate_latest
 
-from benchmarks.step import PAGE_SIZE, ROOT, run
+from benchmarks.step import GREEDY, PAGE_SIZE, NoText
+from services.calls import Calls
 from services.distribution import Distribution
-from services.engine.arena import private_pages
+from services.engine.admission import Limits
+from services.engine.generations import Generations, Retention
 from services.engine.localpages import LocalPageSource
-from services.engine.model import Model
+from services.engine.loop import EngineLoop, Event
+from services.engine.metrics import EngineMetrics
 from services.engine.observations import Observations
-from services.metrics import Endpoint, Families
-from services.serving import Listener
+from services.engine.scheduler import Chunk
+from services.engine.sequence import Request, Stopping
+from services.engine.servicer import Served
+from services.engine.streams import Streams
+from services.errors import ServiceError
 
-SCRAPE_S = 1.0
-PAGES = 4096
-
-
-class Sample(Collector):
-    """As many families as the engine has distributions."""
-
-    def __init__(self) -> None:
-        self.seen = Observations()
-
-    def collect(self) -> list[Metric]:
-        """All distributions."""
-        families = Families("bench_")
-        for name, value in vars(self.seen).items():
-            families.histogram(name, name, value)
-        return families.metrics
+PAGES = 1 << 14
 
 
-@contextlib.contextmanager
-def unfed() -> Iterator[None]:
-    """No distribution takes a value."""
-    with mock.patch.object(Distribution, "observe", lambda self, value: None):
-        yield
+class NoModel:
+    """Every token is a 1."""
+
+    def run(self, step: Items[Chunk]) -> list[int | ServiceError | None]:
+        """At once."""
+        return [1 if chunk.samples else None for chunk in step]
 
 
-@contextlib.contextmanager
-def scraped() -> Iterator[None]:
-    """Somebody asks for metrics once a second, and at once."""
-    endpoint, over = Endpoint(Listener(host="127.0.0.1"), Sample()), threading.Event()
-    endpoint.start()
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def ask() -> None:
-        while True:
-            opener.open(f"http://{endpoint.bound}/metrics").read()
-            if over.wait(SCRAPE_S):
-                return
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        endpoint.stop()
+def drop(self: Distribution, value: float) -> None:
+    """Stands for ``observe``."""
 
 
-SIDES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "off": unfed,
-    "on": contextlib.nullcontext,
-    "scraped": scraped,
-}
+def run(batch: int, tokens: int) -> tuple[float, EngineLoop]:
+    """Microseconds of a step of so many requests, and the loop that made them."""
+    ended: list[Event] = []
+
+    def outbox(events: list[Event]) -> None:
+        ended.extend(event for event in events if event.outcome is not None)
+
+    limits = Limits(max_batch=batch, max_step_tokens=max(512, batch + 1), max_queue=batch)
+    loop = EngineLoop(NoModel(), LocalPageSource(PAGES, PAGE_SIZE), limits, outbox)
+    for at in range(batch):
+        loop.submit(Request(str(at), (at + 1,) * 8, Stopping(max_tokens=tokens), GREEDY, NoText()))
+    began = time.thread_time()
+    while len(ended) < batch:
+        loop.iterate()
+    return (time.thread_time() - began) / loop.totals.steps * 1e6, loop
 
 
 def observe_ns(count: int = 200_000) -> float:
     """Nanoseconds of one observation."""
     distribution = Observations().between_tokens
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(count):
         distribution.observe(0.02)
-    return (time.perf_counter() - began) / count * 1e9
+    return (time.thread_time() - began) / count * 1e9
+
+
+def scrape_ms(loop: EngineLoop, count: int = 50) -> float:
+    """Milliseconds of one scrape of an engine, its text included; it is no thread's of the engine."""
+    served = mock.create_autospec(Served, instance=True, model_id="none", backend="none", loop=loop)
+    served.limits, served.epoch = Limits(1, 2, 1), lambda: 0
+    metrics = EngineMetrics(Streams(), Generations(Retention()), Calls(), Calls(), lambda: False)
+    metrics.serve(served)
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    began = time.thread_time()
+    for _ in range(count):
+        generate_latest(registry)
+    return (time.thread_time() - began) / count * 1e3
 
 
 def main() -> int:
     """Returns 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.metrics", description=__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "shakespeare", help="checkpoint folder")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="batch sizes (default 1 8 32)")
-    parser.add_argument("--tokens", type=int, default=100, help="tokens generated per request (default 100)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default 7)")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 8, 32, 256], help="batch sizes (default 1 8 32 256)"
+    )
+    parser.add_argument("--tokens", type=int, default=200, help="tokens generated per request (default 200)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds that count (default 15)")
     flags = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    threadpool_limits(1, user_api="blas")
-    model = Model.load(flags.model)
-    pages = private_pages(model.geometry(PAGE_SIZE), PAGES)
-    print(f"an observation takes {observe_ns():.0f} ns")
-    print("batch  off us/step  on/off  scraped/off")
+    print("batch  off us/step  on us/step  added us")
     for batch in flags.batch:
-        took: dict[str, list[float]] = {name: [] for name in SIDES}
+        off, on = list[float](), list[float]()
         for at in range(flags.rounds + 1):
-            names = list(SIDES)
-            for name in names[at % 3 :] + names[: at % 3]:
-                with SIDES[name]():
-                    one = run(model, LocalPageSource(PAGES, PAGE_SIZE), lambda: pages, batch, flags.tokens, seed=at)
+            for fed in (False, True) if at % 2 else (True, False):
+                if fed:
+                    took, loop = run(batch, flags.tokens)
+                else:
+                    with mock.patch.object(Distribution, "observe", drop):
+                        took, _ = run(batch, flags.tokens)
                 if at:  # the first warms up
-                    took[name].append(batch / one.tokens_per_s * 1e6)
-        ratios = [
-            statistics.median(b / a for a, b in zip(took["off"], took[name], strict=True)) for name in ("on", "scraped")
-        ]
-        print(f"{batch:5}  {statistics.median(took['off']):11.1f}  {ratios[0]:6.4f}  {ratios[1]:11.4f}", flush=True)
+                    (on if fed else off).append(took)
+        added = statistics.median(b - a for a, b in zip(off, on, strict=True))
+        print(f"{batch:5}  {statistics.median(off):11.1f}  {statistics.median(on):10.1f}  {added:8.1f}", flush=True)
+    print(f"an observation takes {observe_ns():.0f} ns, a scrape {scrape_ms(loop):.1f} ms")
     return 0
 
 
