@@ -284,6 +284,7 @@ class Harness:
         assert scheduler.waiting.tokens == sum(sequence.num_tokens for sequence in waiting)
         unfinished = {s.id: s.request.deadline for s in [*waiting, *running] if s.request.deadline is not None}
         assert scheduler._deadlines._at == unfinished
+        assert scheduler._admission._overtaken <= set(waiting)
         for sequence in everywhere:
             assert len(set(sequence.pages)) == len(sequence.pages)
             assert sequence.num_reported_tokens <= sequence.num_computed_tokens <= sequence.num_tokens
