@@ -88,7 +88,7 @@ class Engine:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(self.servicer, Readable(self._serving.server, self.calls))
         await self._serving.start()
         if self._endpoint is not None:
-            self._endpoint.start()
+            await asyncio.to_thread(self._endpoint.start)
         threadpool_limits(config.cpu_threads, user_api="blas")
         checkpoint = await asyncio.to_thread(Checkpoint.open, config.model, config.max_context)
         tokenizer = await asyncio.to_thread(checkpoint.tokenizer)

@@ -100,7 +100,7 @@ class Daemon:
         if self.config.metrics is not None:
             collector = KvCacheMetrics(self.cache, self.calls, asyncio.get_running_loop())
             self._endpoint = Endpoint(self.config.metrics, collector)
-            self._endpoint.start()
+            await asyncio.to_thread(self._endpoint.start)
         self._sweeper = asyncio.create_task(self._sweep())
         await self._serving.ready()
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
+import structlog
 from google.protobuf import duration_pb2
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -225,6 +227,36 @@ def test_it_is_off_unless_asked_for_and_gone_when_the_daemon_is(tmp_path: Path) 
     on.close()
     with pytest.raises(OSError):
         read(bound)
+
+
+class Broken(Collector):
+    """Raises."""
+
+    def collect(self) -> list[Metric]:
+        raise TimeoutError("the loop is stuck")
+
+
+def test_what_cannot_be_collected_is_an_error_and_the_next_scrape_another_matter() -> None:
+    endpoint = Endpoint(Listener.parse("127.0.0.1:0"), Broken())
+    endpoint.start()
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(2):
+            with pytest.raises(urllib.error.HTTPError, match="500"):
+                read(endpoint.bound)
+    endpoint.stop()
+    endpoint.stop()
+    assert [entry["event"] for entry in logs] == ["metrics_failed"] * 2
+
+
+def test_a_caller_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.metrics._Handler.timeout", 0.05)
+    endpoint = Endpoint(Listener.parse("127.0.0.1:0"), Nothing())
+    endpoint.start()
+    host, _, port = endpoint.bound.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as silent:
+        assert silent.recv(1) == b""  # closed from the other side
+        assert "python_info" in read(endpoint.bound)
+    endpoint.stop()
 
 
 class Nothing(Collector):
