@@ -43,9 +43,10 @@ class Scrape:
 NOTHING = Scrape({}, {})
 
 
-def read(address: str, path: str = "/metrics") -> str:
+def read(address: str, accept: str = "text/plain") -> str:
     """What the endpoint answers."""
-    with _DIRECT.open(f"http://{address}{path}", timeout=30) as answer:
+    request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
+    with _DIRECT.open(request, timeout=30) as answer:
         return str(answer.read().decode())
 
 

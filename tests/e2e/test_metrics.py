@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from rocmforge.engine.v1 import engine_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2
@@ -86,6 +87,20 @@ def test_the_two_agree_with_their_calls_and_with_each_other(pair: Pair) -> None:
     for seen in (mine, theirs):
         assert seen.value("process_open_fds") > 0 and seen.value("process_resident_memory_bytes") > 1 << 20
     pair.assert_clean()
+
+
+def test_prometheus_may_ask_in_its_newer_format(pair: Pair) -> None:
+    collect(pair.stub.Generate(request(PROMPT, 3)))
+    for where, prefix in (
+        (address(pair.engine, "engine_serving"), ENGINE),
+        (address(pair.daemon, "kvcache_serving"), KVCACHE),
+    ):
+        text = read(where, accept="application/openmetrics-text; version=1.0.0")
+        assert text.endswith("# EOF\n")
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        samples = {sample.name for family in families.values() for sample in family.samples}
+        plain = {name for name, _ in scrape(where).samples if name.startswith(prefix)}
+        assert plain and plain <= samples
 
 
 def test_the_endpoint_goes_with_the_service(pair: Pair) -> None:

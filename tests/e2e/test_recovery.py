@@ -16,7 +16,7 @@ from tests.generation import collect, request
 from tests.processes import Service, engine, kvcache
 
 REQUESTS = 32
-TOKENS = 120
+TOKENS = 150
 
 
 @pytest.fixture
