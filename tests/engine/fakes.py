@@ -277,6 +277,7 @@ class Harness:
         everywhere = [*waiting, *running, *leaving]
         assert len(everywhere) == len(set(map(id, everywhere))) == len(scheduler.live)
         assert {sequence.id for sequence in everywhere} == set(scheduler.live)
+        assert all(sequence.virtual_arrival for sequence in everywhere), "one without a place in the order goes first"
         for queue in (waiting, running):
             assert [s.order for s in queue] == sorted(s.order for s in queue)
         table = {page for sequence in everywhere for page in sequence.pages}
