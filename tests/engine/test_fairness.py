@@ -186,6 +186,7 @@ def test_a_refused_one_that_ends_holds_nobody_up() -> None:
     for name in ("a", "b"):
         scheduler.submit(make_request(name))
     scheduler.finish(large, Outcome(FinishReason.CANCELLED))
+    assert not scheduler._admission._overtaken
     clock.now += ADMISSION_RETRY_S
     assert answer(scheduler) == ["a"]
     assert answer(scheduler) == ["b"]
@@ -255,6 +256,65 @@ def test_the_time_to_a_first_token_is_bounded_by_the_prompts_before_it() -> None
     for sequence in prompts:
         ahead += len(sequence.request.prompt)
         assert first[sequence.id] <= -(-ahead // (budget - (batch - 1)))
+
+
+@dataclass(frozen=True)
+class Round:
+    """Who comes, by priority; which openings of the exchange are refused, by their place; whether all that run end."""
+
+    come: list[int]
+    refused: list[bool]
+    end: bool
+    seconds: float
+
+
+rounds = st.builds(
+    Round,
+    st.lists(st.integers(-2, 2), max_size=3),
+    st.lists(st.booleans(), min_size=8, max_size=8),
+    st.booleans(),
+    st.sampled_from([0.05, ADMISSION_RETRY_S, STEP_S]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(rounds, min_size=4, max_size=30), st.integers(1, 8))
+def test_whatever_a_source_refuses_one_exchange_of_strangers_is_the_most(workload: list[Round], max_batch: int) -> None:
+    scheduler, clock = started(pages=1000, max_batch=max_batch)
+    places: dict[str, tuple[float, int]] = {}
+    tried: list[list[str]] = []
+    came, let_in = dict[str, int](), dict[str, int]()
+    willing = Round([], [False] * 8, end=True, seconds=ADMISSION_RETRY_S)
+    while workload or scheduler.waiting:
+        now = workload.pop(0) if workload else willing
+        for priority in now.come:
+            name = f"r{len(places)}"
+            places[name], came[name] = (clock.now - priority * STEP_S, len(places)), len(tried)
+            scheduler.submit(make_request(name, priority=priority))
+        demands, _ = scheduler.demands()
+        grants, openings = [], list[str]()
+        for demand in demands:
+            openings += [demand.sequence_id.partition(":")[2]] if demand.opening else []
+            if demand.opening and now.refused[len(openings) - 1]:
+                grants.append(Grant(demand.sequence_id, error=CapacityExceeded("others hold them")))
+            else:
+                count = max(0, demand.total_pages - demand.known_pages)
+                grants.append(Grant(demand.sequence_id, demand.known_pages, tuple(islice(FRESH, count))))
+        scheduler.granted(grants)
+        let_in |= {sequence.id: len(tried) for sequence in scheduler.running if sequence.id not in let_in}
+        tried.append(openings)
+        assert set(scheduler._admission._overtaken) <= set(scheduler.waiting)
+        for sequence in list(scheduler.running) if now.end else []:
+            scheduler.finish(sequence, Outcome(FinishReason.LENGTH))
+        clock.now += now.seconds
+        assert len(tried) < 1000
+    for name, place in places.items():
+        before = {
+            exchange: other
+            for other, exchange in let_in.items()
+            if came[name] <= exchange < let_in[name] and places[other] > place
+        }
+        assert len(before) <= 1 and all(name in tried[exchange] for exchange in before)
 
 
 # --- any workload -----------------------------------------------------------------------------------------------------
