@@ -1,7 +1,7 @@
 # The same targets serve a newcomer, a developer and .ci/run. `make` alone lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench-cache bench-engine bench-kernels help setup protos run up down test test-gpu lint lint-style lint-types lint-protos bench-step clean
+.PHONY: bench-cache bench-engine bench-kernels bench-metrics help setup protos run up down test test-gpu lint lint-style lint-types lint-protos bench-step clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -93,6 +93,9 @@ bench-step: setup ## Time one engine step, and what the scheduler and the daemon
 
 bench-cache: setup ## Time the daemon's calls beside a bare echo, and a page as the pool grows
 	@$(PY) -m benchmarks.cache
+
+bench-metrics: setup ## Time what observing adds to a step, and a scrape
+	@$(PY) -m benchmarks.metrics
 
 bench-kernels: setup ## Time every kernel on this machine's GPU beside a plain copy
 	@$(PY) -m benchmarks.kernels

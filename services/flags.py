@@ -258,7 +258,25 @@ def add_serving_flags(flags: FlagParser, socket_name: str, port: int) -> None:
         "--tls-client-ca", Path, None, "PEM authority that clients' certificates must be signed by", metavar="FILE"
     )
     flags.add("--insecure", switch, False, "allow addresses beyond this host without mutual TLS")
+    flags.add(
+        "--metrics",
+        metrics_address,
+        None,
+        "host:port where Prometheus finds metrics, without TLS; default: none",
+        metavar="ADDR",
+    )
     flags.add("--grace", seconds(0, 3600), 10.0, "seconds that running calls have to end on SIGTERM", metavar="S")
+
+
+def metrics_address(text: str) -> Listener:
+    """A TCP address. Raises ValueError."""
+    try:
+        listener = Listener.parse(text)
+    except InvalidConfiguration:
+        listener = Listener(path=Path("/"))
+    if listener.path is not None:
+        raise ValueError("want host:port with a port of 0 to 65535")
+    return listener
 
 
 def tls_of(values: Mapping[str, Any]) -> Tls | None:

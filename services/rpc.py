@@ -6,8 +6,10 @@ A servicer method wears ``@maps_errors`` and raises ``ServiceError``; the caller
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from services.calls import Calls
 from services.errors import BY_REASON, FieldInvalid, Internal, ServiceError
 
 log = structlog.get_logger()
@@ -108,13 +111,54 @@ def _lenient(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
     return handler._replace(request_deserializer=parse_or_say)
 
 
+def _counted(name: str, handler: grpc.RpcMethodHandler, calls: Calls) -> grpc.RpcMethodHandler:
+    """The same handler, its calls counted. One that its caller gave up, or let run out of time, is CANCELLED."""
+
+    def ended(context: Any, began: float, code: str | None) -> None:
+        told = context.code() or 0
+        code = code or _NAMES.get(told if isinstance(told, int) else told.value[0], "UNKNOWN")
+        calls.done(name, code, time.monotonic() - began)
+
+    if handler.response_streaming:
+        streams = handler.unary_stream
+
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            began, code = time.monotonic(), None
+            responses = streams(request, context)
+            try:
+                async for response in responses:
+                    yield response
+            except (asyncio.CancelledError, GeneratorExit):
+                code = "CANCELLED"
+                raise
+            finally:
+                ended(context, began, code)
+                await responses.aclose()
+
+        return handler._replace(unary_stream=stream)
+    answers = handler.unary_unary
+
+    async def unary(request: Any, context: Any) -> Any:
+        began, code = time.monotonic(), None
+        try:
+            return await answers(request, context)
+        except asyncio.CancelledError:
+            code = "CANCELLED"
+            raise
+        finally:
+            ended(context, began, code)
+
+    return handler._replace(unary_unary=unary)
+
+
 class Readable:
     """Stands for a server while a servicer is added to it, so that its methods are told of messages that cannot be
-    parsed, instead of gRPC answering UNKNOWN for them.
+    parsed, instead of gRPC answering UNKNOWN for them. ``calls`` counts those that are served.
     """
 
-    def __init__(self, server: grpc.aio.Server) -> None:
+    def __init__(self, server: grpc.aio.Server, calls: Calls) -> None:
         self._server = server
+        self._calls = calls
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         """As the server's; the methods registered below come before these."""
@@ -122,8 +166,8 @@ class Readable:
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
         """As the server's."""
-        lenient = {name: _lenient(handler) for name, handler in handlers.items()}
-        self._server.add_registered_method_handlers(service, lenient)
+        served = {name: _counted(name, _lenient(handler), self._calls) for name, handler in handlers.items()}
+        self._server.add_registered_method_handlers(service, served)
 
 
 def _check_readable(request: Any) -> None:

@@ -95,11 +95,18 @@ class Listener:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def check_exposure(listeners: Sequence[Listener], tls: Tls | None, insecure: bool) -> None:
+def check_exposure(
+    listeners: Sequence[Listener], tls: Tls | None, insecure: bool, metrics: Listener | None = None
+) -> None:
     """Refuse to listen beyond this host without mutual TLS, unless ``insecure`` says that it is meant.
 
-    Raises InvalidConfiguration.
+    Metrics are served without TLS. Raises InvalidConfiguration.
     """
+    if metrics is not None and not metrics.local_only and not insecure:
+        raise InvalidConfiguration(
+            f"--metrics {metrics}: reachable from other hosts and without TLS, which needs --insecure",
+            field="--metrics",
+        )
     if not listeners:
         raise InvalidConfiguration("--listen: at least one address is needed", field="--listen")
     for listener in listeners:

@@ -61,6 +61,7 @@ async def _serve(config: Config, stop: asyncio.Event) -> None:
         log.info(
             "engine_serving",
             listen=engine.bound,
+            metrics=engine.metrics_bound,
             pool_id=engine.pool_id,
             **config.echo,
         )

@@ -26,7 +26,11 @@ AHEAD_SHARE = 16
 @dataclass(frozen=True, slots=True)
 class Limits:
     """``max_batch`` requests run at once, on ``max_step_tokens`` a step; ``max_queue`` may wait beyond those, with
-    ``max_queue_tokens`` tokens together. A growing request asks for ``growth_pages`` pages at a time.
+    ``max_queue_tokens`` tokens together. A growing request asks for ``growth_pages`` pages at a time. A point of priority
+    is worth ``priority_step_s`` seconds of having come earlier.
+
+    Where ``max_step_tokens`` is more than ``max_batch``, as the configuration demands, each step has a token for every
+    decoding request and some for a prompt.
     """
 
     max_batch: int
@@ -34,6 +38,7 @@ class Limits:
     max_queue: int
     max_queue_tokens: int = 1 << 20
     growth_pages: int = GROWTH_PAGES
+    priority_step_s: float = 1.0
 
 
 class Admission:
@@ -42,7 +47,8 @@ class Admission:
     A request is opened with the pages of its whole prompt, so it fits as a whole or waits. Whether it fits, the page
     source knows; the guess here keeps the engine from asking in vain, and from letting a request in whose first
     growth would push itself or another one out again. After a refusal the gate is closed until pages come back or a
-    while has passed, and then the head of the queue is tried alone, so that nobody overtakes it for good.
+    while has passed, and then the head of the queue is tried alone. Who was refused while others behind it were let in
+    is overtaken no more: nobody behind it is tried as long as it waits.
     """
 
     def __init__(self, limits: Limits, page_size: int, total_pages: int, clock: Callable[[], float]) -> None:
@@ -51,6 +57,7 @@ class Admission:
         self.total_pages = total_pages
         self._clock = clock
         self._probing = False
+        self._overtaken: set[Sequence] = set()  # of those that wait
         self.opens_at = float("-inf")
         self.turnover = Turnover(clock)
 
@@ -116,14 +123,20 @@ class Admission:
         """There are too few pages: wait for some to come back, or a while."""
         self.opens_at = self._clock() + ADMISSION_RETRY_S
 
-    def refused(self) -> None:
-        """An opening was refused."""
-        self.close()
-        self._probing = True
+    def answered(self, granted: Items[Sequence], refused: Items[Sequence]) -> None:
+        """Openings that were asked for together were granted or refused."""
+        self._overtaken.difference_update(granted)
+        if refused:
+            self.close()
+            self._probing = True
+            last = max((sequence.order for sequence in granted), default=(float("-inf"), 0))
+            self._overtaken.update(sequence for sequence in refused if sequence.order < last)
+        elif granted:
+            self._probing = False
 
-    def admitted(self) -> None:
-        """An opening was granted."""
-        self._probing = False
+    def ended(self, sequence: Sequence) -> None:
+        """A request ended while it waited."""
+        self._overtaken.discard(sequence)
 
     def open(self) -> None:
         """Pages come back."""
@@ -147,6 +160,8 @@ class Admission:
             taken += pages + self._may_grow(sequence, pages)
             tokens += sequence.num_tokens
             yield sequence
+            if sequence in self._overtaken:
+                return
 
     def _may_grow(self, sequence: Sequence, pages: int) -> bool:
         return self.pages_for(sequence.max_resident_tokens) > pages

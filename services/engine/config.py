@@ -37,6 +37,7 @@ class Config:
     listeners: list[Listener]
     tls: Tls | None
     insecure: bool
+    metrics: Listener | None
     grace_s: float
     model: Path
     max_context: int | None
@@ -141,6 +142,14 @@ class Config:
         flags.add("--max-queue", whole(0, 1 << 20), 1024, "requests that may wait beyond those running", metavar="N")
         flags.add("--max-queue-tokens", whole(1, 1 << 40), 1 << 20, "tokens that these may have together", metavar="N")
         flags.add(
+            "--priority-step",
+            seconds(0, 86400),
+            1.0,
+            "seconds of having come earlier that a point of priority is worth: so much later may come who overtakes, "
+            "for each point that it is above; 0 ignores priorities",
+            metavar="S",
+        )
+        flags.add(
             "--generation-ttl",
             seconds(1, 30 * 86400),
             3600.0,
@@ -164,10 +173,12 @@ class Config:
         )
         flags.add("--local-pages", whole(1, 1 << 24), 512, "pages of an engine with --kvcache local", metavar="N")
         values = flags.parse(arguments, environ)
+        _check_budget(values["max-batch"], values["max-step-tokens"])
         config = cls(
             listeners=values["listen"],
             tls=tls_of(values),
             insecure=values["insecure"],
+            metrics=values["metrics"],
             grace_s=values["grace"],
             model=values["model"],
             max_context=values["max-context"],
@@ -184,12 +195,16 @@ class Config:
             pool_pages=values["pool-pages"],
             local_pages=values["local-pages"],
             limits=Limits(
-                values["max-batch"], values["max-step-tokens"], values["max-queue"], values["max-queue-tokens"]
+                values["max-batch"],
+                values["max-step-tokens"],
+                values["max-queue"],
+                values["max-queue-tokens"],
+                values["priority-step"],
             ),
             retention=Retention(values["generation-ttl"], values["generation-count"], values["generation-memory"]),
             echo=values.echo(),
         )
-        check_exposure(config.listeners, config.tls, config.insecure)
+        check_exposure(config.listeners, config.tls, config.insecure, config.metrics)
         return config
 
 
@@ -204,6 +219,16 @@ def kvcache_target(text: str) -> str:
     if not listener.local_only:
         raise ValueError("the daemon's memory is shared by mapping it, so it must be on this host")
     return str(listener)
+
+
+def _check_budget(max_batch: int, max_step_tokens: int) -> None:
+    if max_step_tokens <= max_batch:
+        raise InvalidConfiguration(
+            f"--max-step-tokens {max_step_tokens}: must be more than --max-batch, {max_batch}: a step has a token for "
+            "each decoding request and at least one for a prompt",
+            field="--max-step-tokens",
+            limit=max_batch,
+        )
 
 
 def _pool_id(text: str) -> str:

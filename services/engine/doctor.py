@@ -29,8 +29,12 @@ def checks(machine: Machine, config: Config, peer: int | None) -> list[Check]:
     only = config.gpu if needed else None
     found = stack.ask(machine) if needed or devices.has_nodes(machine) else stack.NOT_ASKED
     requests = config.limits.max_batch + config.limits.max_queue
+    metrics: list[Check] = []
+    if (bound := config.metrics) is not None:
+        metrics = [Check("metrics", lambda: addresses.listen(machine, bound, "--metrics"))]
     return [
         *(Check("listen", lambda at=at: addresses.listen(machine, at)) for at in config.listeners),  # type: ignore[misc]
+        *metrics,
         Check("open files", lambda: resources.open_files(machine, requests)),
         Check("model", lambda: _model(config)),
         Check("KV-cache daemon", lambda: _daemon(machine, config)),

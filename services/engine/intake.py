@@ -22,6 +22,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
 MAX_ITEMS = 1024
+MAX_PRIORITY = 100
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
@@ -40,6 +41,7 @@ async def read_request(
     """
     check_name(message.request_id, "request_id", least=0)
     check_name(message.cache_salt, "cache_salt", least=0)
+    _check_priority(message.priority)
     sampling = {name: getattr(message.sampling, name) for name in _SAMPLING if message.sampling.HasField(name)}
     drawn = validate(**dict.fromkeys(_SAMPLING) | sampling, defaults=config)
     limits = _stopping(message.stopping, config)
@@ -61,7 +63,17 @@ async def read_request(
         salt=message.cache_salt,
         submitted_at=now,
         deadline=deadline,
+        priority=message.priority,
     )
+
+
+def _check_priority(priority: int) -> None:
+    if abs(priority) > MAX_PRIORITY:
+        raise FieldInvalid(
+            f"priority is {priority}; it must be -{MAX_PRIORITY} to {MAX_PRIORITY}",
+            field="priority",
+            limit=MAX_PRIORITY,
+        )
 
 
 def _stopping(message: Any, config: ModelConfig) -> Stopping:

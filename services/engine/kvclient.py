@@ -22,6 +22,7 @@ import structlog
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services import rpc
+from services.calls import Calls
 from services.engine.arena import Pages, map_pages, process_identity
 from services.engine.devicearena import DevicePages, map_device_pages
 from services.engine.lease import Lease, LeaseKeeper
@@ -62,8 +63,8 @@ class GrpcPageSource:
 
     ``pool_id`` says whose K and V may be shared: engines with the same one must have the same weights. The lease is
     ``ttl_s`` seconds, or what the daemon gives; a pool that this session makes has ``pool_pages`` pages, likewise.
-    With ``gpu`` the pages are in its memory, otherwise in the host's. Raises InvalidConfiguration for pages of a type
-    that is not served there.
+    With ``gpu`` the pages are in its memory, otherwise in the host's. ``calls`` counts what is called. Raises
+    InvalidConfiguration for pages of a type that is not served there.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class GrpcPageSource:
         pool_pages: int | None = None,
         ttl_s: float | None = None,
         gpu: Gpu | None = None,
+        calls: Calls | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if geometry.dtype not in (_DATA_TYPES if gpu else ("f32",)):
@@ -88,6 +90,7 @@ class GrpcPageSource:
         self._ttl_s = ttl_s
         self._gpu = gpu
         self._clock = clock
+        self.calls = Calls() if calls is None else calls
         self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         self._stub = kvcache_pb2_grpc.KvCacheServiceStub(self._channel)
         # gRPC's own futures start a thread for each call, and contend with the step for the interpreter all the while.
@@ -147,7 +150,7 @@ class GrpcPageSource:
 
     def send(self, request: pb.AllocatePagesRequest, session: _Session) -> Any:
         """Start one attempt at a call of the session; the future of its reply."""
-        return self._caller.submit(self._stub.AllocatePages, request, timeout=_call_s(session.lease))
+        return self._caller.submit(self._timed, "AllocatePages", request, _call_s(session.lease))
 
     def now(self) -> float:
         """The clock that leases are measured with."""
@@ -163,14 +166,14 @@ class GrpcPageSource:
         """
         self._end()
         sent_at = self._clock()
-        opened = self._call(self._stub.OpenSession, self._opening(), MAX_CALL_S)
+        opened = self._call("OpenSession", self._opening(), MAX_CALL_S)
         memory: Pages | DevicePages | None = None
         try:
             memory, seen = self._map(opened.arena)
             lease = Lease(opened.epoch, opened.ttl.ToNanoseconds() / 1e9, sent_at)
             sent_at = self._clock()
             attach = pb.AttachSessionRequest(session_id=opened.session_id, seen=seen)
-            lease.renewed(sent_at, self._call(self._stub.AttachSession, attach, _call_s(lease)).epoch)
+            lease.renewed(sent_at, self._call("AttachSession", attach, _call_s(lease)).epoch)
         except BaseException:
             _unmap(memory)
             self._close_session(opened.session_id)
@@ -202,7 +205,7 @@ class GrpcPageSource:
 
     def _close_session(self, session_id: str) -> None:
         try:
-            self._call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=session_id), CLOSE_S)
+            self._call("CloseSession", pb.CloseSessionRequest(session_id=session_id), CLOSE_S)
         except ServiceError as error:
             log.info("session_not_closed", reason=error.reason, detail=error.message)
 
@@ -246,11 +249,23 @@ class GrpcPageSource:
             )
         raise AttachMismatch("the daemon offers memory of a kind this backend cannot map")
 
-    def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
+    def _call(self, method: str, request: Any, timeout_s: float) -> Any:
         try:
-            return method(request, timeout=timeout_s)
+            return self._timed(method, request, timeout_s)
         except grpc.RpcError as failure:
             raise _error_of(failure, self.target) from failure
+
+    def _timed(self, method: str, request: Any, timeout_s: float) -> Any:
+        began, code = self._clock(), "UNKNOWN"
+        try:
+            reply = getattr(self._stub, method)(request, timeout=timeout_s)
+            code = "OK"
+            return reply
+        except grpc.RpcError as failure:
+            code = failure.code().name
+            raise
+        finally:
+            self.calls.done(method, code, self._clock() - began)
 
     def _renew(self, lease: Lease) -> None:
         session = self._session
@@ -258,7 +273,7 @@ class GrpcPageSource:
             return
         sent_at = self._clock()
         request = pb.RenewSessionRequest(session_id=session.id)
-        lease.renewed(sent_at, self._call(self._stub.RenewSession, request, _call_s(lease)).epoch)
+        lease.renewed(sent_at, self._call("RenewSession", request, _call_s(lease)).epoch)
 
 
 class _Call:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import dataclasses
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 import structlog
 
 from services.engine.admission import Limits
+from services.engine.observations import Observations
 from services.engine.pagesource import Exchange, PageSource
-from services.engine.scheduler import Chunk, Scheduler
+from services.engine.scheduler import Chunk, Delta, Scheduler
 from services.engine.sequence import FinishReason, Outcome, Request, Sequence
 from services.errors import DeadlineExceeded, Internal, KvCacheDown, ServiceError, SessionExpired
 
@@ -53,17 +55,35 @@ class Event:
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the start, written by the engine's thread alone; ``page_wait_s`` in seconds."""
+    """Counts since the start, written by the engine's thread alone; ``page_wait_s`` in seconds.
 
-    finished_requests: int = 0
-    failed_requests: int = 0
-    cancelled_requests: int = 0
+    ``errors`` are of requests that were queued, by reason, and ``refused`` of those that were not.
+    """
+
+    ended: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+    errors: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
     page_calls: int = 0
     page_wait_s: float = 0.0
     recoveries: int = 0
+
+    @property
+    def finished_requests(self) -> int:
+        """Requests that were done."""
+        return sum(self.ended.values()) - self.cancelled_requests
+
+    @property
+    def cancelled_requests(self) -> int:
+        """Requests that were cancelled."""
+        return self.ended[FinishReason.CANCELLED]
+
+    @property
+    def failed_requests(self) -> int:
+        """Requests that ended with an error."""
+        return sum(dict(self.errors).values())
 
 
 class EngineLoop:
@@ -103,6 +123,7 @@ class EngineLoop:
         self._failures = 0
         self._retry_at = float("-inf")
         self.totals = Totals()
+        self.observations = Observations()
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
@@ -178,17 +199,24 @@ class EngineLoop:
         return max(0.0, min(delay, self.scheduler.next_deadline - self._clock()))
 
     def _round(self, now: float) -> float:
+        began = self._clock()
         exchange = self._ask() if now >= self._retry_at else None
         step = self.scheduler.schedule()
+        launched = computed = self._clock()
         if step:
             results = self._runner.run(step)
+            computed = self._clock()
             self.totals.steps += 1
             for delta in self.scheduler.apply(step, results):
-                self.totals.generated_tokens += 1
+                self._count_token(delta)
                 self._events.append(Event(delta.request_id, delta.text, (delta.token,)))
             self._deliver()
-        if exchange is not None:
-            self._collect(exchange)
+        done = self._clock()
+        waited_s = self._collect(exchange) if exchange is not None else 0.0
+        if step:
+            tokens = sum(chunk.count for chunk in step)
+            scheduled_s = (launched - began) + (done - computed)
+            self.observations.step(len(step), tokens, scheduled_s, computed - launched, waited_s)
         if step or self._lost:
             return 0.0
         return self._idle_for()
@@ -200,7 +228,8 @@ class EngineLoop:
         self.totals.page_calls += 1
         return self._source.exchange(demands, removed)
 
-    def _collect(self, exchange: Exchange) -> None:
+    def _collect(self, exchange: Exchange) -> float:
+        """Take an exchange's answer; how long that was waited for, and taken in, in seconds."""
         started = self._clock()
         try:
             grants = exchange.result()
@@ -217,8 +246,10 @@ class EngineLoop:
             if self._refusal is not None and not self._draining:
                 self._refusal = None
                 self._on_serving(True)
-        finally:
-            self.totals.page_wait_s += self._clock() - started
+        waited_s = self._clock() - started
+        self.totals.page_wait_s += waited_s
+        self.observations.exchange_wait.observe(waited_s)
+        return waited_s
 
     def _idle_for(self) -> float:
         now, scheduler = self._clock(), self.scheduler
@@ -286,6 +317,7 @@ class EngineLoop:
                 return
             except ServiceError as error:
                 refusal = error
+        self.totals.refused[refusal.reason] += 1
         self._events.append(Event(request.request_id, outcome=Outcome(error=refusal)))
 
     def _cancel(self, request_id: str) -> None:
@@ -321,7 +353,7 @@ class EngineLoop:
         self.scheduler = self._new_scheduler()
         self._source.close()
         self._events.extend(Event(s.id, outcome=Outcome(error=failure), sequence=s) for s in live)
-        self.totals.failed_requests += len(live)
+        self.totals.errors[failure.reason] += len(live)
         self._refusal = failure
         self._on_serving(False)
         self._flush()
@@ -340,17 +372,24 @@ class EngineLoop:
             events, self._events = self._events, []
             self._outbox(events)
 
+    def _count_token(self, delta: Delta) -> None:
+        self.totals.generated_tokens += 1
+        observed = self.observations.first_token if delta.first else self.observations.between_tokens
+        observed.observe(delta.after_s)
+
     def _count(self, sequence: Sequence, outcome: Outcome) -> None:
+        usage = sequence.usage
+        self.observations.ended(usage)
         fields = {
             name: round(value, 6) if isinstance(value, float) else value
-            for name, value in dataclasses.asdict(sequence.usage).items()
+            for name, value in dataclasses.asdict(usage).items()
         } | {"request_id": sequence.id}
+        if outcome.reason is not None:
+            self.totals.ended[outcome.reason] += 1
         if outcome.error is not None:
-            self.totals.failed_requests += 1
+            self.totals.errors[outcome.error.reason] += 1
             log.warning("request_failed", reason=outcome.error.reason, detail=outcome.error.message, **fields)
         elif outcome.reason is FinishReason.CANCELLED:
-            self.totals.cancelled_requests += 1
             log.info("request_cancelled", **fields)
         else:
-            self.totals.finished_requests += 1
             log.info("request_finished", reason=outcome.reason.name if outcome.reason else "", **fields)

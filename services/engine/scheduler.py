@@ -1,8 +1,12 @@
 """Which tokens run in the next step, and what is asked of the page source meanwhile.
 
-One rule schedules everything: each request has ``num_computed_tokens`` chasing ``num_tokens``, and a step hands out a
-budget of tokens, oldest request first. Chunked prefill, prefix hits, decoding and resuming after a preemption are all
-that, and nothing here knows which of them it is doing.
+One rule schedules everything: each request has ``num_computed_tokens`` chasing ``num_tokens``. A step has a budget of
+tokens: each request that lacks one token has it, and the others share what is left, in order. Chunked prefill, prefix
+hits, decoding and resuming after a preemption are all that.
+
+One order, ``Sequence.order``, rules who is admitted, whose prompt is computed and, from its end, who is preempted. It
+is that of arrival, each request moved to the front by so many seconds for a point of its priority. So a request is
+overtaken by those alone that came less than that after it, for the points that they are above it: nobody starves.
 
 A round is ``demands() -> schedule() -> apply() -> granted()``: the demands speak of the state after the last
 synchronised step and are served while the scheduled one runs, so a page is reported or let go of only once no step
@@ -54,23 +58,28 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One token accepted by a request, and the text that it released."""
+    """One token accepted by a request, and the text that it released; ``after_s`` seconds after the one before it, or
+    the ``first`` after the request was submitted.
+    """
 
     request_id: str
     text: str
     token: int
+    first: bool
+    after_s: float
 
 
 class Scheduler:
     """Queues and block tables of one engine. Used by its thread alone; times are seconds of the injected clock.
 
-    A live request is in exactly one of ``waiting``, ``running`` (both in arrival order) and ``leaving``.
+    A live request is in exactly one of ``waiting``, ``running`` (both in order) and ``leaving``.
     """
 
     def __init__(
         self, limits: Limits, page_size: int, total_pages: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._max_step_tokens = limits.max_step_tokens
+        self._priority_step = limits.priority_step_s
         self._page_size = page_size
         self._clock = clock
         self._admission = Admission(limits, page_size, total_pages, clock)
@@ -86,6 +95,7 @@ class Scheduler:
         self._holds: Counter[int] = Counter()  # page -> sequences of ours that have it
         self._sent: tuple[list[tuple[Demand, Sequence]], list[str]] = ([], [])
         self.preemptions = 0
+        self.looked_up_tokens = 0  # of prompts at their first admission, and those of them that were cached
         self.cached_tokens = 0
 
     def __repr__(self) -> str:
@@ -95,6 +105,11 @@ class Scheduler:
     def held_pages(self) -> int:
         """Distinct pages of live requests."""
         return len(self._holds)
+
+    @property
+    def total_pages(self) -> int:
+        """Pages of the pool, whoever has them."""
+        return self._admission.total_pages
 
     @property
     def admits_at(self) -> float | None:
@@ -112,7 +127,8 @@ class Scheduler:
         """Queue a request. Raises RequestExists, QueueFull, ExceedsPool."""
         if request.request_id in self.live:
             raise RequestExists(f"request {request.request_id!r} is live", field="request_id")
-        sequence = Sequence(request, self._arrivals + 1)
+        virtual_arrival = self._clock() - request.priority * self._priority_step
+        sequence = Sequence(request, self._arrivals + 1, virtual_arrival)
         self._admission.check_fits(sequence)
         self._admission.check_queue(self.waiting, len(self.running), sequence.num_tokens)
         self._arrivals += 1
@@ -133,6 +149,7 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
+            self._admission.ended(sequence)
         sequence.state, sequence.outcome, sequence.finished_at = State.FINISHED, outcome, self._clock()
         if sequence.source_id:
             self.leaving[sequence.source_id] = sequence
@@ -194,22 +211,29 @@ class Scheduler:
         return [demand for demand, _ in demands], removed
 
     def schedule(self) -> tuple[Chunk, ...]:
-        """The next step: every request gets what the budget and its pages allow, and at least the oldest gets some.
+        """The next step, of those that have pages to compute in. No prefill stalls a decoding request, nor the reverse.
 
-        A long prompt leaves a token to each decoding request behind it, so its prefill does not stall them.
+        A budget that is not larger than the batch may leave some without a token: the last of those that decode.
         """
-        wants = [(s, min(s.num_tokens, len(s.pages) * self._page_size) - s.num_computed_tokens) for s in self.running]
-        ready = [(sequence, want) for sequence, want in wants if want > 0]
-        behind = sum(sequence.num_tokens - sequence.num_computed_tokens == 1 for sequence, _ in ready)
-        budget, chunks = self._max_step_tokens, []
-        for sequence, want in ready:
-            if budget == 0:
-                break
+        ready: list[tuple[Sequence, int, int]] = []
+        for sequence in self.running:
             missing = sequence.num_tokens - sequence.num_computed_tokens
-            behind -= missing == 1
-            count = min(want, max(1, budget - behind))
-            chunks.append(Chunk(sequence, sequence.num_computed_tokens, count, samples=count == missing))
-            budget -= count
+            want = min(missing, len(sequence.pages) * self._page_size - sequence.num_computed_tokens)
+            if want > 0:
+                ready.append((sequence, want, missing))
+        decoding = sum(missing == 1 for _, _, missing in ready)
+        budget, chunks = self._max_step_tokens, []
+        prefills = max(1, budget - decoding) if decoding < len(ready) else 0
+        decodes = budget - prefills
+        for sequence, want, missing in ready:
+            if missing == 1:
+                count = min(1, decodes)
+                decodes -= count
+            else:
+                count = min(want, prefills)
+                prefills -= count
+            if count:
+                chunks.append(Chunk(sequence, sequence.num_computed_tokens, count, samples=count == missing))
         return tuple(chunks)
 
     def apply(self, step: Items[Chunk], results: Items[int | ServiceError | None]) -> list[Delta]:
@@ -223,13 +247,15 @@ class Scheduler:
             sequence.num_computed_tokens = chunk.start + chunk.count
             if result is None:
                 continue
+            before, now = sequence.last_token_at, self._clock()
             try:
-                text, outcome = sequence.accept(result, self._clock())
+                text, outcome = sequence.accept(result, now)
             except Exception as error:
                 log.exception("token_not_accepted", request_id=sequence.id, token=result)
                 self.finish(sequence, Outcome(error=Internal(f"token {result} could not be turned into text: {error}")))
                 continue
-            deltas.append(Delta(sequence.id, text, result))
+            after_s = now - (sequence.request.submitted_at if before is None else before)
+            deltas.append(Delta(sequence.id, text, result, before is None, after_s))
             if outcome is not None:
                 self.finish(sequence, outcome)
         return deltas
@@ -243,13 +269,18 @@ class Scheduler:
                 self._settle(sequence)
         gone = set(removed)
         self._released = [source_id for source_id in self._released if source_id not in gone]
-        short = False
+        short, opened, refused = False, list[Sequence](), list[Sequence]()
         for (demand, sequence), grant in zip(demands, grants, strict=True):
             if grant.error is None:
                 self._take(sequence, demand, grant)
+                if demand.opening is not None:
+                    opened.append(sequence)
+            elif sequence.state is State.WAITING and grant.error.code == "RESOURCE_EXHAUSTED":
+                refused.append(sequence)  # pages, quota, sequences: what is short now may be there later
             else:
                 short |= self._refused(sequence, demand, grant.error)
-        # Pages on their way back may be enough; else the youngest makes room, and only if the oldest itself is the
+        self._admission.answered(opened, refused)
+        # Pages on their way back may be enough; else the last in order makes room, and only if the first itself is the
         # last one running does it step back, since others than us hold what it needs.
         if short and self.running and not self.leaving and not self._released:
             self._preempt(self.running[-1])
@@ -313,27 +344,24 @@ class Scheduler:
         sequence.num_reported_tokens = max(sequence.num_reported_tokens, demand.start + len(demand.tokens))
 
     def _admit(self, sequence: Sequence, cached_tokens: int) -> None:
-        self._admission.admitted()
         self.waiting.remove(sequence)
-        bisect.insort(self.running, sequence, key=lambda running: running.arrival)
+        bisect.insort(self.running, sequence, key=lambda running: running.order)
         sequence.state = State.RUNNING
         sequence.num_computed_tokens = sequence.num_reported_tokens = cached_tokens
         if sequence.admitted_at is None:
             sequence.admitted_at = self._clock()
             sequence.cached_tokens = cached_tokens
+            self.looked_up_tokens += len(sequence.request.prompt)
             self.cached_tokens += cached_tokens
 
     def _refused(self, sequence: Sequence, demand: Demand, error: ServiceError) -> bool:
         """Take an item's error; returns whether a running request is short of pages."""
         if sequence.state is State.FINISHED:
             sequence.num_reported_tokens = sequence.num_computed_tokens  # not worth another exchange
-        elif error.code == "RESOURCE_EXHAUSTED":  # pages, quota, sequences: what is short now may be there later
-            if sequence.state is State.WAITING:
-                self._admission.refused()
-            elif demand.total_pages > self._admission.pages_for(sequence.resident_target):
-                self._admission.close()  # it asked ahead of need: next it asks for what it needs
-            else:
+        elif error.code == "RESOURCE_EXHAUSTED":
+            if demand.total_pages <= self._admission.pages_for(sequence.resident_target):
                 return True
+            self._admission.close()  # it asked ahead of need: next it asks for what it needs
         elif isinstance(error, SequenceUnknown | SequenceRemoved):
             log.warning("sequence_lost", request_id=sequence.id, source_id=sequence.source_id, reason=error.reason)
             self._requeue(sequence)

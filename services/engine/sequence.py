@@ -11,7 +11,7 @@ from services.errors import ServiceError
 
 
 class State(enum.Enum):
-    """WAITING -> RUNNING -> FINISHED; back to WAITING when the pages are lost or given up for an older request."""
+    """WAITING -> RUNNING -> FINISHED; back to WAITING when the pages are lost or given up for a request before it."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -89,6 +89,7 @@ class Request:
     salt: str = ""
     submitted_at: float = 0.0
     deadline: float | None = None
+    priority: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -98,10 +99,13 @@ class Sequence:
     ``num_reported_tokens <= num_computed_tokens <= len(tokens)``, and ``num_computed_tokens`` never exceeds what
     ``pages`` hold. ``pages`` is append-only while a ``source_id`` lasts. A source id is given per admission and never
     used again; it is empty as long as the page source has not heard of the sequence.
+
+    ``order`` never changes: the first by it is admitted first, has the step's budget first, and is preempted last.
     """
 
     request: Request
     arrival: int
+    virtual_arrival: float = 0.0
     tokens: list[int] = field(init=False)
     num_computed_tokens: int = 0
     num_reported_tokens: int = 0
@@ -113,6 +117,7 @@ class Sequence:
     preemptions: int = 0
     admitted_at: float | None = None
     first_token_at: float | None = None
+    last_token_at: float | None = None
     finished_at: float | None = None
 
     def __post_init__(self) -> None:
@@ -128,6 +133,11 @@ class Sequence:
     def id(self) -> str:
         """The request's id."""
         return self.request.request_id
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """When it came, moved by its priority, in seconds of the engine's clock; among equals, first come."""
+        return self.virtual_arrival, self.arrival
 
     @property
     def num_tokens(self) -> int:
@@ -182,6 +192,7 @@ class Sequence:
         self.tokens.append(token)
         if self.first_token_at is None:
             self.first_token_at = now
+        self.last_token_at = now
         stopping, text = self.request.stopping, self.request.text
         outcome: Outcome | None = None
         if self.num_generated_tokens >= stopping.min_tokens:

@@ -12,6 +12,7 @@ import structlog
 from threadpoolctl import threadpool_limits
 
 from rocmforge.engine.v1 import engine_pb2_grpc
+from services.calls import Calls
 from services.engine.arena import page_bytes_of
 from services.engine.backend import CPU, Backend, Sampler, on_gpu, on_host
 from services.engine.batch import Row
@@ -22,6 +23,7 @@ from services.engine.generations import Generations
 from services.engine.kvclient import GrpcPageSource
 from services.engine.localpages import LocalPageSource
 from services.engine.loop import EngineLoop, Event, StepRunner
+from services.engine.metrics import EngineMetrics
 from services.engine.model import Model
 from services.engine.pagesource import PageSource
 from services.engine.runner import Runner
@@ -29,6 +31,7 @@ from services.engine.sampling import SamplingParams
 from services.engine.servicer import SERVICE, EngineServicer, Served
 from services.engine.streams import Streams
 from services.errors import Draining, InvalidConfiguration, ServiceError
+from services.metrics import Endpoint
 from services.rpc import Readable
 from services.serving import Serving
 
@@ -52,6 +55,11 @@ class Engine:
         self.streams = Streams()
         self.generations = Generations(config.retention)
         self.servicer = EngineServicer(self.streams, self.generations)
+        self.calls, self.kvcache_calls = Calls(), Calls()
+        self.metrics = EngineMetrics(
+            self.streams, self.generations, self.calls, self.kvcache_calls, lambda: self.servicer.draining
+        )
+        self._endpoint = Endpoint(config.metrics, self.metrics) if config.metrics is not None else None
         self.loop: EngineLoop | None = None
         self.pool_id = ""
         self._make_runner = make_runner
@@ -65,6 +73,11 @@ class Engine:
         """The addresses it listens on, ports filled in."""
         return self._serving.bound
 
+    @property
+    def metrics_bound(self) -> str | None:
+        """Where it serves metrics, the port filled in; None when it does not."""
+        return self._endpoint.bound if self._endpoint is not None else None
+
     async def start(self) -> None:
         """Bind, load, open a session, warm up; SERVING only then.
 
@@ -72,8 +85,10 @@ class Engine:
         answers within the configured patience.
         """
         config = self.config
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(self.servicer, Readable(self._serving.server))
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(self.servicer, Readable(self._serving.server, self.calls))
         await self._serving.start()
+        if self._endpoint is not None:
+            await asyncio.to_thread(self._endpoint.start)
         threadpool_limits(config.cpu_threads, user_api="blas")
         checkpoint = await asyncio.to_thread(Checkpoint.open, config.model, config.max_context)
         tokenizer = await asyncio.to_thread(checkpoint.tokenizer)
@@ -104,19 +119,19 @@ class Engine:
         self._thread = threading.Thread(target=self.loop.run, name="engine", daemon=True)
         self._thread.start()
         self._source = None
-        self.servicer.serve(
-            Served(
-                model_id=model_id(config.model),
-                config=model.config,
-                parameters=model.parameters,
-                geometry=model.geometry(config.page_size, backend.kv_dtype),
-                backend=backend.name,
-                tokenizer=tokenizer,
-                loop=self.loop,
-                limits=config.limits,
-                epoch=epoch,
-            )
+        served = Served(
+            model_id=model_id(config.model),
+            config=model.config,
+            parameters=model.parameters,
+            geometry=model.geometry(config.page_size, backend.kv_dtype),
+            backend=backend.name,
+            tokenizer=tokenizer,
+            loop=self.loop,
+            limits=config.limits,
+            epoch=epoch,
         )
+        self.servicer.serve(served)
+        self.metrics.serve(served)
         self._begin(self._sweep())
         await self._serving.ready()
 
@@ -159,6 +174,7 @@ class Engine:
             client_name=f"engine {model_id(config.model)}"[:128],
             pool_pages=config.pool_pages,
             gpu=backend.gpu,
+            calls=self.kvcache_calls,
         )
         running = asyncio.get_running_loop()
         self._source = source
@@ -213,6 +229,8 @@ class Engine:
         await self._serving.drain(1.0)
         for task in self._tasks:
             task.cancel()
+        if self._endpoint is not None:
+            await asyncio.to_thread(self._endpoint.stop)
 
 
 def _warm_up(model: Model, backend: Backend, sampler: Sampler, page_size: int) -> None:

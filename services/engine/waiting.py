@@ -1,4 +1,4 @@
-"""The requests that wait to run, in the order in which they arrived."""
+"""The requests that wait to run, in their order: as they came, moved by their priority."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Waiting:
         return iter(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence where it belongs by its arrival."""
-        bisect.insort(self._sequences, sequence, key=_arrival)
+        """Put a sequence where it belongs."""
+        bisect.insort(self._sequences, sequence, key=_order)
         self.tokens += sequence.num_tokens
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out that is in here."""
-        del self._sequences[bisect.bisect_left(self._sequences, sequence.arrival, key=_arrival)]
+        del self._sequences[bisect.bisect_left(self._sequences, sequence.order, key=_order)]
         self.tokens -= sequence.num_tokens
 
     def tokens_behind(self, count: int) -> int:
@@ -39,5 +39,5 @@ class Waiting:
         return self.tokens - sum(sequence.num_tokens for sequence in islice(self._sequences, count))
 
 
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
+def _order(sequence: Sequence) -> tuple[float, int]:
+    return sequence.order

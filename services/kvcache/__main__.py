@@ -47,6 +47,7 @@ async def _serve(config: Config, stop: asyncio.Event) -> None:
             "kvcache_serving",
             epoch=f"{daemon.epoch:016x}",
             listen=daemon.bound,
+            metrics=daemon.metrics_bound,
             **config.echo,
         )
         await stop.wait()

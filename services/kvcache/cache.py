@@ -81,6 +81,9 @@ class KvCache:
         self._devices = devices
         self.epoch = epoch
         self.started_at = clock()
+        self.opened_sessions = 0
+        self.attach_turns = 0
+        self.attach_refusals = 0
         self.expired_sessions = 0
         self.expired_sequences = 0
         self.events = EventRing(limits.event_ring)
@@ -145,6 +148,8 @@ class KvCache:
         pool.arena.write_canary(session.canary_slot, session.canary)
         pool.last_used = now
         self._sessions.add(session)
+        self.opened_sessions += 1
+        self.attach_turns += device is not None
         return session
 
     def attach_session(self, session_id: str, seen: bytes) -> Session:
@@ -178,6 +183,7 @@ class KvCache:
         for other in self._sessions.all():
             # An engine that opens again has given its last attempt up: it never saw the reply.
             if other.attach_until > now and (process is None or other.process != process):
+                self.attach_refusals += 1
                 raise AttachBusy("another engine is attaching to GPU memory, which only one does at a time")
 
     def _is_used(self, pool: Pool) -> bool:
@@ -363,7 +369,9 @@ class KvCache:
         pool = self.pools.get(pool_id)
         cached = pool.table.cached
         cached.pass_time(self._clock())
-        return pool.evict(pool.table.total if most is None else most, retained=retained), cached.retained_count
+        evicted = pool.evict(pool.table.total if most is None else most, retained=retained)
+        pool.totals.evicted_on_request += evicted
+        return evicted, cached.retained_count
 
     def explain(self, pool_id: str, prompt: list[int], salt: str) -> list[PageAnswer]:
         """Why the prompt's pages are cached or not; changes nothing. Raises PoolUnknown, FieldInvalid."""

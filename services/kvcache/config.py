@@ -31,6 +31,7 @@ class Config:
     listeners: list[Listener]
     tls: Tls | None
     insecure: bool
+    metrics: Listener | None
     grace_s: float
     device: str
     arena_dir: Path
@@ -128,6 +129,7 @@ class Config:
             listeners=values["listen"],
             tls=tls_of(values),
             insecure=values["insecure"],
+            metrics=values["metrics"],
             grace_s=values["grace"],
             device=values["device"],
             arena_dir=values["arena-dir"],
@@ -146,7 +148,7 @@ class Config:
             ),
             echo=values.echo(),
         )
-        check_exposure(config.listeners, config.tls, config.insecure)
+        check_exposure(config.listeners, config.tls, config.insecure, config.metrics)
         return config
 
 

@@ -29,8 +29,12 @@ def checks(machine: Machine, config: Config, peer: int | None) -> list[Check]:
             Check("shared memory", lambda: resources.shared_memory(machine, config.arena_dir, budget)),
             Check("shared memory, for real", lambda: roundtrip.file_round_trip(machine, config.arena_dir)),
         ]
+    metrics: list[Check] = []
+    if (bound := config.metrics) is not None:
+        metrics = [Check("metrics", lambda: addresses.listen(machine, bound, "--metrics"))]
     return [
         *(Check("listen", lambda at=at: addresses.listen(machine, at)) for at in config.listeners),  # type: ignore[misc]
+        *metrics,
         Check("open files", lambda: resources.open_files(machine, config.limits.max_sessions)),
         *memory,
         Check("namespaces", lambda: namespaces.namespaces(machine, peer, needed)),

@@ -63,6 +63,7 @@ class Totals:
     granted_pages: int = 0
     published_pages: int = 0
     evicted_pages: int = 0
+    evicted_on_request: int = 0  # of evicted_pages
     expired_pages: int = 0
     refused_demands: int = 0
 

@@ -53,6 +53,7 @@ class Pools:
         self._eviction = eviction
         self._retained_share = retained_share
         self._by_id: dict[str, Pool] = {}
+        self.dropped = 0
 
     def __iter__(self) -> Iterator[Pool]:
         return iter(self._by_id.values())
@@ -158,6 +159,7 @@ class Pools:
         for link in pool.index.links():
             self._events.add(pool.id, EventKind.DROPPED, link)
         del self._by_id[pool.id]
+        self.dropped += 1
         pool.arena.close()
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from services.calls import Calls
 from services.errors import GpuError, InvalidConfiguration
 from services.gpu import Gpu, Runtime
 from services.kvcache.arena import FileArena, prepare_directory
@@ -20,9 +21,11 @@ from services.kvcache.cache import KvCache
 from services.kvcache.config import GPU, Config
 from services.kvcache.devicearena import DeviceArena
 from services.kvcache.layout import PageLayout
+from services.kvcache.metrics import KvCacheMetrics
 from services.kvcache.pool import Arena
 from services.kvcache.process import ProcessTable
 from services.kvcache.servicer import SERVICE, KvCacheServicer
+from services.metrics import Endpoint
 from services.rpc import Readable
 from services.serving import Serving
 
@@ -69,22 +72,35 @@ class Daemon:
             alive=ProcessTable().alive,
             devices=None if gpus is None else len(gpus),
         )
+        self.calls = Calls()
         self._servicer = KvCacheServicer(self.cache)
         self._serving = Serving(SERVICE, config.listeners, tls=config.tls, insecure=config.insecure)
         self._sweeper: asyncio.Task[None] | None = None
+        self._endpoint: Endpoint | None = None
 
     @property
     def bound(self) -> list[str]:
         """The addresses it listens on, ports filled in."""
         return self._serving.bound
 
+    @property
+    def metrics_bound(self) -> str | None:
+        """Where it serves metrics, the port filled in; None when it does not."""
+        return self._endpoint.bound if self._endpoint is not None else None
+
     async def start(self) -> None:
         """Serve. Raises InvalidConfiguration when an address or the arena directory cannot be had."""
         if self.config.device != GPU:
             for name in prepare_directory(self.config.arena_dir):
                 log.info("stale_arena_removed", name=name)
-        kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server(self._servicer, Readable(self._serving.server))
+        kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server(
+            self._servicer, Readable(self._serving.server, self.calls)
+        )
         await self._serving.start()
+        if self.config.metrics is not None:
+            collector = KvCacheMetrics(self.cache, self.calls, asyncio.get_running_loop())
+            self._endpoint = Endpoint(self.config.metrics, collector)
+            await asyncio.to_thread(self._endpoint.start)
         self._sweeper = asyncio.create_task(self._sweep())
         await self._serving.ready()
 
@@ -92,6 +108,8 @@ class Daemon:
         """Drain, then give all memory back."""
         self._servicer.drain()
         await self._serving.drain(grace_s)
+        if self._endpoint is not None:
+            await asyncio.to_thread(self._endpoint.stop)
         if self._sweeper is not None:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):

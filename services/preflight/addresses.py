@@ -11,23 +11,25 @@ from services.preflight.check import Finding, failed, ok, warning
 from services.preflight.machine import Machine
 from services.serving import Listener
 
-_TAKEN = (
-    "stop what listens there, or choose another --listen; if it is the service that you are looking at, all is well"
-)
 
-
-def listen(machine: Machine, listener: Listener) -> Finding:
-    """Whether a service can listen there, and nobody else can take its place."""
+def listen(machine: Machine, listener: Listener, flag: str = "--listen") -> Finding:
+    """Whether a service can listen there, as ``flag`` says, and nobody else can take its place."""
     if listener.path is not None:
         return _unix(machine, listener, listener.path)
     number = machine.bind_errno(listener)
     if number == errno.EADDRINUSE:
-        return failed(f"{listener} is in use", _TAKEN)
+        return failed(f"{listener} is in use", _taken(flag))
     if number == errno.EADDRNOTAVAIL:
-        return failed(f"{listener} is no address of this host", "choose an address that `ip addr` lists, for --listen")
+        return failed(f"{listener} is no address of this host", f"choose an address that `ip addr` lists, for {flag}")
     if number:
-        return failed(f"{listener}: {os.strerror(number)}", "choose another --listen, with a port from 1024 on")
+        return failed(f"{listener}: {os.strerror(number)}", f"choose another {flag}, with a port from 1024 on")
     return ok(f"{listener} is free")
+
+
+def _taken(flag: str) -> str:
+    return (
+        f"stop what listens there, or choose another {flag}; if it is the service that you are looking at, all is well"
+    )
 
 
 def _unix(machine: Machine, listener: Listener, path: Path) -> Finding:
@@ -46,7 +48,7 @@ def _unix(machine: Machine, listener: Listener, path: Path) -> Finding:
     if node and not stat.S_ISSOCK(node.mode):
         return failed(f"{listener} is there and is no socket", "move it away, or choose another --listen")
     if node and machine.connect_errno(listener) not in (errno.ECONNREFUSED, errno.ENOENT):
-        return failed(f"{listener} is in use", _TAKEN)
+        return failed(f"{listener} is in use", _taken("--listen"))
     shared = folder.mode & (stat.S_IWGRP | stat.S_IWOTH) and not folder.mode & stat.S_ISVTX
     if folder.uid not in (0, machine.uid) or shared:
         return warning(

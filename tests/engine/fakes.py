@@ -60,10 +60,13 @@ def make_request(
     stop: tuple[str, ...] = (),
     stop_token_ids: tuple[int, ...] = (),
     deadline: float | None = None,
+    priority: int = 0,
 ) -> Request:
     """A request of the fake model; its sampling parameters are the seed."""
     stopping = Stopping(max_tokens, min_tokens, frozenset({EOS} if eos else ()), frozenset(stop_token_ids))
-    return Request(request_id, tuple(prompt), stopping, seed, PlainText(stop), salt, deadline=deadline)
+    return Request(
+        request_id, tuple(prompt), stopping, seed, PlainText(stop), salt, deadline=deadline, priority=priority
+    )
 
 
 def next_token(context: Sequence[int], seed: int) -> int:
@@ -274,13 +277,15 @@ class Harness:
         everywhere = [*waiting, *running, *leaving]
         assert len(everywhere) == len(set(map(id, everywhere))) == len(scheduler.live)
         assert {sequence.id for sequence in everywhere} == set(scheduler.live)
+        assert all(sequence.virtual_arrival for sequence in everywhere), "one without a place in the order goes first"
         for queue in (waiting, running):
-            assert [s.arrival for s in queue] == sorted(s.arrival for s in queue)
+            assert [s.order for s in queue] == sorted(s.order for s in queue)
         table = {page for sequence in everywhere for page in sequence.pages}
         assert scheduler.held_pages == len(table)
         assert scheduler.waiting.tokens == sum(sequence.num_tokens for sequence in waiting)
         unfinished = {s.id: s.request.deadline for s in [*waiting, *running] if s.request.deadline is not None}
         assert scheduler._deadlines._at == unfinished
+        assert scheduler._admission._overtaken <= set(waiting)
         for sequence in everywhere:
             assert len(set(sequence.pages)) == len(sequence.pages)
             assert sequence.num_reported_tokens <= sequence.num_computed_tokens <= sequence.num_tokens

@@ -140,6 +140,13 @@ def test_the_status_of_the_engine(engine: Engine, capsys: Captured) -> None:
         (["submit", "x", "--max-tokens", "-1"], 2, "rocmforge submit: --max-tokens -1: out of range"),
         (["submit", "x", "--id", "\udcff"], 2, "rocmforge submit: --id must be UTF-8"),
         (["submit", "x", "--id", "y" * 129], 1, "rocmforge submit: FIELD_INVALID: request_id has 129 characters"),
+        (["submit", "x", "--priority", "2147483648"], 2, "rocmforge submit: --priority 2147483648: out of range"),
+        (
+            ["submit", "x", "--priority", "-101"],
+            1,
+            "rocmforge submit: FIELD_INVALID: priority is -101; it must be -100",
+        ),
+        (["batch", "--priority", "4294967296"], 2, "rocmforge batch: priority cannot be 4294967296"),
         (["submit", "\udcff"], 2, "rocmforge submit: PROMPT and --stop must be UTF-8"),
         (["watch", "nobody"], 1, "rocmforge watch: REQUEST_UNKNOWN: no submitted generation 'nobody'"),
         (["watch", "x", "--from-token", "-1"], 2, "rocmforge watch: --from-token -1: out of range"),
@@ -189,6 +196,17 @@ def records(text: str) -> dict[int, dict[str, Any]]:
     found = [json.loads(line) for line in text.splitlines()]
     assert len({record["index"] for record in found}) == len(found)
     return {record["index"]: record for record in found}
+
+
+def test_a_line_has_its_own_priority_or_the_flags(engine: Engine, capsys: Captured, tmp_path: Path) -> None:
+    lines = ({"prompt": "x", "priority": 100}, {"prompt": "x", "priority": 101}, {"prompt": "x"})
+    source = write(tmp_path / "in", *lines)
+    assert run(engine, "batch", str(source), *GREEDY, "--priority", "-101", "--retries", "0") == 1
+    found = records(capsys.readouterr().out)
+    assert "error" not in found[0]
+    for index, told in ((1, "priority is 101"), (2, "priority is -101")):
+        error = found[index]["error"]
+        assert (error["reason"], error["field"]) == ("FIELD_INVALID", "priority") and told in error["message"]
 
 
 def test_a_line_for_each_line(engine: Engine, capsys: Captured, tmp_path: Path) -> None:

@@ -71,12 +71,27 @@ def test_a_file_sets_what_neither_flags_nor_the_environment_do(tmp_path: Path) -
         ("--kvcache", "nowhere", "local, unix:"),
         ("--kvcache", "10.0.0.1:50052", "on this host"),
         ("--listen", "0.0.0.0:1", "--insecure"),
+        ("--metrics", "0.0.0.0:1", "--insecure"),
+        ("--metrics", "unix:/m.sock", "want host:port"),
+        ("--max-step-tokens", "32", "more than --max-batch, 32"),
+        ("--priority-step", "-1", "0 to"),
     ],
 )
 def test_a_bad_value_is_named_with_its_flag_and_limit(flag: str, value: str, says: str) -> None:
     with pytest.raises(InvalidConfiguration) as caught:
         Config.read([flag, value], {})
     assert flag in caught.value.message and says in caught.value.message
+
+
+def test_metrics_are_off_or_where_they_are_told_to_be(tmp_path: Path) -> None:
+    assert Config.read([], {}).metrics is None
+    assert str(Config.read(["--metrics", "localhost:9464"], {}).metrics) == "localhost:9464"
+    assert str(Config.read([], {"ROCMFORGE_ENGINE_METRICS": "[::1]:9464"}).metrics) == "[::1]:9464"
+    file = tmp_path / "engine.toml"
+    file.write_text('metrics = "127.0.0.1:9464"\npriority-step = 2.5')
+    config = Config.read(["--config", str(file)], {})
+    assert str(config.metrics) == "127.0.0.1:9464" and config.limits.priority_step_s == 2.5
+    assert str(Config.read(["--metrics", "0.0.0.0:0", "--insecure"], {}).metrics) == "0.0.0.0:0"
 
 
 @pytest.mark.parametrize("address", ["local", "unix:/run/x.sock", "127.0.0.1:50052", "localhost:1", "[::1]:5"])

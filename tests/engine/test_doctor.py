@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -38,6 +39,14 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     found = statuses(machine(tmp_path), config(tmp_path))
     assert {found[name] for name in ("listen", "open files", "model", "KV-cache daemon")} == {Status.OK}
     assert {status for name, status in found.items() if "GPU" in name or "kernel" in name} == {Status.SKIPPED}
+
+
+def test_the_address_of_metrics_is_looked_at(tmp_path: Path) -> None:
+    taken = machine(tmp_path)
+    assert "metrics" not in statuses(taken, config(tmp_path))
+    assert statuses(taken, config(tmp_path, "--metrics", "127.0.0.1:9464"))["metrics"] is Status.OK
+    taken.binding["127.0.0.1:9464"] = errno.EADDRINUSE
+    assert statuses(taken, config(tmp_path, "--metrics", "127.0.0.1:9464"))["metrics"] is Status.FAILED
 
 
 def test_with_all_that_a_gpu_needs(tmp_path: Path) -> None:

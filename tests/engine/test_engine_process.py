@@ -171,10 +171,15 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         (["--max-batch", "0"], "--max-batch 0: want a whole number from 1 to 1024"),
         (["--model", "/nonexistent", "--kvcache", "local", "--listen", "127.0.0.1:0"], "/nonexistent"),
         (["--listen", "0.0.0.0:0"], "--insecure"),
+        (
+            ["--listen", "127.0.0.1:0", "--metrics", "192.0.2.1:9464", "--insecure"],
+            "--metrics 192.0.2.1:9464: cannot bind",
+        ),
+        (["--max-batch", "512"], "--max-step-tokens 512: must be more than --max-batch, 512"),
         (["--listen", "127.0.0.1:0", "--kvcache", "unix:/nonexistent.sock", "--kvcache-patience", "0"], "nonexistent"),
         (["--listen", "127.0.0.1:0", "--kvcache", "local", "--page-size", "4096", "--local-pages", "16777216"], "room"),
     ],
-    ids=["flag", "model", "exposure", "daemon", "memory"],
+    ids=["flag", "model", "exposure", "metrics", "budget", "daemon", "memory"],
 )
 def test_it_says_in_one_line_why_it_cannot_start(arguments: list[str], says: str) -> None:
     done = run(*arguments)
@@ -192,6 +197,7 @@ def test_help_tells_every_flag() -> None:
     done = run("--help")
     assert done.returncode == 0
     flags = ["--model", "--kvcache", "--listen", "--max-batch", "--kvcache-patience", "--pool-id", "--tls-cert"]
+    flags += ["--metrics", "--max-step-tokens", "--priority-step"]
     flags += ["--max-queue", "--max-queue-tokens", "--generation-ttl", "--generation-count", "--generation-memory"]
     for word in (*flags, "--grace", *COMMANDS):
         assert word in done.stdout

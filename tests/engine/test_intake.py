@@ -33,6 +33,12 @@ def test_defaults() -> None:
     assert request.sampling.seed != read().sampling.seed
 
 
+def test_priorities_to_both_limits() -> None:
+    assert [read(priority=at).priority for at in (-100, 0, 100)] == [-100, 0, 100] and read().priority == 0
+    with pytest.raises(FieldInvalid, match="priority is 101; it must be -100 to 100"):
+        read(priority=101)
+
+
 def test_eos_can_be_ignored() -> None:
     assert read(stopping=pb.Stopping(ignore_eos=True)).stopping.eos_token_ids == frozenset()
 

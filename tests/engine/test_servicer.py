@@ -168,6 +168,8 @@ BAD: list[tuple[str, pb.GenerateRequest, str]] = [
     ("prompt.text", request("x" * (1 << 20)), "PROMPT_TOO_LONG"),
     ("request_id", request(request_id=LONG), "FIELD_INVALID"),
     ("cache_salt", request(cache_salt=LONG), "FIELD_INVALID"),
+    ("priority", request(priority=101), "FIELD_INVALID"),
+    ("priority", request(priority=-101), "FIELD_INVALID"),
     ("stopping.max_tokens", request(stopping={"max_tokens": 0}), "FIELD_INVALID"),
     ("stopping.min_tokens", request(stopping={"max_tokens": 3, "min_tokens": 4}), "FIELD_INVALID"),
     ("stopping.stop", request(stopping={"stop": ["x"] * 17}), "FIELD_INVALID"),

@@ -59,6 +59,19 @@ def test_structures_names_every_module() -> None:
         assert not missing, f"docs/structures.md does not tell what {missing} of {package} are"
 
 
+def test_alerts_are_on_metrics_that_there_are() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    tables, alerts = page.split("## What to alert on")
+    told = dict(re.findall(r"^\| `(rocmforge_\w+)` \| (\w+) \|", tables, re.MULTILINE))
+    asked = re.findall(r"rocmforge_\w+", alerts)
+    assert told and asked
+    for name in asked:
+        family = re.sub(r"_(bucket|sum|count)$", "", name)
+        assert name in told or told.get(family) == "histogram", f"an alert is on {name}"
+    short = re.findall(r"`(\w+(?:_seconds|_total))`", alerts)
+    assert all(any(name.endswith(one) for name in told) for one in short)
+
+
 def test_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):

@@ -21,14 +21,19 @@ KVCACHE = (
 )
 ENGINE = (
     *("sequence", "scheduler", "admission", "waiting", "turnover", "deadlines", "pagesource", "localpages"),
-    *("loop", "streams", "generation", "generations"),
+    *("loop", "streams", "generation", "generations", "observations"),
 )
 DOMAIN = {
     "services.errors",
+    "services.distribution",
+    "services.calls",
     *(f"services.kvcache.{name}" for name in KVCACHE),
     *(f"services.engine.{name}" for name in ENGINE),
 }
-NOT_IN_DOMAIN = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "rocmforge", "numpy", "cupy")
+NOT_IN_DOMAIN = (
+    *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "rocmforge", "numpy", "cupy"),
+    "prometheus_client",
+)
 
 #: Modules that may import generated code: the edges where messages come in and go out.
 EDGES = {"servicer", "messages", "server", "kvclient", "__main__"}

@@ -110,6 +110,8 @@ def test_a_killed_daemons_arena_is_removed_by_the_next_and_a_living_ones_is_not(
         (["--tls-cert", "x"], "--tls-cert and --tls-key go together"),
         (["--tls-cert", "/none", "--tls-key", "/none"], "--tls-cert: cannot read /none"),
         (["--arena-dir", "/proc/none"], "--arena-dir /proc/none: "),
+        (["--metrics", "0.0.0.0:9465"], "--metrics 0.0.0.0:9465: reachable from other hosts"),
+        (["--metrics", "192.0.2.1:9465", "--insecure"], "--metrics 192.0.2.1:9465: cannot bind"),
     ],
 )
 def test_bad_settings_end_with_one_sentence_and_status_2(tmp_path: Path, flags: list[str], words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -36,6 +37,14 @@ def test_a_cpu_daemon_is_not_asked_for_a_gpu(tmp_path: Path) -> None:
     gpu = {name: status for name, status in found.items() if "GPU" in name or name == "CuPy"}
     assert set(gpu.values()) == {Status.SKIPPED} and set(gpu) >= set(GPU_CHECKS)
     assert {found[name] for name in ("listen", "shared memory", "shared memory, for real", "open files")} == {Status.OK}
+
+
+def test_the_address_of_metrics_is_looked_at(tmp_path: Path) -> None:
+    taken = machine(tmp_path)
+    assert "metrics" not in statuses(taken, config(tmp_path))
+    assert statuses(taken, config(tmp_path, "--metrics", "127.0.0.1:9464"))["metrics"] is Status.OK
+    taken.binding["127.0.0.1:9464"] = errno.EADDRINUSE
+    assert statuses(taken, config(tmp_path, "--metrics", "127.0.0.1:9464"))["metrics"] is Status.FAILED
 
 
 def test_a_gpu_daemon_lacks_a_gpu(tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ CASES: list[Case] = [
     # --- addresses
     ("port free", lambda: addresses.listen(M(), TCP), OK, "127.0.0.1:50052 is free", ""),
     ("port taken", lambda: addresses.listen(having(M(), binding={str(TCP): errno.EADDRINUSE}), TCP), FAILED, "is in use", "stop what listens there"),
+    ("port for metrics taken", lambda: addresses.listen(having(M(), binding={str(TCP): errno.EADDRINUSE}), TCP, "--metrics"), FAILED, "is in use", "choose another --metrics"),
     ("not our address", lambda: addresses.listen(having(M(), binding={str(TCP): errno.EADDRNOTAVAIL}), TCP), FAILED, "no address of this host", "ip addr"),
     ("a port of root's", lambda: addresses.listen(having(M(), binding={str(TCP): errno.EACCES}), TCP), FAILED, "Permission denied", "from 1024 on"),
     ("socket free", lambda: addresses.listen(run_dir(), UNIX), OK, "k.sock is free$", ""),

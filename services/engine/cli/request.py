@@ -13,11 +13,11 @@ from rocmforge.engine.v1 import engine_pb2 as pb
 _PLACES = {
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "seed"), "sampling"),
     **dict.fromkeys(("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop"), "stopping"),
-    **dict.fromkeys(("cache_salt",), ""),
+    **dict.fromkeys(("cache_salt", "priority"), ""),
 }
 _LISTS = ("stop", "stop_token_ids")
 _SWITCHES = ("ignore_eos", "include_stop")
-_FLAGS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+_FLAGS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "priority")
 
 
 class Unfit(ValueError):
@@ -32,6 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, metavar="X", help="only the likeliest tokens that together have X")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text (default: random)")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT; repeatable")
+    parser.add_argument("--priority", type=int, metavar="N", help="-100 to 100, higher goes first (default: 0)")
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:

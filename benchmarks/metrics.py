@@ -1,0 +1,120 @@
+"""What observing costs a step, and what a scrape costs.
+
+The steps are the engine's own with a model that computes nothing, so that what is left is the scheduler and the loop;
+with the distributions fed, and with observations that are dropped. A figure is the median, over the rounds, of the
+processor time of the loop's thread, which other load on the machine hardly touches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Sequence as Items
+from unittest import mock
+
+import structlog
+from prometheus_client import CollectorRegistry, generate_latest
+
+from benchmarks.step import GREEDY, PAGE_SIZE, NoText
+from services.calls import Calls
+from services.distribution import Distribution
+from services.engine.admission import Limits
+from services.engine.generations import Generations, Retention
+from services.engine.localpages import LocalPageSource
+from services.engine.loop import EngineLoop, Event
+from services.engine.metrics import EngineMetrics
+from services.engine.observations import Observations
+from services.engine.scheduler import Chunk
+from services.engine.sequence import Request, Stopping
+from services.engine.servicer import Served
+from services.engine.streams import Streams
+from services.errors import ServiceError
+
+PAGES = 1 << 14
+
+
+class NoModel:
+    """Every token is a 1."""
+
+    def run(self, step: Items[Chunk]) -> list[int | ServiceError | None]:
+        """At once."""
+        return [1 if chunk.samples else None for chunk in step]
+
+
+def drop(self: Distribution, value: float) -> None:
+    """Stands for ``observe``."""
+
+
+def run(batch: int, tokens: int) -> tuple[float, EngineLoop]:
+    """Microseconds of a step of so many requests, and the loop that made them."""
+    ended: list[Event] = []
+
+    def outbox(events: list[Event]) -> None:
+        ended.extend(event for event in events if event.outcome is not None)
+
+    limits = Limits(max_batch=batch, max_step_tokens=max(512, batch + 1), max_queue=batch)
+    loop = EngineLoop(NoModel(), LocalPageSource(PAGES, PAGE_SIZE), limits, outbox)
+    for at in range(batch):
+        loop.submit(Request(str(at), (at + 1,) * 8, Stopping(max_tokens=tokens), GREEDY, NoText()))
+    began = time.thread_time()
+    while len(ended) < batch:
+        loop.iterate()
+    return (time.thread_time() - began) / loop.totals.steps * 1e6, loop
+
+
+def observe_ns(count: int = 200_000) -> float:
+    """Nanoseconds of one observation."""
+    distribution = Observations().between_tokens
+    began = time.thread_time()
+    for _ in range(count):
+        distribution.observe(0.02)
+    return (time.thread_time() - began) / count * 1e9
+
+
+def scrape_ms(loop: EngineLoop, count: int = 50) -> float:
+    """Milliseconds of one scrape of an engine, its text included; it is no thread's of the engine."""
+    served = mock.create_autospec(Served, instance=True, model_id="none", backend="none", loop=loop)
+    served.limits, served.epoch = Limits(1, 2, 1), lambda: 0
+    metrics = EngineMetrics(Streams(), Generations(Retention()), Calls(), Calls(), lambda: False)
+    metrics.serve(served)
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    began = time.thread_time()
+    for _ in range(count):
+        generate_latest(registry)
+    return (time.thread_time() - began) / count * 1e3
+
+
+def main() -> int:
+    """Returns 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.metrics", description=__doc__)
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 8, 32, 256], help="batch sizes (default 1 8 32 256)"
+    )
+    parser.add_argument("--tokens", type=int, default=200, help="tokens generated per request (default 200)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds that count (default 15)")
+    flags = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    print("batch  off us/step  on us/step  added us")
+    for batch in flags.batch:
+        off, on = list[float](), list[float]()
+        for at in range(flags.rounds + 1):
+            for fed in (False, True) if at % 2 else (True, False):
+                if fed:
+                    took, loop = run(batch, flags.tokens)
+                else:
+                    with mock.patch.object(Distribution, "observe", drop):
+                        took, _ = run(batch, flags.tokens)
+                if at:  # the first warms up
+                    (on if fed else off).append(took)
+        added = statistics.median(b - a for a, b in zip(off, on, strict=True))
+        print(f"{batch:5}  {statistics.median(off):11.1f}  {statistics.median(on):10.1f}  {added:8.1f}", flush=True)
+    print(f"an observation takes {observe_ns():.0f} ns, a scrape {scrape_ms(loop):.1f} ms")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

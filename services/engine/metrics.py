@@ -1,0 +1,113 @@
+"""The engine's counts as Prometheus metrics. docs/metrics.md tells what each is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.calls import Calls
+from services.distribution import Distribution
+from services.engine.generations import Generations
+from services.engine.loop import EngineLoop
+from services.engine.sequence import FinishReason
+from services.engine.servicer import Served
+from services.engine.streams import Streams
+from services.metrics import Families, Rows
+
+PREFIX = "rocmforge_engine_"
+
+
+class EngineMetrics(Collector):
+    """What there is of an engine when somebody asks; the engine's thread is never waited for.
+
+    ``served_calls`` are those that the engine answers, ``made_calls`` those that it makes to the daemon.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        generations: Generations,
+        served_calls: Calls,
+        made_calls: Calls,
+        draining: Callable[[], bool],
+    ) -> None:
+        self._streams = streams
+        self._generations = generations
+        self._served_calls = served_calls
+        self._made_calls = made_calls
+        self._draining = draining
+        self._served: Served | None = None
+
+    def serve(self, served: Served) -> None:
+        """There is a model from now on, and with it nearly all of the metrics."""
+        self._served = served
+
+    def collect(self) -> list[Metric]:
+        """All families."""
+        families = Families(PREFIX)
+        families.gauge("draining", "1 while the engine takes no new request because it shuts down.", self._draining())
+        families.gauge(
+            "generations_retained", "Submitted generations that are over and kept.", self._generations.retained
+        )
+        families.gauge("generation_bytes", "Bytes of the output of submitted generations.", self._generations.bytes)
+        families.calls("rpc", "Calls that the engine served", self._served_calls)
+        families.calls("kvcache_rpc", "Calls that the engine made to the KV-cache daemon", self._made_calls)
+        if self._served is not None:
+            self._tell_served(families, self._served)
+            _tell_loop(families, self._served.loop)
+        return families.metrics
+
+    def _tell_served(self, families: Families, served: Served) -> None:
+        scheduler = served.loop.scheduler
+        running = len(scheduler.running) + len(scheduler.leaving)
+        waiting = max(0, len(self._streams) - running)
+        families.info("model_info", "What is served.", model=served.model_id, backend=served.backend)
+        families.info("lease_info", "The daemon's run that the session is of.", epoch=f"{served.epoch():016x}")
+        families.gauge("num_requests_running", "Requests that have pages.", running)
+        families.gauge("num_requests_waiting", "Requests that wait for a place or for pages.", waiting)
+        families.gauge("num_tokens_waiting", "Tokens that these have to be computed.", scheduler.waiting.tokens)
+        families.gauge("queue_limit_requests", "Requests that may wait.", served.limits.max_queue)
+        families.gauge("queue_limit_tokens", "Tokens that may wait.", served.limits.max_queue_tokens)
+        families.gauge("kv_pages_held", "Distinct pages that live requests of this engine have.", scheduler.held_pages)
+        usage = scheduler.held_pages / max(1, scheduler.total_pages)
+        families.gauge("kv_cache_usage_perc", "Part of the pool that these are, 0 to 1.", usage)
+
+
+def _tell_loop(families: Families, loop: EngineLoop) -> None:
+    totals, scheduler, seen = loop.totals, loop.scheduler, loop.observations
+    families.counter("prompt_tokens_total", "Tokens of prompts that were queued.", totals.prompt_tokens)
+    families.counter("generation_tokens_total", "Tokens sampled.", totals.generated_tokens)
+    families.counter("num_preemptions_total", "Requests that gave their pages up for others.", scheduler.preemptions)
+    families.counter(
+        "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", scheduler.looked_up_tokens
+    )
+    families.counter("prefix_cache_hits_total", "Prompt tokens found there.", scheduler.cached_tokens)
+    ended: Rows = {(reason.name.lower(),): totals.ended[reason] for reason in FinishReason}
+    families.counters("request_success_total", "Requests that ended without an error.", ("finished_reason",), ended)
+    families.counters(
+        "request_errors_total", "Requests that were queued and ended with an error.", ("reason",), _by(totals.errors)
+    )
+    families.counters("requests_refused_total", "Requests that were not queued.", ("reason",), _by(totals.refused))
+    families.counter("page_calls_total", "Exchanges of pages, one for a whole batch.", totals.page_calls)
+    families.counter("session_recoveries_total", "Times the session was lost and opened anew.", totals.recoveries)
+    families.histogram("time_to_first_token_seconds", "From the request to its first token.", seen.first_token)
+    families.histogram("inter_token_latency_seconds", "From one token of a request to the next.", seen.between_tokens)
+    families.histogram("e2e_request_latency_seconds", "From the request to its end.", seen.request)
+    families.histogram("request_queue_time_seconds", "From the request to its first pages.", seen.queue)
+    families.histogram("request_prompt_tokens", "Tokens of prompts, of requests that ended.", seen.prompt_tokens)
+    families.histogram("request_generation_tokens", "Tokens generated, of requests that ended.", seen.generated_tokens)
+    phases: dict[tuple[str, ...], Distribution] = {
+        ("schedule",): seen.schedule,
+        ("compute",): seen.compute,
+        ("page_wait",): seen.page_wait,
+    }
+    families.histograms("step_seconds", "Time of steps, by what they do.", ("phase",), phases)
+    families.histogram("step_requests", "Requests in a step.", seen.step_requests)
+    families.histogram("iteration_tokens_total", "Tokens computed in a step.", seen.step_tokens)
+    families.histogram("page_wait_seconds", "Time that each exchange of pages was waited for.", seen.exchange_wait)
+
+
+def _by(counts: dict[str, int]) -> Rows:
+    return {(reason,): count for reason, count in dict(counts).items()}

@@ -1,0 +1,101 @@
+"""What is killed in the middle of a full batch, and what its clients see of that: nothing, but for a pause."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
+from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
+from tests.e2e.conftest import MODEL
+from tests.generation import collect, request
+from tests.processes import Service, engine, kvcache
+
+REQUESTS = 32
+TOKENS = 150
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="rf-") as name:  # short: the path of a socket has a limit
+        yield Path(name)
+
+
+def asked(at: int, salt: str) -> engine_pb2.GenerateRequest:
+    """One of the requests, all different: greedy and drawn, short prompts and long, of one beginning and of others."""
+    prompt = (
+        "KING HENRY:\nOnce more unto the breach! " if at % 2 else "ROMEO:\n"
+    ) + f"Act {at}, scene {at * 7 % 5}. " * (at % 9)
+    sampling = {"temperature": 0.9 if at % 3 else 0.0, "seed": at}
+    return request(prompt, TOKENS, sampling=sampling, cache_salt=salt, priority=at % 5 - 2)
+
+
+def undisturbed(stub: Any) -> list[list[int]]:
+    """What the requests generate when nothing happens."""
+    batch = engine_pb2.BatchGenerateRequest(requests=[asked(at, "alone") for at in range(REQUESTS)])
+    tokens: list[list[int]] = [[] for _ in range(REQUESTS)]
+    for item in stub.BatchGenerate(batch):
+        assert not item.HasField("error"), item.error
+        tokens[item.index] += item.response.token_ids
+    assert {len(one) for one in tokens} == {TOKENS}
+    return tokens
+
+
+def stub_of(service: Service) -> Any:
+    return engine_pb2_grpc.EngineServiceStub(service.channel)
+
+
+def stats(stub: Any) -> engine_pb2.GetStatsResponse:
+    return stub.GetStats(engine_pb2.GetStatsRequest())
+
+
+def assert_clean(stub: Any, daemon: Service) -> None:
+    now = stats(stub)
+    assert (now.running_requests, now.queued_requests, now.held_pages, now.failed_requests) == (0, 0, 0, 0)
+    cache = kvcache_pb2_grpc.KvCacheServiceStub(daemon.channel)
+    assert not cache.Fsck(kvcache_pb2.FsckRequest()).violations
+    [pool] = cache.GetStats(kvcache_pb2.GetStatsRequest()).pools
+    assert (pool.active_sequences, pool.held_pages, pool.quarantined_pages) == (0, 0, 0)
+
+
+def test_a_daemon_killed_under_a_full_batch_changes_no_token_of_any(directory: Path) -> None:
+    with kvcache(directory) as first, engine(directory, first.address, model=MODEL) as one:
+        stub = stub_of(one)
+        expected = undisturbed(stub)
+        streams = [stub.Generate(asked(at, "")) for at in range(REQUESTS)]
+        begun = [list(next(stream).token_ids) for stream in streams]
+        during = stats(stub)
+        assert during.running_requests == REQUESTS and during.recoveries == 0
+        first.kill()
+        with kvcache(directory) as second:
+            tokens = [head + collect(stream)[1] for head, stream in zip(begun, streams, strict=True)]
+            assert tokens == expected
+            assert stats(stub).recoveries == 1
+            assert_clean(stub, second)
+
+
+def test_an_engine_killed_under_a_full_batch_comes_back_to_a_warm_cache(directory: Path) -> None:
+    prompt = "KING RICHARD III:\n" + "A horse! a horse! my kingdom for a horse! " * 6
+    with kvcache(directory) as daemon:
+        with engine(directory, daemon.address, model=MODEL) as one:
+            cold = collect(stub_of(one).Generate(request(prompt)))
+            assert cold[2].usage.cached_tokens == 0
+            streams = [stub_of(one).Generate(asked(at, "dies")) for at in range(REQUESTS)]
+            for stream in streams:
+                next(stream)
+            one.kill()
+        with engine(directory, daemon.address, model=MODEL, name="again") as other:
+            warm = collect(stub_of(other).Generate(request(prompt)))
+            assert warm[:2] == cold[:2]
+            assert warm[2].usage.cached_tokens == (warm[2].usage.prompt_tokens - 1) // 16 * 16 > 0
+            cache = kvcache_pb2_grpc.KvCacheServiceStub(daemon.channel)
+            # Until the daemon saw that the process is gone; the 32 have left complete pages alone.
+            while cache.GetStats(kvcache_pb2.GetStatsRequest()).pools[0].held_pages:
+                pass
+            while cache.GetStats(kvcache_pb2.GetStatsRequest()).pools[0].quarantined_pages:
+                pass
+            assert_clean(stub_of(other), daemon)
