@@ -26,8 +26,8 @@ AHEAD_SHARE = 16
 @dataclass(frozen=True, slots=True)
 class Limits:
     """``max_batch`` requests run at once, on ``max_step_tokens`` a step; ``max_queue`` may wait beyond those, with
-    ``max_queue_tokens`` tokens together. A growing request asks for ``growth_pages`` pages at a time. A point of priority
-    is worth ``priority_step_s`` seconds of having come earlier.
+    ``max_queue_tokens`` tokens together. A growing request asks for ``growth_pages`` pages at a time. A point of
+    priority is worth ``priority_step_s`` seconds of having come earlier.
 
     Where ``max_step_tokens`` is more than ``max_batch``, as the configuration demands, each step has a token for every
     decoding request and some for a prompt.
