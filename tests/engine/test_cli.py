@@ -171,7 +171,8 @@ def test_every_command_has_help_and_says_when_nobody_is_there(
         cli.run(command, ["--help"])
     assert ended.value.code == 0 and f"services.engine {command}" in capsys.readouterr().out
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "x"}\n')))
-    more = {"status": [], "batch": ["--retries", "0"]}.get(command, ["x"])
+    alone: dict[str, list[str]] = {name: [] for name in ("status", "chat", "models", "purge", "bench")}
+    more = {**alone, "batch": ["--retries", "0"]}.get(command, ["x"])
     target = f"unix:{tmp_path}/none.sock"
     assert cli.run(command, [*more, "--target", target]) == 1
     assert capsys.readouterr().err.startswith(f"rocmforge {command}: UNAVAILABLE: no engine at {target}: ")
@@ -225,7 +226,7 @@ def test_a_line_for_each_line(engine: Engine, capsys: Captured, tmp_path: Path) 
         "message": "top_p is 7.0; it must be more than 0 and at most 1",
         "field": "sampling.top_p",
     }
-    assert "there is no 'bogus'; there are id, prompt, temperature" in said[6]
+    assert "there is no 'bogus'; there are id, prompt, messages, chat" in said[6]
     assert said[7] == "prompt is not UTF-8" and found[7]["id"] == "half"
     assert said[8] == "max_tokens cannot be True" and said[9] == "stop cannot be 7"
     assert found[10]["error"]["field"] == "prompt"
@@ -318,6 +319,28 @@ def test_an_interrupt_keeps_what_is_done(engine: Engine, tmp_path: Path) -> None
     done = records(output.read_text())
     assert 0 < len(done) < 31 and all("finish" in one for one in done.values())
     engine.idle()
+
+
+def test_an_interrupt_before_all_threads_run(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that run end, and what they were about is neither done nor failed."""
+    begun: list[threading.Thread] = []
+
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            if begun:
+                assert engine.steps.reached.wait(30)
+                raise KeyboardInterrupt
+            begun.append(self)
+            super().start()
+
+    source, output = write(tmp_path / "in", *({"prompt": [1, at + 2]} for at in range(30))), tmp_path / "out"
+    engine.steps.hold()
+    monkeypatch.setattr("services.engine.cli.batch.threading.Thread", Interrupted)
+    assert run(engine, "batch", str(source), "--output", str(output)) == 130
+    assert len(begun) == 1 and not begun[0].is_alive()
+    assert output.read_text() == ""
 
 
 class Terminal(io.StringIO):
