@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ MAX_ROLE = 128
 
 #: Names that are said in fields of their own.
 _FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+#: Up to here a double holds every whole number.
+_EXACT = 1 << 53
 _KEYS = ("role", "content", "name")
 
 
@@ -88,21 +91,18 @@ class Chat:
                 field="messages.continue_final_message",
             )
         messages = [self._message(one, f"messages.items[{at}]") for at, one in enumerate(message.items)]
-        arguments = self._json(message.template_arguments, "messages.template_arguments")
+        arguments = self._arguments(message.template_arguments)
         for name in _FIELDS:
             if name in arguments:
                 raise FieldInvalid(
                     f"template_arguments has {name}, which is a field of its own", field="messages.template_arguments"
                 )
-        tools = self._json(message.tools, "messages.tools") if message.HasField("tools") else None
-        for at, tool in enumerate(tools or ()):
-            if not isinstance(tool, dict):
-                raise FieldInvalid(f"tools[{at}] is not an object", field=f"messages.tools[{at}]")
-        template = self._templates.get(TOOL_USE if tools is not None else DEFAULT, self._templates[DEFAULT])
+        tools = [self._object(tool, f"messages.tools[{at}]") for at, tool in enumerate(message.tools)]
+        template = self._templates.get(TOOL_USE if tools else DEFAULT, self._templates[DEFAULT])
         text = template.render(
             messages,
             size=size,
-            tools=tools,
+            tools=tools or None,
             arguments=arguments,
             add_generation_prompt=asking,
             continue_final_message=going_on,
@@ -131,19 +131,30 @@ class Chat:
         }
         if message.name:
             told["name"] = self._text(message.name, f"{field}.name")
-        other = self._json(message.other, f"{field}.other")
+        other = self._object(message.other, f"{field}.other") if message.other else {}
         for key in _KEYS:
             if key in other:
                 raise FieldInvalid(f"{field}.other has {key}, which is a field of its own", field=f"{field}.other")
         return told | other
 
-    def _json(self, message: Any, field: str) -> Any:
-        """A Struct or a ListValue as a template sees it: whole numbers are such, and text is guarded as messages are."""
+    def _arguments(self, message: Any) -> Any:
+        """A Struct as a template sees it. Its numbers are doubles: those that are whole count as whole numbers."""
+        field = "messages.template_arguments"
         try:
             value = json_format.MessageToDict(message)
         except (ValueError, json_format.Error) as error:  # what JSON cannot say: NaN, infinity, a value that is unset
             raise FieldInvalid(f"{field} is not JSON: {error}", field=field) from error
-        return self._guarded(value, field)
+        return self._guarded(_whole(value), field)
+
+    def _object(self, text: str, field: str) -> Any:
+        """An object of JSON as a template sees it."""
+        try:
+            value = self._guarded(json.loads(text, parse_constant=_no_number), field)
+        except (ValueError, RecursionError) as error:
+            raise FieldInvalid(f"{field} is not JSON: {error}", field=field) from error
+        if not isinstance(value, dict):
+            raise FieldInvalid(f"{field} is not a JSON object", field=field)
+        return value
 
     def _guarded(self, value: Any, field: str) -> Any:
         match value:
@@ -156,7 +167,27 @@ class Chat:
         return value
 
     def _text(self, text: str, field: str) -> str:
+        try:
+            text.encode()
+        except UnicodeError as error:  # JSON can spell a lone surrogate
+            raise FieldInvalid(f"{field} holds half a character", field=field) from error
         for character in RESERVED:
             if character in text:
                 raise FieldInvalid(f"{field} holds U+{ord(character):04X}, which is no character", field=field)
         return self._special.guard(text)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"there is no {name} in JSON")
+
+
+def _whole(value: Any) -> Any:
+    """A value of a Struct with whole numbers as such."""
+    match value:
+        case dict():
+            return {key: _whole(inner) for key, inner in value.items()}
+        case list():
+            return [_whole(inner) for inner in value]
+        case float() if value.is_integer() and abs(value) < _EXACT:
+            return int(value)
+    return value

@@ -51,7 +51,7 @@ class Checkpoint:
         return Tokenizer.of(gguftokenizer.tokenizer_of(self.gguf), vocab_size, str(self.path))
 
     def chat(self, tokenizer: Tokenizer) -> Chat:
-        """What the model's chat template makes of messages, if it has one; that beside a GGUF file with a tokenizer there.
+        """The model's chat, by its own template or by that beside a GGUF file whose tokenizer is there, too.
 
         Raises ``ModelInvalid`` for a template that is damaged or does not parse.
         """

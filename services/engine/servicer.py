@@ -115,9 +115,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def _begin(self, message: Any, listener: Listener, deadline: float | None) -> Request:
         """Check a GenerateRequest and hand it to the engine; ``listener`` hears of it from here on."""
         served = self._model()
-        asked = await read_request(
-            message, served.config, served.tokenizer, served.chat, self._clock(), deadline
-        )
+        asked = await read_request(message, served.config, served.tokenizer, served.chat, self._clock(), deadline)
         # From here to the submission nothing is awaited, so none slips in behind the thread's end.
         self._check_open()
         if asked.request_id in self.generations:
@@ -196,9 +194,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             generation = self.generations.again(wanted, mark) if wanted else None
             if generation is None:
                 deadline = None if timeout_s is None else now + timeout_s
-                asked = await read_request(
-                    request.request, served.config, served.tokenizer, served.chat, now, deadline
-                )
+                asked = await read_request(request.request, served.config, served.tokenizer, served.chat, now, deadline)
                 # It may have come twice at once. From here to the submission nothing is awaited.
                 generation = self.generations.again(asked.request_id, mark)
                 if generation is None:

@@ -1,4 +1,4 @@
-"""Special tokens in the text of a chat: those that the template wrote are tokens, those that somebody typed are text."""
+"""Special tokens in the text of a chat: what the template wrote are tokens, what somebody typed is text."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SpecialTokens:
     """Tells special tokens apart by who wrote them. Any thread may use it.
 
     `guard` puts a noncharacter into every special token that a text spells. A template may trim, cut and join such a
-    text, and what it writes beside it has no guard; `encode` then reads special tokens without one, and takes the guards
-    out of the others.
+    text, and what it writes beside it has no guard; `encode` then reads special tokens that have none, and takes the
+    guards out of the others.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -75,13 +75,14 @@ class SpecialTokens:
                 copy = tokenizers.Tokenizer.from_str(self._tokenizer.inner.to_str())
                 copy.no_truncation()
                 copy.no_padding()
-                numbers = {}
+                numbers = dict[int, int]()
                 for number, token in self._added.items():
                     spelling = f"{_MARK}{token.content}"
                     # Not special itself: special ones are what the copy reads as text.
                     like = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
                     copy.add_tokens([AddedToken(spelling, special=False, normalized=False, **like)])
-                    numbers[copy.token_to_id(spelling)] = number
+                    if (marked := copy.token_to_id(spelling)) is not None:
+                        numbers[marked] = number
                 copy.encode_special_tokens = True
                 self._marked = copy, numbers
             return self._marked

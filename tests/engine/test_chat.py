@@ -34,11 +34,13 @@ CHATML = chat(template_of("chatml"))
 def messages(turns: list[dict[str, Any]], **fields: Any) -> pb.Messages:
     """A Messages as its JSON has it."""
     known = ("role", "content", "name")
-    items = [
-        {key: turn[key] for key in known if key in turn}
-        | {"other": {key: value for key, value in turn.items() if key not in known}}
-        for turn in turns
-    ]
+    items = []
+    for turn in turns:
+        other = {key: value for key, value in turn.items() if key not in known}
+        told = {"other": json.dumps(other, ensure_ascii=False)} if other else {}
+        items.append({key: turn[key] for key in known if key in turn} | told)
+    if "tools" in fields:
+        fields["tools"] = [json.dumps(tool) for tool in fields["tools"]]
     return json_format.ParseDict({"items": items, **fields}, pb.Messages())
 
 
@@ -93,10 +95,14 @@ def test_what_spells_a_special_token_in_a_message_is_text() -> None:
 def test_names_and_other_keys_are_there_when_they_are_given() -> None:
     shown = chat("{{ messages | tojson }}")
     assert read(messages(said("x")), shown).text == '[{"role": "user", "content": "x"}]'
-    made = read(messages([{"role": "user", "content": "x", "name": "n", "more": {"a": [1, 2.5, None, True]}}]), shown)
-    assert made.text == (
-        '[{"role": "user", "content": "x", "name": "n", "more": {"a": [1, 2.5, null, true]}}]'
+    made = read(
+        messages([{"role": "user", "content": "x", "name": "n", "more": {"b": [1, 2.5, None, True], "a": 2.0}}]), shown
     )
+    assert made.text == (
+        '[{"role": "user", "content": "x", "name": "n", "more": {"b": [1, 2.5, null, true], "a": 2.0}}]'
+    )
+    typed = messages(said("x"), template_arguments={"n": 3, "x": 0.5, "big": 1e300})
+    assert read(typed, chat("{{ n }} {{ x }} {{ big }}")).text == "3 0.5 1e+300"
     escaped = chat("{{ messages | tojson(ensure_ascii=true) }}")
     made = read(messages(said('ü🙂"<s>')), escaped)
     assert made.text == json.dumps(said('ü🙂"<s>')) and not set(made.token_ids) & set(range(10))
@@ -115,6 +121,10 @@ def test_a_model_without_a_template() -> None:
     assert "no chat template: it is bad" in refusal(messages(said("x")), Chat({}, TOKENIZER, "it is bad")).message
 
 
+def _deep(levels: int) -> str:
+    return '{"a": ' + "[" * levels + "]" * levels + "}"
+
+
 @pytest.mark.parametrize(
     ("made", "field"),
     [
@@ -127,7 +137,12 @@ def test_a_model_without_a_template() -> None:
         (messages(said("x"), template_arguments={"messages": 1}), "messages.template_arguments"),
         (messages(said("x"), template_arguments={"a": "\ufdd2"}), "messages.template_arguments"),
         (messages(said("x"), tools=[{}, 7]), "messages.tools[1]"),
-        (pb.Messages(items=[pb.Message(role="user", other={"role": "x"})]), "messages.items[0].other"),
+        (pb.Messages(items=[pb.Message(role="user", other='{"role": "x"}')]), "messages.items[0].other"),
+        (pb.Messages(items=[pb.Message(role="user", other="{")]), "messages.items[0].other"),
+        (pb.Messages(items=[pb.Message(role="user", other='{"a": NaN}')]), "messages.items[0].other"),
+        (pb.Messages(items=[pb.Message(role="user", other='{"a": "\\ud800"}')]), "messages.items[0].other"),
+        (pb.Messages(items=[pb.Message(role="user", other='{"a": ' + "[" * 9999)]), "messages.items[0].other"),
+        (pb.Messages(items=[pb.Message(role="user", other=_deep(700))]), "messages.items[0].other"),
         (messages([{"role": "user"}] * (MAX_MESSAGES + 1)), "messages.items"),
     ],
 )

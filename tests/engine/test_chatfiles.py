@@ -73,10 +73,10 @@ def test_a_folder_with_something_else(tmp_path: Path, config: Any, says: str) ->
 
 def test_a_template_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ModelInvalid, match="chat_template.jinja is not UTF-8"):
+    with pytest.raises(ModelInvalid, match=r"chat_template\.jinja is not UTF-8"):
         chatfiles.of_folder(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"x" * (chatfiles.MAX_TEMPLATE_BYTES + 1))
-    with pytest.raises(ModelInvalid, match="chat_template.jinja is larger than 1048576 bytes"):
+    with pytest.raises(ModelInvalid, match=r"chat_template\.jinja is larger than 1048576 bytes"):
         chatfiles.of_folder(tmp_path)
 
 

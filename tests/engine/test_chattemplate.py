@@ -70,7 +70,7 @@ def test_messages_are_left_as_they_were() -> None:
         ("{{ 1 | nonesuch }}", "line 1: No filter named 'nonesuch'"),
         ("\n{% endif %}", "line 2: "),
         ("{% generation %}x", "line 1: "),
-        ("x" + "{% if 1 %}" * 400 + "{% endif %}" * 400, ""),
+        ("x" + "{% if 1 %}" * 400 + "{% endif %}" * 400, "too many|Recursion|Memory|indentation"),
     ],
 )
 def test_a_template_that_does_not_parse(source: str, says: str) -> None:
@@ -80,7 +80,7 @@ def test_a_template_that_does_not_parse(source: str, says: str) -> None:
 
 def test_what_a_template_refuses_is_said_in_its_words() -> None:
     with pytest.raises(FieldInvalid, match="refuses messages: After the optional system message") as caught:
-        written(template_of("mistral"), said("Hi!")[::-1] + [{"role": "user", "content": "?"}])
+        written(template_of("mistral"), [*said("Hi!"), {"role": "user", "content": "?"}])
     assert caught.value.field == "messages"
     with pytest.raises(FieldInvalid, match="Only user and assistant roles"):
         written(template_of("mistral"), [*said("Hi!"), {"role": "tool", "content": ""}])
@@ -151,7 +151,7 @@ def test_a_template_that_makes_too_much_ends(source: str) -> None:
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("{{ 10 ** 10 ** 10 }}", "bits"),
+        ("{{ 10 ** (10 ** 10) }}", "bits"),
         ("{% set ns = namespace(x=3) %}{% for a in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}", "bits"),
         ("{{ 'x'.ljust(10000000) }}", "number 10000000"),
         ("{{ '%99999999d' % 1 }}", "width"),
@@ -165,8 +165,8 @@ def test_a_number_that_makes_too_much_is_refused(source: str, says: str) -> None
 
 
 def test_arithmetic_and_operators_do_what_they_do() -> None:
-    source = "{{ 2 ** 10 }} {{ 7 * 3 - 1 }} {{ 'ab' * 2 }} {{ [1] + [2] }} {{ '%s-%d' % ('a', 7) }} {{ 7 % 4 }} {{ -1 * 2 }}"
-    assert written(source) == "1024 20 abab [1, 2] a-7 3 -2"
+    assert written("{{ 2 ** 10 }} {{ 7 * 3 - 1 }} {{ 7 % 4 }} {{ -1 * 2 }}") == "1024 20 3 -2"
+    assert written("{{ 'ab' * 2 }} {{ [1] + [2] }} {{ '%s-%d' % ('a', 7) }}") == "abab [1, 2] a-7"
     assert written("{{ '%s|%s' | format('a', 2) }} {{ 'a' ~ 1 ~ true ~ missing }}!") == "a|2 a1True!"
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -321,9 +322,7 @@ def test_an_interrupt_keeps_what_is_done(engine: Engine, tmp_path: Path) -> None
     engine.idle()
 
 
-def test_an_interrupt_before_all_threads_run(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_before_all_threads_run(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that run end, and what they were about is neither done nor failed."""
     begun: list[threading.Thread] = []
 
@@ -337,7 +336,8 @@ def test_an_interrupt_before_all_threads_run(
 
     source, output = write(tmp_path / "in", *({"prompt": [1, at + 2]} for at in range(30))), tmp_path / "out"
     engine.steps.hold()
-    monkeypatch.setattr("services.engine.cli.batch.threading.Thread", Interrupted)
+    theirs = {name: getattr(threading, name) for name in ("Lock", "Event")}
+    monkeypatch.setattr("services.engine.cli.batch.threading", SimpleNamespace(Thread=Interrupted, **theirs))
     assert run(engine, "batch", str(source), "--output", str(output)) == 130
     assert len(begun) == 1 and not begun[0].is_alive()
     assert output.read_text() == ""

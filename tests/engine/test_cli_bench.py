@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,8 +89,8 @@ class Clock:
         return self.now
 
     async def wait(self, seconds: float) -> None:
+        await asyncio.sleep(0)  # what was begun before has its turn first
         self.now += seconds
-        await asyncio.sleep(0)
 
 
 def test_a_rate_sends_when_it_is_due_and_waits_for_nobody() -> None:
@@ -189,18 +190,19 @@ def test_against_an_engine(engine: RunningEngine, capsys: Captured) -> None:
     told = json.loads(capsys.readouterr().out)
     after = engine.stub.GetStats(pb.GetStatsRequest())
     assert (told["requests"], told["failed"], told["output_tokens"]) == (9, 0, 36)
-    assert told["prompt_tokens"] == after.prompt_tokens - before.prompt_tokens and 9 * 40 <= told["prompt_tokens"] <= 450
+    assert told["prompt_tokens"] == after.prompt_tokens - before.prompt_tokens
+    assert 9 * 40 <= told["prompt_tokens"] <= 9 * 50
     assert told["cached_tokens"] == after.cached_tokens - before.cached_tokens > 0
     assert 0 < told["queue_s"]["p50"] < told["time_to_first_token_s"]["p50"] < told["end_to_end_s"]["p99"]
-    assert cli.run("bench", [*flags, "--rate", "200"][:2] + flags[4:] + ["--rate", "200"]) in (0, 1)
-    assert capsys.readouterr().out.startswith("requests    9 in ")
+    assert cli.run("bench", ["--requests", "2", "--rate", "500", *flags[4:]]) == 0
+    assert capsys.readouterr().out.startswith("requests    2 in ")
 
 
 def test_what_the_engine_refuses_is_counted(engine: RunningEngine, capsys: Captured) -> None:
     engine.steps.hold()
+    flags = ["--requests", "12", "--concurrency", "12", "--input-len", "4", "--output-len", "2"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "services.engine", "bench", "--requests", "12", "--concurrency", "12"]
-        + ["--input-len", "4", "--output-len", "2", "--json", "--target", engine.address],
+        [sys.executable, "-m", "services.engine", "bench", *flags, "--json", "--target", engine.address],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -239,8 +241,6 @@ def test_flags_that_cannot_be(engine: RunningEngine, capsys: Captured, flags: li
 
 
 def test_an_interrupt_ends_the_load(engine: RunningEngine, tmp_path: Path) -> None:
-    import signal
-
     engine.steps.hold()
     process = subprocess.Popen(
         [sys.executable, "-m", "services.engine", "bench", "--requests", "3", "--target", engine.address],

@@ -61,7 +61,7 @@ def test_nobody_ends_his_turn_by_typing() -> None:
 
 def test_spaces_that_a_special_token_takes_are_taken_beside_a_guard_too() -> None:
     special = SPECIAL["bytes"]
-    assert special.encode(f"<|im_end|>  {special.guard('<s>')}") == [4, *special.encode(special.guard("<s>"))]
+    assert special.encode(f"[/INST]  {special.guard('<s>')}") == [9, *special.encode(special.guard("<s>"))]
 
 
 def test_trimming_and_case_leave_the_guard() -> None:
@@ -73,12 +73,12 @@ def test_trimming_and_case_leave_the_guard() -> None:
 
 def test_a_special_token_of_one_character_and_one_within_another() -> None:
     inner = vocabulary.tokenizer()
-    inner.add_special_tokens(["@", "<s>>", "s>"])
+    inner.add_special_tokens(["日", "<s>>", "s>"])
     special = SpecialTokens(Tokenizer(inner, 400))
-    ids = range(len(SPECIAL_TOKENS)), {inner.token_to_id(token) for token in ("@", "<s>>", "s>")}
-    for text in ("@", "a@b", "<s>>", "<s>>@", "@@<s>", "s>s>"):
-        found = special.encode(f"{special.guard(text)}<s>@")
-        assert found[-2:] == [0, inner.token_to_id("@")]
+    ids = range(len(SPECIAL_TOKENS)), {inner.token_to_id(token) for token in ("日", "<s>>", "s>")}
+    for text in ("日", "a日b", "<s>>", "<s>>日", "日日<s>", "s>s>"):
+        found = special.encode(f"{special.guard(text)}<s>日")
+        assert found[-2:] == [0, inner.token_to_id("日")]
         assert not any(set(found[:-2]) & set(some) for some in ids)
         assert special.plain(special.guard(text)) == text
 

@@ -118,9 +118,9 @@ def _plan(flags: argparse.Namespace) -> Plan:
 def _parser() -> argparse.ArgumentParser:
     parser = call.parser(
         NAME,
-        "Send requests of random tokens to a running engine and tell tokens/s, the time to the first token, the time "
-        "between tokens, the whole time and that in the queue (mean, p50, p90, p99), how much of the prompts was cached, "
-        "and errors by their reason. Times of a request count from when it was due.",
+        "Send requests of random tokens to a running engine and tell tokens/s, the time to the first token, the "
+        "time between tokens, the whole time and that in the queue (mean, p50, p90, p99), how much of the "
+        "prompts was cached, and errors by their reason. Times of a request count from when it was due.",
     )
     parser.add_argument("--requests", type=int, default=100, metavar="N", help="how many (default %(default)s)")
     pace = parser.add_mutually_exclusive_group()

@@ -46,11 +46,17 @@ def of(values: Mapping[str, Any]) -> pb.Messages:
             if not isinstance(value, bool):
                 raise Unheard(f"{name} is true or false")
             setattr(made, name, value)
-    for name, kind in (("template_arguments", dict), ("tools", list)):
-        if (value := values.get(name)) is not None:
-            if not isinstance(value, kind):
-                raise Unheard(f"{name} is {'an object' if kind is dict else 'a list of objects'}")
-            _parse(value, getattr(made, name), name)
+    tools = values.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Unheard("tools is a list of objects")
+    made.tools.extend(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    arguments = values.get("template_arguments") or {}
+    if not isinstance(arguments, dict):
+        raise Unheard("template_arguments is an object")
+    try:
+        json_format.ParseDict(arguments, made.template_arguments)
+    except json_format.ParseError as error:
+        raise Unheard(f"template_arguments: {error}") from error
     return made
 
 
@@ -66,7 +72,7 @@ def message(value: Any, name: str) -> pb.Message:
         made.name = told
     other = {key: inner for key, inner in value.items() if key not in ("role", "content", "name")}
     if other:
-        _parse(other, made.other, name)
+        made.other = json.dumps(other, ensure_ascii=False)
     return made
 
 
@@ -74,17 +80,11 @@ def _content(value: Any, name: str) -> str:
     """Text, or a list of texts as ``{"type": "text", "text": "..."}``; null is empty."""
     if value is None or isinstance(value, str):
         return value or ""
-    parts = value if isinstance(value, list) else [None]
-    if not all(isinstance(one, dict) and one.get("type") == "text" and isinstance(one.get("text"), str) for one in parts):
+    parts = value if isinstance(value, list) else [value]
+    texts = [one.get("text", "") for one in parts if isinstance(one, dict) and one.get("type") == "text"]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
         raise Unheard(f"{name} is a text, or a list of parts that are text")
-    return "".join(one["text"] for one in parts)
-
-
-def _parse(value: Any, into: Any, name: str) -> None:
-    try:
-        json_format.ParseDict(value, into)
-    except json_format.ParseError as error:
-        raise Unheard(f"{name}: {error}") from error
+    return "".join(texts)
 
 
 def arguments_of(words: Iterable[str]) -> dict[str, Any]:

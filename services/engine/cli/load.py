@@ -129,8 +129,8 @@ async def run(
 ) -> float:
     """Send what arrives and tell ``done`` of each sample; the seconds it took in all.
 
-    With ``concurrency`` so many are under way at a time, and one is due when there is room for it. Without, each is sent
-    when it is due, however many are under way.
+    With ``concurrency`` so many are under way at a time, and one is due when there is room for it. Without, each is
+    sent when it is due, however many are under way.
     """
     began = clock()
 

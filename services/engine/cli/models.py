@@ -68,6 +68,8 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = call.parser(NAME, "Tell what engines serve.")
-    parser.add_argument("targets", nargs="*", metavar="ADDR", help="engines, unix:/path or host:port (default: --target's)")
+    parser.add_argument(
+        "targets", nargs="*", metavar="ADDR", help="engines, unix:/path or host:port (default: --target's)"
+    )
     parser.add_argument("--json", action="store_true", help="print all there is to know of each as a list of objects")
     return parser

@@ -54,9 +54,9 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
         "--chat",
         action="store_true",
         default=None,
-        help="the prompt is a user's message, and the model's chat template makes the text",
+        help="the prompt, if it is text, is a user's message, which the model's chat template writes",
     )
-    add_system(parser, "put a system's message before it; means --chat")
+    add_system(parser, "put a system's message before; means --chat, and so does --template-argument")
 
 
 def add_system(parser: argparse.ArgumentParser, help_system: str) -> None:
@@ -91,7 +91,7 @@ def from_flags(flags: argparse.Namespace) -> pb.GenerateRequest:
         request = pb.GenerateRequest()
         _put_prompt(request.prompt, {"prompt": prompt, **values})
     except UnicodeError as error:
-        raise Unfit("PROMPT, --system and --stop must be UTF-8" if flags.system else "PROMPT and --stop must be UTF-8") from error
+        raise Unfit(f"PROMPT{', --system' if flags.system else ''} and --stop must be UTF-8") from error
     for name, value in values.items():
         if name in _CHAT_FLAGS:
             continue
@@ -123,29 +123,33 @@ def from_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> pb.Ge
             raise Unfit(f"{name} is not UTF-8") from error
         except (TypeError, ValueError) as error:
             raise Unfit(f"{name} cannot be {value!r}"[:200]) from error
-    _put_prompt(request.prompt, values)
+    said = next((name for name in conversation.NAMES if fields.get(name) is not None), None)
+    if said is not None and isinstance(fields.get("prompt"), list):
+        raise Unfit(f"{said} is for messages, and prompt is tokens")
+    try:
+        _put_prompt(request.prompt, values)
+    except UnicodeError as error:
+        raise Unfit(f"{'messages' if 'messages' in values else 'prompt'} is not UTF-8") from error
     return request
 
 
 def _put_prompt(prompt: pb.Prompt, values: Mapping[str, Any]) -> None:
-    """Set the prompt that values make, if they make one. Raises Unfit."""
-    said = values.get("prompt")
-    as_text = isinstance(said, str) and not (values.get("chat") or values.get("system"))
-    name = "prompt"
+    """Set the prompt that values make, if they make one. Raises Unfit, and UnicodeError."""
+    said: Any = values.get("prompt")
+    talks = values.get("chat") is not False and any(values.get(name) for name in conversation.NAMES)
     try:
-        if "messages" in values or (isinstance(said, str) and not as_text):
-            name = "messages" if "messages" in values else "prompt"
+        if "messages" in values or (talks and isinstance(said, str)):
             prompt.messages.CopyFrom(conversation.of(values))
         elif isinstance(said, list):
             prompt.tokens.ids.extend(said)
         elif "prompt" in values:
             prompt.text = said
-    except UnicodeError as error:
-        raise Unfit(f"{name} is not UTF-8") from error
+    except UnicodeError:
+        raise
     except conversation.Unheard as error:
         raise Unfit(str(error)) from error
     except (TypeError, ValueError) as error:
-        raise Unfit(f"{name} cannot be {said!r}"[:200]) from error
+        raise Unfit(f"prompt cannot be {said!r}"[:200]) from error
 
 
 def put(request: pb.GenerateRequest, name: str, value: Any) -> None:

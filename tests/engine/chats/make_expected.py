@@ -27,7 +27,8 @@ def main() -> None:
         text = known.apply_chat_template(messages, tokenize=False, **arguments)
         ids = known.apply_chat_template(messages, tokenize=True, return_dict=False, **arguments)
         made[name] = {"text": text, "token_ids": ids}
-    Path(sys.argv[1]).write_text(json.dumps(made, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(case, ensure_ascii=False)}" for name, case in made.items())
+    Path(sys.argv[1]).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     print(f"transformers {transformers.__version__}, {len(made)} cases")
 
 

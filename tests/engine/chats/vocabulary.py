@@ -25,7 +25,10 @@ def pieces() -> tokenizers.Tokenizer:
     words = [*SPECIAL_TOKENS, *ADDED_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abimt<|>_x/", "▁a", "▁a▁"]
     made = tokenizers.Tokenizer(
         models.BPE(
-            {word: at for at, word in enumerate(words)}, [("▁", "a"), ("▁a", "▁")], byte_fallback=True, unk_token="<unk>"
+            {word: at for at, word in enumerate(words)},
+            [("▁", "a"), ("▁a", "▁")],
+            byte_fallback=True,
+            unk_token="<unk>",
         )
     )
     made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
@@ -34,10 +37,8 @@ def pieces() -> tokenizers.Tokenizer:
 
 
 def with_special_tokens(made: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """One that knows the special tokens, of which `<|im_end|>` takes the spaces behind it."""
-    made.add_special_tokens(
-        [AddedToken(text, normalized=False, rstrip=text == "<|im_end|>") for text in SPECIAL_TOKENS]
-    )
+    """One that knows the special tokens, of which `[/INST]` takes the spaces behind it."""
+    made.add_special_tokens([AddedToken(text, normalized=False, rstrip=text == "[/INST]") for text in SPECIAL_TOKENS])
     made.add_tokens([AddedToken(text, normalized=False, special=False) for text in ADDED_TOKENS])
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return made
