@@ -6,11 +6,12 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +139,16 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            preexec_fn=None,
         )
         os.close(slave)
         self.shown = b""
 
-    def until(self, text: str) -> str:
-        """Read until a text is there; what came, with it."""
+    def until(self, text: str, nudge: Callable[[], None] = lambda: None) -> str:
+        """Read until a text is there; what came, with it. ``nudge`` is called each time that nothing comes."""
         while text.encode() not in self.shown:
+            if not select.select([self._master], [], [], 0.2)[0]:
+                nudge()
+                continue
             self.shown += os.read(self._master, 4096)
         end = self.shown.index(text.encode()) + len(text.encode())
         came, self.shown = self.shown[:end], self.shown[end:]
@@ -170,7 +173,11 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(engine: RunningEngine) ->
         terminal.until("Ctrl-D the chat.")
         terminal.until("> ")
         terminal.type("half a lin")
-        terminal.interrupt()
+        terminal.until("half a lin")
+        # One that comes while a key is taken in does not wake readline: it is told again.
+        terminal.until("> ", terminal.interrupt)
+        terminal.type("/help\n")
+        terminal.until("Ctrl-D the chat.")
         terminal.until("> ")
         engine.steps.hold()
         terminal.type("Hi!\n")
@@ -181,8 +188,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(engine: RunningEngine) ->
         engine.idle()
         assert engine.stub.GetStats(pb.GetStatsRequest()).cancelled_requests == before + 1
         terminal.type("/reset\nthe\n")
-        told = terminal.until("; seed ")
-        assert "prompt 11 tokens" in told or "length; prompt" in told or "eos; prompt" in told
+        assert "cached), completion" in terminal.until("; seed ")
         terminal.until("> ")
         terminal.type("\x04")
         assert terminal.process.wait(60) == 0

@@ -119,6 +119,9 @@ def _talk(stub: Any, talk: Conversation, terminal: bool, flags: argparse.Namespa
             else:
                 talk.ask(line.strip().removeprefix("/") if word.startswith("//") else line)
                 _answer(stub, talk, flags)
+        except KeyboardInterrupt:  # between an answer and the next line
+            if not terminal:
+                raise
         except grpc.RpcError as error:
             call.say(NAME, call.describe(call.failure(error, flags.target)))
             if not terminal:

@@ -46,11 +46,11 @@ def of(values: Mapping[str, Any]) -> pb.Messages:
             if not isinstance(value, bool):
                 raise Unheard(f"{name} is true or false")
             setattr(made, name, value)
-    tools = values.get("tools") or []
+    tools = values["tools"] if values.get("tools") is not None else []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Unheard("tools is a list of objects")
     made.tools.extend(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    arguments = values.get("template_arguments") or {}
+    arguments = values["template_arguments"] if values.get("template_arguments") is not None else {}
     if not isinstance(arguments, dict):
         raise Unheard("template_arguments is an object")
     try:
