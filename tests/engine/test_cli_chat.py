@@ -168,7 +168,7 @@ class Terminal:
 
 def test_an_interrupt_ends_the_answer_and_not_the_chat(engine: RunningEngine) -> None:
     before = engine.stub.GetStats(pb.GetStatsRequest()).cancelled_requests
-    terminal = Terminal("chat", "--target", engine.address, "--temperature", "0", "--stats")
+    terminal = Terminal("chat", "--target", engine.address, "--stats", *GREEDY)
     try:
         terminal.until("Ctrl-D the chat.")
         terminal.until("> ")

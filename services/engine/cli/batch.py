@@ -28,6 +28,8 @@ MAX_CONCURRENCY = 1024
 #: Items of one call at most: so many wait for the slowest of them before their places are taken again.
 ITEMS_A_CALL = 8
 _LOST_RETRY_S = 1.0
+#: An interrupt that comes just before a thread falls asleep does not wake it: so often it is looked for.
+_LOOK_S = 0.2
 
 
 class Lost(Exception):
@@ -200,7 +202,8 @@ def _work(batch: Batch, target: str) -> None:
         try:
             for worker in workers:
                 worker.start()
-            batch.ended.wait()
+            while not batch.ended.wait(_LOOK_S):
+                pass
         finally:
             batch.stop()
             channel.close()
