@@ -6,6 +6,7 @@ A template is a Jinja program that came with the model. It runs in Jinja's sandb
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import time
@@ -73,6 +74,11 @@ class _Budget:
     def hold(self, size: int) -> None:
         if size > self.size:
             raise _TooLong(f"it makes more than {self.size} characters")
+
+    def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, int) and value > max(self.size, MAX_RANGE):
+                raise _Spent(f"it calls something with the number {value}")
 
 
 _budget: ContextVar[_Budget] = ContextVar("budget")
@@ -147,9 +153,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call, if it asks for nothing of a senseless size."""
         budget = _budget.get()
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, int) and value > max(budget.size, MAX_RANGE):
-                raise _Spent(f"it calls something with the number {value}")
+        budget.take(args, kwargs)
         made = super().call(context, callee, *args, **kwargs)
         if isinstance(made, str):
             budget.hold(len(made))
@@ -193,6 +197,27 @@ def _tojson(
     return text
 
 
+#: Filters that make much of a small value.
+_SIZED = ("batch", "center", "indent", "join", "replace", "slice", "tojson", "wordwrap")
+
+
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that takes no senseless number and makes no senseless text."""
+
+    @functools.wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        budget = _budget.get(None)
+        if budget is None:
+            raise nodes.Impossible  # it is constant, and is done when it is rendered
+        budget.take(args, kwargs)
+        made = function(*args, **kwargs)
+        if isinstance(made, str):
+            budget.hold(len(made))
+        return made
+
+    return bounded
+
+
 def _raise_exception(message: Any) -> None:
     raise _Refused(str(message))
 
@@ -206,8 +231,9 @@ def _environment(today: Callable[[], datetime]) -> _Environment:
     )
     made.filters["tojson"] = _tojson
     made.filters["format"] = _format
-    # What makes much of a number; no chat needs it.
-    del made.filters["center"], made.globals["lipsum"]
+    for name in _SIZED:
+        made.filters[name] = _bounded(made.filters[name])
+    del made.globals["lipsum"]  # paragraphs at random
     made.globals["raise_exception"] = _raise_exception
     made.globals["strftime_now"] = lambda form: today().strftime(form[:100])
     return made
@@ -276,7 +302,8 @@ class ChatTemplate:
         except _Spent as spent:
             raise FieldInvalid(f"the chat template does not come to an end: {spent}", field="messages") from None
         except _Refused as refused:
-            raise FieldInvalid(f"the chat template refuses messages: {refused}", field="messages") from None
+            told = str(refused).replace(GUARD, "")[:500]
+            raise FieldInvalid(f"the chat template refuses messages: {told}", field="messages") from None
         except Exception as error:
             told = f"{type(error).__name__}: {error}".replace(GUARD, "")[:500]
             raise FieldInvalid(f"the chat template fails on messages: {told}", field="messages") from None

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine import chatfiles
 from services.engine.chat import Chat
+from services.engine.checkpoint import Checkpoint
+from services.engine.config import BUNDLED_MODEL
 from services.engine.gguf import GgufFile
+from services.engine.modelconfig import ModelConfig
 from services.engine.tokenizer import Tokenizer
 from services.errors import ModelInvalid
 from tests.engine.chats import vocabulary
@@ -91,6 +96,23 @@ def test_a_gguf_file_s(tmp_path: Path) -> None:
     assert both is not None and both.templates == {"default": "x", "tool_use": "y"}
     with pytest.raises(ModelInvalid, match=r"it\.gguf: tokenizer\.chat_template is 7"):
         chatfiles.of_gguf(gguf(tmp_path, chat_template=7))
+
+
+def test_what_lies_beside_a_gguf_file_with_its_tokenizer(tmp_path: Path) -> None:
+    folder(tmp_path, template="beside")
+    tokenizer = Tokenizer(vocabulary.tokenizer(), 400)
+
+    def chat(**metadata: Any) -> Chat:
+        file = gguf(tmp_path, **metadata)
+        return Checkpoint(file.path, ModelConfig.from_folder(BUNDLED_MODEL), file).chat(tokenizer)
+
+    def writes(one: Chat) -> str:
+        prompt = pb.Messages(items=[pb.Message(role="user", content="x")])
+        return asyncio.run(one.read(prompt, 100)).text
+
+    assert writes(chat(ggml__model="llama")) == "beside"
+    assert writes(chat(ggml__model="llama", chat_template="within")) == "within"
+    assert not chat(ggml__model="gpt2").has_template  # its tokenizer is its own
 
 
 def test_one_that_does_not_parse_names_its_file(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ DOUBLED = "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x =
         DOUBLED + "[ns.x] + [ns.x, ns.x] * 600 %}{% endfor %}",
         "{{ 'x' * 10 ** 9 }}",
         "{{ ('x' * 900).replace('x', 'y' * 900) }}",
+        "{{ range(900) | join('y' * 900) }}",
         "{% set x %}{% for a in range(1000) %}{{ 'x' * 900 }}{% endfor %}{% endset %}",
     ],
 )
@@ -157,6 +158,10 @@ def test_a_template_that_makes_too_much_ends(source: str) -> None:
         ("{{ '%99999999d' % 1 }}", "width"),
         ("{{ '%*d' | format(99999999, 1) }}", "width"),
         ("{{ range(1000000) | list }}", "number 1000000"),
+        ("{{ 'x' | center(10000000) }}", "number 10000000"),
+        ("{{ 'x\ny' | indent(width=10000000) }}", "number 10000000"),
+        ("{{ [1] | tojson(indent=10000000) }}", "number 10000000"),
+        ("{{ [] | slice(10000000) | list }}", "number 10000000"),
     ],
 )
 def test_a_number_that_makes_too_much_is_refused(source: str, says: str) -> None:
@@ -167,6 +172,7 @@ def test_a_number_that_makes_too_much_is_refused(source: str, says: str) -> None
 def test_arithmetic_and_operators_do_what_they_do() -> None:
     assert written("{{ 2 ** 10 }} {{ 7 * 3 - 1 }} {{ 7 % 4 }} {{ -1 * 2 }}") == "1024 20 3 -2"
     assert written("{{ 'ab' * 2 }} {{ [1] + [2] }} {{ '%s-%d' % ('a', 7) }}") == "abab [1, 2] a-7"
+    assert written("{{ [1, 2] | join('-') }} {{ 'x' | center(3) }} {{ 'a\nb' | indent(2) }}") == "1-2  x  a\n  b"
     assert written("{{ '%s|%s' | format('a', 2) }} {{ 'a' ~ 1 ~ true ~ missing }}!") == "a|2 a1True!"
 
 

@@ -6,7 +6,9 @@ import argparse
 import asyncio
 import json
 import math
+import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -43,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         progress = Progress(sys.stderr, plan.requests)
         try:
             samples, seconds = asyncio.run(_run(flags.target, plan, model.vocab_size, _concurrency(flags), progress))
+        except asyncio.CancelledError as error:
+            raise KeyboardInterrupt from error
         finally:
             progress.close()
         told = report(samples, seconds)
@@ -59,6 +63,9 @@ async def _run(
     target: str, plan: Plan, vocab_size: int, concurrency: int | None, progress: Progress
 ) -> tuple[list[Sample], float]:
     samples: list[Sample] = []
+    task = asyncio.current_task()
+    if task is not None and threading.current_thread() is threading.main_thread():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
 
     def done(sample: Sample) -> None:
         samples.append(sample)
