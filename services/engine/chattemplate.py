@@ -27,8 +27,11 @@ from jinja2.sandbox import MAX_RANGE, ImmutableSandboxedEnvironment
 from services.engine.specialtokens import GUARD
 from services.errors import FieldInvalid, PromptTooLong
 
-#: Turns of loops and calls of macros that a rendering may take, all of them together.
+#: Turns of loops and calls of macros that a rendering may take, all of them together: so many, and so many more for
+#: each character of the messages, since there are templates that go through these one by one.
 MAX_STEPS = 200_000
+STEPS_A_CHARACTER = 4
+_LOOKS = 256  # steps between two looks at the clock
 MAX_SECONDS = 10.0
 #: Bits of a whole number.
 MAX_BITS = 4096
@@ -61,14 +64,15 @@ class _Budget:
     size: int
     clock: Callable[[], float]
     ends_at: float
-    steps: int = MAX_STEPS
+    most_steps: int
+    steps: int = 0
     captured: int = 0
 
     def step(self) -> None:
-        self.steps -= 1
-        if self.steps < 0:
-            raise _Spent(f"it takes more than {MAX_STEPS} steps")
-        if self.clock() > self.ends_at:
+        self.steps += 1
+        if self.steps > self.most_steps:
+            raise _Spent(f"it takes more than {self.most_steps} steps")
+        if self.steps % _LOOKS == 1 and self.clock() > self.ends_at:
             raise _Spent(f"it takes longer than {MAX_SECONDS:g} s")
 
     def hold(self, size: int) -> None:
@@ -120,9 +124,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
-    @staticmethod
-    def step() -> bool:
-        """One more turn of a loop, or call of a macro."""
+    @property
+    def step(self) -> bool:
+        """One more turn of a loop, or call of a macro; not a call itself, of which the sandbox makes much."""
         _budget.get().step()
         return True
 
@@ -160,8 +164,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         return made
 
 
-def _step() -> nodes.Call:
-    return nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None)
+def _step() -> nodes.Expr:
+    return nodes.EnvironmentAttribute("step")
 
 
 def _finalized(value: Any) -> Any:
@@ -275,8 +279,9 @@ class ChatTemplate:
     ) -> str:
         """Write messages (objects with ``role``, ``content`` and what else there is of each) as text.
 
-        It ends after MAX_STEPS turns of loops and calls of macros, after MAX_SECONDS, and when the text, or what one
-        operator or call makes, is longer than ``size`` characters. It may take as long as that: no event loop's work.
+        It ends after MAX_STEPS and some turns of loops and calls of macros, after MAX_SECONDS, and when the text, or
+        what one operator or call makes, is longer than ``size`` characters. It may take as long as that: no event
+        loop's work.
 
         Raises PromptTooLong when the text is too long, and FieldInvalid when the template refuses the messages, fails,
         or goes beyond another bound. Both name the field ``messages``.
@@ -292,7 +297,8 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        token = _budget.set(_Budget(size, self._clock, self._clock() + MAX_SECONDS))
+        steps = MAX_STEPS + STEPS_A_CHARACTER * sum(len(message["content"]) for message in messages)
+        token = _budget.set(_Budget(size, self._clock, self._clock() + MAX_SECONDS, steps))
         try:
             text = _limited(self._template.generate(names), size)
         except _TooLong as spent:

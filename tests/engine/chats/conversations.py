@@ -71,6 +71,10 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
             "after a call": ([*said("Rain?", "So:"), CALLED[2]], {"add_generation_prompt": True}),
             "to go on with": (said("Hi!", "<think>\nHm"), {"continue_final_message": True}),
         },
+        "filters": {
+            "without tools": ([SYSTEM, *said("Hi!", "Hello.", " the! ")], {"add_generation_prompt": True}),
+            "with tools": (CALLED, {"tools": [TOOL]}),
+        },
         "blocks": {
             "a question": ([{"role": "note", "content": "!"}, *said("Hi!\n\n")], {"add_generation_prompt": True}),
             "a break": (said("Hi!", "ü", "stop", "no"), {}),
