@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 import tempfile
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import json_format
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services import rpc
+from services.engine.chat import Chat
+from services.engine.chattemplate import ChatTemplate
 from tests.engine.chats.checkpoints import END, chat_file, chat_folder
 from tests.engine.chats.conversations import said, template_of
 from tests.engine.running import RunningEngine, refused
-from tests.engine.test_chat import messages
+from tests.engine.test_chat import TOKENIZER, messages
 from tests.generation import collect, request
+from tests.processes import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +87,20 @@ def test_refusals(engine: RunningEngine) -> None:
         assert (error.code, error.reason, error.field) == ("INVALID_ARGUMENT", reason, field)
     error = refused(lambda: engine.stub.Tokenize(pb.TokenizeRequest(messages=pb.Messages())))
     assert (error.reason, error.field) == ("FIELD_INVALID", "messages.items")
+
+
+def test_the_examples_of_the_page(engine: RunningEngine) -> None:
+    """They are of a larger model than this, so that only what they send and how it is written is compared."""
+    section = (ROOT / "docs/api.md").read_text().partition("### Messages")[2].partition("\n## ")[0]
+    [generated, tokenized] = re.findall(r"-d '(.*?)'", section, re.DOTALL)
+    assert collect(engine.stub.Generate(json_format.Parse(generated, pb.GenerateRequest())))[2]
+    made = asyncio.run(
+        Chat({"default": ChatTemplate(template_of("qwen3"), {})}, TOKENIZER).read(
+            json_format.Parse(tokenized, pb.TokenizeRequest()).messages, 1000
+        )
+    )
+    printed = section[section.index("EngineService/Tokenize\n") :].partition("\n")[2].partition("```")[0]
+    assert made.text == json.loads(printed)["text"]
 
 
 def test_it_is_told_whether_there_is_a_template(engine: RunningEngine) -> None:

@@ -144,7 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shared", type=int, default=0, metavar="N", help="tokens that all prompts begin with (default %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed draws the same load")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="the same seed draws the same load (default %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: the model's)")
     parser.add_argument(
         "--ignore-eos", action="store_true", help="answers are as long as --output-len says, whatever the model says"
