@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.engine import gguftokenizer
+from services.engine import chatfiles, gguftokenizer
+from services.engine.chat import Chat
 from services.engine.gguf import GgufFile
 from services.engine.ggufmodel import config_of, is_gguf, tensors_of
 from services.engine.modelconfig import ModelConfig
@@ -48,3 +49,15 @@ class Checkpoint:
         if not gguftokenizer.is_served(self.gguf) and (beside / TOKENIZER_FILE).exists():
             return Tokenizer.load(beside, vocab_size)
         return Tokenizer.of(gguftokenizer.tokenizer_of(self.gguf), vocab_size, str(self.path))
+
+    def chat(self, tokenizer: Tokenizer) -> Chat:
+        """The model's chat, by its own template or by that beside a GGUF file whose tokenizer is there, too.
+
+        Raises ``ModelInvalid`` for a template that is damaged or does not parse.
+        """
+        if self.gguf is None:
+            return Chat.of(chatfiles.of_folder(self.path), tokenizer)
+        source = chatfiles.of_gguf(self.gguf)
+        if source is None and not gguftokenizer.is_served(self.gguf):
+            source = chatfiles.of_folder(self.path.parent)
+        return Chat.of(source, tokenizer)

@@ -54,12 +54,16 @@ def checks(machine: Machine, config: Config, peer: int | None) -> list[Check]:
 def _model(config: Config) -> Finding:
     try:
         checkpoint = Checkpoint.open(config.model, config.max_context)
-        checkpoint.tokenizer()
+        tokenizer = checkpoint.tokenizer()
         size, model = checkpoint.weights().stored_bytes, checkpoint.config
     except ModelInvalid as error:
         return failed(error.message, "give a Hugging Face folder or a GGUF file with --model: docs/models.md")
     shape = f"{model.layers} layers, {model.kv_heads} KV heads of {model.head_dim}"
-    return ok(f"{config.model}: {shape}, {size} bytes of weights")
+    try:
+        chat = "a chat template" if checkpoint.chat(tokenizer).has_template else "no chat template"
+    except ModelInvalid as error:
+        chat = f"no chat template that can be used ({error.message})"
+    return ok(f"{config.model}: {shape}, {size} bytes of weights, {chat}")
 
 
 def _daemon(machine: Machine, config: Config) -> Finding:

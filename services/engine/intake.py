@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from typing import Any
 
+from services.engine.chat import Chat
 from services.engine.modelconfig import ModelConfig
 from services.engine.sampling import validate
 from services.engine.sequence import Request, Stopping
@@ -33,7 +34,12 @@ INLINE_TEXT_BYTES = 16 * 1024
 
 
 async def read_request(
-    message: Any, config: ModelConfig, tokenizer: Tokenizer, now: float, deadline: float | None = None
+    message: Any,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    chat: Chat,
+    now: float,
+    deadline: float | None = None,
 ) -> Request:
     """Check a GenerateRequest and make what it leaves open definite. Times are seconds of the engine's clock.
 
@@ -45,7 +51,7 @@ async def read_request(
     sampling = {name: getattr(message.sampling, name) for name in _SAMPLING if message.sampling.HasField(name)}
     drawn = validate(**dict.fromkeys(_SAMPLING) | sampling, defaults=config)
     limits = _stopping(message.stopping, config)
-    prompt = await _prompt(message.prompt, config, tokenizer)
+    prompt = await _prompt(message.prompt, config, tokenizer, chat)
     room = config.max_context - len(prompt)
     if room < 1:
         raise PromptTooLong(
@@ -102,10 +108,10 @@ def _stopping(message: Any, config: ModelConfig) -> Stopping:
     return Stopping(max_tokens, message.min_tokens, frozenset(eos), frozenset(message.stop_token_ids))
 
 
-async def _prompt(message: Any, config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+async def _prompt(message: Any, config: ModelConfig, tokenizer: Tokenizer, chat: Chat) -> tuple[int, ...]:
     match message.WhichOneof("input"):
         case "text":
-            size, limit = len(message.text.encode()), config.max_context * TEXT_BYTES_PER_TOKEN
+            size, limit = len(message.text.encode()), text_limit(config)
             if size > limit:
                 raise PromptTooLong(
                     f"prompt.text has {size} bytes; it may have {limit}", field="prompt.text", limit=limit
@@ -116,8 +122,16 @@ async def _prompt(message: Any, config: ModelConfig, tokenizer: Tokenizer) -> tu
                 raise FieldInvalid("the prompt has no tokens; it needs one at least", field="prompt.tokens.ids")
             check_tokens(message.tokens.ids, "prompt.tokens.ids", config.vocab_size)
             return tuple(message.tokens.ids)
+        case "messages":
+            with inside("prompt"):
+                return (await chat.read(message.messages, text_limit(config))).token_ids
         case _:
-            raise FieldInvalid("the prompt is missing: give text or tokens", field="prompt")
+            raise FieldInvalid("the prompt is missing: give text, tokens or messages", field="prompt")
+
+
+def text_limit(config: ModelConfig) -> int:
+    """Bytes that a prompt's text may have."""
+    return config.max_context * TEXT_BYTES_PER_TOKEN
 
 
 async def tokenize(text: str, tokenizer: Tokenizer, field: str) -> list[int]:

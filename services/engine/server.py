@@ -16,6 +16,7 @@ from services.calls import Calls
 from services.engine.arena import page_bytes_of
 from services.engine.backend import CPU, Backend, Sampler, on_gpu, on_host
 from services.engine.batch import Row
+from services.engine.chat import Chat
 from services.engine.checkpoint import Checkpoint
 from services.engine.config import LOCAL, Config, default_pool_id, model_id
 from services.engine.devicearena import DevicePages
@@ -30,7 +31,8 @@ from services.engine.runner import Runner
 from services.engine.sampling import SamplingParams
 from services.engine.servicer import SERVICE, EngineServicer, Served
 from services.engine.streams import Streams
-from services.errors import Draining, InvalidConfiguration, ServiceError
+from services.engine.tokenizer import Tokenizer
+from services.errors import Draining, InvalidConfiguration, ModelInvalid, ServiceError
 from services.metrics import Endpoint
 from services.rpc import Readable
 from services.serving import Serving
@@ -92,6 +94,7 @@ class Engine:
         threadpool_limits(config.cpu_threads, user_api="blas")
         checkpoint = await asyncio.to_thread(Checkpoint.open, config.model, config.max_context)
         tokenizer = await asyncio.to_thread(checkpoint.tokenizer)
+        chat = await asyncio.to_thread(_chat, checkpoint, tokenizer)
         backend = await asyncio.to_thread(self._make_backend, checkpoint)
         model, sampler = await asyncio.to_thread(self._load, checkpoint, backend)
         if config.pool_id is not None:
@@ -126,6 +129,7 @@ class Engine:
             geometry=model.geometry(config.page_size, backend.kv_dtype),
             backend=backend.name,
             tokenizer=tokenizer,
+            chat=chat,
             loop=self.loop,
             limits=config.limits,
             epoch=epoch,
@@ -231,6 +235,15 @@ class Engine:
             task.cancel()
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.stop)
+
+
+def _chat(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Chat:
+    """The model's chat. A template that cannot be used is told, and text and tokens are served without it."""
+    try:
+        return checkpoint.chat(tokenizer)
+    except ModelInvalid as error:
+        log.warning("chat_template_unusable", reason=error.reason, detail=error.message)
+        return Chat({}, tokenizer, error.message)
 
 
 def _warm_up(model: Model, backend: Backend, sampler: Sampler, page_size: int) -> None:

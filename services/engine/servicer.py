@@ -13,6 +13,7 @@ from rocmforge.engine.v1 import engine_pb2_grpc
 from services import rpc
 from services.engine.admission import Limits
 from services.engine.arena import page_bytes_of
+from services.engine.chat import Chat
 from services.engine.generation import Generation
 from services.engine.generations import Generations
 from services.engine.intake import (
@@ -22,6 +23,7 @@ from services.engine.intake import (
     inside,
     read_request,
     read_span,
+    text_limit,
     tokenize,
 )
 from services.engine.loop import EngineLoop
@@ -61,6 +63,7 @@ class Served:
     geometry: Geometry
     backend: str
     tokenizer: Tokenizer
+    chat: Chat
     loop: EngineLoop
     limits: Limits
     epoch: Callable[[], int]
@@ -112,7 +115,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def _begin(self, message: Any, listener: Listener, deadline: float | None) -> Request:
         """Check a GenerateRequest and hand it to the engine; ``listener`` hears of it from here on."""
         served = self._model()
-        asked = await read_request(message, served.config, served.tokenizer, self._clock(), deadline)
+        asked = await read_request(message, served.config, served.tokenizer, served.chat, self._clock(), deadline)
         # From here to the submission nothing is awaited, so none slips in behind the thread's end.
         self._check_open()
         if asked.request_id in self.generations:
@@ -191,7 +194,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             generation = self.generations.again(wanted, mark) if wanted else None
             if generation is None:
                 deadline = None if timeout_s is None else now + timeout_s
-                asked = await read_request(request.request, served.config, served.tokenizer, now, deadline)
+                asked = await read_request(request.request, served.config, served.tokenizer, served.chat, now, deadline)
                 # It may have come twice at once. From here to the submission nothing is awaited.
                 generation = self.generations.again(asked.request_id, mark)
                 if generation is None:
@@ -270,6 +273,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """See the proto."""
         served, size = self._model(), len(request.text.encode())
+        if request.WhichOneof("input") == "messages":
+            rendered = await served.chat.read(request.messages, text_limit(served.config))
+            return pb.TokenizeResponse(token_ids=rendered.token_ids, text=rendered.text)
         if size > MAX_TOKENIZE_BYTES:
             raise FieldInvalid(f"text has {size} bytes; it may have {MAX_TOKENIZE_BYTES}", field="text")
         return pb.TokenizeResponse(token_ids=await tokenize(request.text, served.tokenizer, "text"))
@@ -302,6 +308,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             backend=served.backend,
             page_size=served.geometry.page_size,
             page_bytes=page_bytes_of(served.geometry),
+            has_chat_template=served.chat.has_template,
+            chat_template_error=served.chat.error,
         )
 
     @maps_errors

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,7 +179,8 @@ def test_every_command_has_help_and_says_when_nobody_is_there(
         cli.run(command, ["--help"])
     assert ended.value.code == 0 and f"services.engine {command}" in capsys.readouterr().out
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "x"}\n')))
-    more = {"status": [], "batch": ["--retries", "0"]}.get(command, ["x"])
+    alone: dict[str, list[str]] = {name: [] for name in ("status", "chat", "models", "purge", "bench")}
+    more = {**alone, "batch": ["--retries", "0"]}.get(command, ["x"])
     target = f"unix:{tmp_path}/none.sock"
     assert cli.run(command, [*more, "--target", target]) == 1
     assert capsys.readouterr().err.startswith(f"rocmforge {command}: UNAVAILABLE: no engine at {target}: ")
@@ -243,7 +245,7 @@ def test_a_line_for_each_line(engine: Engine, capsys: Captured, tmp_path: Path) 
         "message": "top_p is 7.0; it must be more than 0 and at most 1",
         "field": "sampling.top_p",
     }
-    assert "there is no 'bogus'; there are id, prompt, temperature" in said[6]
+    assert "there is no 'bogus'; there are id, prompt, messages, chat" in said[6]
     assert said[7] == "prompt is not UTF-8" and found[7]["id"] == "half"
     assert said[8] == "max_tokens cannot be True" and said[9] == "stop cannot be 7"
     assert found[10]["error"]["field"] == "prompt"
@@ -324,7 +326,8 @@ def test_a_reader_that_leaves(engine: Engine, tmp_path: Path, monkeypatch: pytes
 def test_an_interrupt_keeps_what_is_done(engine: Engine, tmp_path: Path) -> None:
     long = ({"prompt": [1, at + 2], "max_tokens": 900, "ignore_eos": True} for at in range(30))
     source, output = write(tmp_path / "in", {"prompt": "x", "max_tokens": 1}, *long), tmp_path / "out"
-    command = ["batch", str(source), "--output", str(output), "--target", engine.address, "--retries", "1000"]
+    # No more at a time than run at a time: where long ones fill the queue first, the short one waits for minutes.
+    command = ["batch", str(source), "--output", str(output), "--target", engine.address, "--concurrency", "4"]
     process = subprocess.Popen(
         [sys.executable, "-m", "services.engine", *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -336,6 +339,27 @@ def test_an_interrupt_keeps_what_is_done(engine: Engine, tmp_path: Path) -> None
     done = records(output.read_text())
     assert 0 < len(done) < 31 and all("finish" in one for one in done.values())
     engine.idle()
+
+
+def test_an_interrupt_before_all_threads_run(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run end, and what they were about is neither done nor failed."""
+    begun: list[threading.Thread] = []
+
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            if begun:
+                assert engine.steps.reached.wait(30)
+                raise KeyboardInterrupt
+            begun.append(self)
+            super().start()
+
+    source, output = write(tmp_path / "in", *({"prompt": [1, at + 2]} for at in range(30))), tmp_path / "out"
+    engine.steps.hold()
+    theirs = {name: getattr(threading, name) for name in ("Lock", "Event")}
+    monkeypatch.setattr("services.engine.cli.batch.threading", SimpleNamespace(Thread=Interrupted, **theirs))
+    assert run(engine, "batch", str(source), "--output", str(output)) == 130
+    assert len(begun) == 1 and not begun[0].is_alive()
+    assert output.read_text() == ""
 
 
 class Terminal(io.StringIO):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rocmforge.engine.v1 import engine_pb2 as pb
+from services.engine.chat import Chat
 from services.engine.config import BUNDLED_MODEL
 from services.engine.intake import DEFAULT_MAX_TOKENS, INLINE_TEXT_BYTES, read_request, tokenize
 from services.engine.modelconfig import ModelConfig
@@ -17,11 +18,12 @@ from services.errors import FieldInvalid, PromptTooLong
 
 CONFIG = ModelConfig.from_folder(BUNDLED_MODEL)
 TOKENIZER = Tokenizer.load(BUNDLED_MODEL, CONFIG.vocab_size)
+CHAT = Chat({}, TOKENIZER)
 
 
 def read(**fields: Any) -> Request:
     fields.setdefault("prompt", pb.Prompt(tokens=pb.TokenIds(ids=[1, 2, 3])))
-    return asyncio.run(read_request(pb.GenerateRequest(**fields), CONFIG, TOKENIZER, now=7.0))
+    return asyncio.run(read_request(pb.GenerateRequest(**fields), CONFIG, TOKENIZER, CHAT, now=7.0))
 
 
 def test_defaults() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from grpc_status import rpc_status
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services import rpc
+from services.engine.chat import Chat
+from services.engine.chattemplate import ChatTemplate
 from services.engine.generation import MAX_WATCHES
 from services.errors import KvCacheDown, ServiceError
 from tests.engine.running import RunningEngine, refused
@@ -213,6 +216,19 @@ def live_deleted(engine: Engine) -> ServiceError:
         engine.steps.release()
 
 
+def too_much_said(engine: Engine) -> ServiceError:
+    """As a model with a chat template answers."""
+    servicer = engine.engine.servicer
+    served = servicer._served
+    assert served is not None
+    servicer._served = replace(served, chat=Chat({"default": ChatTemplate("x", {})}, served.tokenizer))
+    try:
+        said = pb.Messages(items=[pb.Message(role="user", content="x" * (1 << 20))])
+        return told(engine, "Tokenize", pb.TokenizeRequest(messages=said))
+    finally:
+        servicer._served = served
+
+
 #: (rpc, what provokes it, status code, reason)
 REASONS: list[tuple[str, Callable[[Engine], ServiceError], str, str]] = [
     *((method.name, while_(starting, method.name), "UNAVAILABLE", "NOT_READY") for method in METHODS),
@@ -227,6 +243,7 @@ REASONS: list[tuple[str, Callable[[Engine], ServiceError], str, str]] = [
     ("Generate", forward_fails, "INTERNAL", "FORWARD_FAILED"),
     ("Generate", out_of_time, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),
     ("WatchGeneration", crowded, "RESOURCE_EXHAUSTED", "TOO_MANY_WATCHERS"),
+    ("Tokenize", too_much_said, "INVALID_ARGUMENT", "PROMPT_TOO_LONG"),
     ("DeleteGeneration", live_deleted, "FAILED_PRECONDITION", "REQUEST_LIVE"),
 ]  # fmt: skip
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import importlib
 
-COMMANDS = ("generate", "batch", "submit", "watch", "get", "cancel", "status")
+COMMANDS = (
+    *("generate", "chat", "batch", "submit", "watch", "get", "cancel", "delete", "purge"),
+    *("models", "status", "bench"),
+)
 
 
 def run(command: str, arguments: list[str]) -> int:

@@ -19,7 +19,7 @@ from services import rpc
 from services.engine.cli import call
 from services.engine.cli.lines import Item, Output, count, items, keep_what_is_done
 from services.engine.cli.progress import Progress
-from services.engine.cli.request import Unfit, add_flags, from_fields, given
+from services.engine.cli.request import Unfit, add_chat, add_flags, from_fields, given
 from services.errors import ServiceError
 
 NAME = "batch"
@@ -28,6 +28,8 @@ MAX_CONCURRENCY = 1024
 #: Items of one call at most: so many wait for the slowest of them before their places are taken again.
 ITEMS_A_CALL = 8
 _LOST_RETRY_S = 1.0
+#: An interrupt that comes just before a thread falls asleep does not wake it: so often it is looked for.
+_LOOK_S = 0.2
 
 
 class Lost(Exception):
@@ -140,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise Unfit(f"--retries {flags.retries}: want 0 or more")
         if flags.resume and not flags.output:
             raise Unfit("--resume continues what is in --output FILE, which is missing")
-        from_fields({}, given(flags))
+        from_fields({"prompt": ""}, given(flags))
         return _run(flags)
     except Unfit as unfit:
         call.say(NAME, str(unfit))
@@ -197,21 +199,24 @@ def _work(batch: Batch, target: str) -> None:
     with call.connect(target) as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
         workers = [threading.Thread(target=batch.run, args=(stub,), daemon=True) for _ in range(batch.threads)]
-        for worker in workers:
-            worker.start()
         try:
-            batch.ended.wait()
+            for worker in workers:
+                worker.start()
+            while not batch.ended.wait(_LOOK_S):
+                pass
         finally:
             batch.stop()
             channel.close()
             for worker in workers:
-                worker.join()
+                if worker.is_alive():  # an interrupt may come before all are; one that begins now ends at once
+                    worker.join()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = call.parser(
         NAME,
-        'Generate for each line of INPUT, an object as {"prompt": "...", "id": "...", "max_tokens": 8}, and write a '
+        'Generate for each line of INPUT, an object as {"prompt": "...", "id": "...", "max_tokens": 8}, or with '
+        '"messages": [{"role": "user", "content": "..."}] for a prompt, and write a '
         "line for each as it is done, in any order, with the number of its input line as index, from 0, and its text, "
         "or its error. Flags hold for lines that do not say otherwise.",
     )
@@ -231,5 +236,6 @@ def _parser() -> argparse.ArgumentParser:
         help="how often an item is tried again when the engine is full or gone (default %(default)s)",
     )
     parser.add_argument("--token-ids", action="store_true", help="write the tokens' ids, too")
+    add_chat(parser)
     add_flags(parser)
     return parser

@@ -51,9 +51,13 @@ def failure(error: grpc.RpcError, target: str) -> ServiceError:
     return found
 
 
+#: Of a channel that no proxy of the environment comes into.
+OPTIONS = [("grpc.enable_http_proxy", 0)]
+
+
 def connect(target: str) -> grpc.Channel:
-    """A channel that no proxy of the environment comes into."""
-    return grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
+    """A channel to an engine."""
+    return grpc.insecure_channel(target, options=OPTIONS)
 
 
 def run(command: str, target: str, body: Callable[[Any], int]) -> int:
@@ -65,7 +69,9 @@ def run(command: str, target: str, body: Callable[[Any], int]) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? for it
     with connect(target) as channel:
         try:
-            return body(engine_pb2_grpc.EngineServiceStub(channel))
+            status = body(engine_pb2_grpc.EngineServiceStub(channel))
+            sys.stdout.flush()  # here, where a reader that has left is known
+            return status
         except grpc.RpcError as error:
             say(command, describe(failure(error, target)))
             return 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from services.engine.cli import call
 from services.engine.cli.answer import print_text, summary
-from services.engine.cli.request import Unfit, add_flags, add_prompt, from_flags
+from services.engine.cli.request import Unfit, add_chat, add_flags, add_prompt, from_flags
 
 NAME = "generate"
 
@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = call.parser(NAME, "Stream a completion of PROMPT to standard output.")
     add_prompt(parser)
+    add_chat(parser)
     add_flags(parser)
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds the whole call may take (default: no end)")
     parser.add_argument("--show-usage", action="store_true", help="tell counts, times and the seed on standard error")

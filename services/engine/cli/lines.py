@@ -98,7 +98,7 @@ def items(source: BinaryIO, done: set[int], defaults: Mapping[str, Any], output:
         try:
             fields = _parsed(line)
             if not isinstance(fields, dict):
-                raise Unfit('a line is an object such as {"prompt": "..."}')
+                raise Unfit('a line is an object such as {"prompt": "..."} or {"messages": [...]}')
             request = from_fields(fields, defaults)
         except Unfit as unfit:
             name = fields.get("id", "") if isinstance(fields, dict) else ""

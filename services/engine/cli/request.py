@@ -7,7 +7,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from google.protobuf import duration_pb2
+
 from rocmforge.engine.v1 import engine_pb2 as pb
+from services.engine.cli import conversation
 
 #: name -> the message of a GenerateRequest that has it.
 _PLACES = {
@@ -18,15 +21,21 @@ _PLACES = {
 _LISTS = ("stop", "stop_token_ids")
 _SWITCHES = ("ignore_eos", "include_stop")
 _FLAGS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "priority")
+_CHAT_FLAGS = ("chat", "system", "template_arguments")
+#: How a prompt may be said in a line of JSON.
+_PROMPT = ("prompt", *conversation.NAMES)
 
 
 class Unfit(ValueError):
     """A value that its field cannot hold; says which."""
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say how to generate."""
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens at most (default: the engine's)")
+def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None = None) -> None:
+    """The flags that say how to generate; ``max_tokens`` is the command's own default."""
+    default = "the engine's" if max_tokens is None else max_tokens
+    parser.add_argument(
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"tokens at most (default: {default})"
+    )
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: the model's)")
     parser.add_argument("--top-k", type=int, metavar="N", help="only the N likeliest tokens")
     parser.add_argument("--top-p", type=float, metavar="X", help="only the likeliest tokens that together have X")
@@ -40,19 +49,53 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="+", metavar="PROMPT", help="words of the prompt; - reads standard input")
 
 
+def add_chat(parser: argparse.ArgumentParser) -> None:
+    """The flags that make a conversation of a prompt."""
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        default=None,
+        help="the prompt, if it is text, is a user's message, which the model's chat template writes",
+    )
+    add_system(parser, "put a system's message before; means --chat, and so does --template-argument")
+
+
+def add_system(parser: argparse.ArgumentParser, help_system: str) -> None:
+    """The flags that every conversation has."""
+    parser.add_argument("--system", metavar="TEXT", help=help_system)
+    parser.add_argument(
+        "--template-argument",
+        action="append",
+        dest="template_arguments",
+        metavar="NAME=VALUE",
+        help="a name that the chat template reads, such as enable_thinking=false; VALUE is JSON, or else text; "
+        "repeatable",
+    )
+
+
 def given(flags: argparse.Namespace) -> dict[str, Any]:
-    """The values of ``add_flags`` that were given, by name."""
-    return {name: value for name in _FLAGS if (value := getattr(flags, name)) is not None}
+    """The values of ``add_flags`` and ``add_chat`` that were given, by name. Raises Unfit."""
+    found = {name: value for name in (*_FLAGS, *_CHAT_FLAGS) if (value := getattr(flags, name, None)) is not None}
+    if "template_arguments" in found:
+        try:
+            found["template_arguments"] = conversation.arguments_of(found["template_arguments"])
+        except ValueError as error:
+            raise Unfit(f"--template-argument {error}") from error
+    return found
 
 
 def from_flags(flags: argparse.Namespace) -> pb.GenerateRequest:
     """The request that flags make. Raises Unfit, naming the flag."""
     try:
         prompt = " ".join(flags.prompt) if flags.prompt != ["-"] else sys.stdin.read()
-        request = pb.GenerateRequest(prompt=pb.Prompt(text=prompt))
+        values = given(flags)
+        request = pb.GenerateRequest()
+        _put_prompt(request.prompt, {"prompt": prompt, **values})
     except UnicodeError as error:
-        raise Unfit("PROMPT and --stop must be UTF-8") from error
-    for name, value in given(flags).items():
+        raise Unfit(f"PROMPT{', --system' if flags.system else ''} and --stop must be UTF-8") from error
+    for name, value in values.items():
+        if name in _CHAT_FLAGS:
+            continue
         try:
             put(request, name, value)
         except UnicodeError as error:
@@ -63,28 +106,51 @@ def from_flags(flags: argparse.Namespace) -> pb.GenerateRequest:
 
 
 def from_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> pb.GenerateRequest:
-    """The request of an object with ``prompt``, text or a list of token ids, and any of the other names.
+    """The request of an object with a prompt and any of the other names.
 
-    Raises Unfit, naming what is at fault.
+    The prompt is ``prompt``, text or a list of token ids, or it is ``messages``. Raises Unfit, naming what is at fault.
     """
     request = pb.GenerateRequest()
-    for name, value in {**defaults, **fields}.items():
-        if name not in _PLACES and name not in ("id", "prompt"):
-            raise Unfit(f"there is no {name!r}; there are id, prompt, {', '.join(_PLACES)}")
+    values = {**defaults, **fields}
+    for name, value in values.items():
+        if name not in _PLACES and name not in ("id", *_PROMPT):
+            raise Unfit(f"there is no {name!r}; there are id, {', '.join((*_PROMPT, *_PLACES))}")
         try:
             if name == "id":
                 request.request_id = value
-            elif name == "prompt" and isinstance(value, list):
-                request.prompt.tokens.ids.extend(value)
-            elif name == "prompt":
-                request.prompt.text = value
-            else:
+            elif name not in _PROMPT:
                 put(request, name, value)
         except UnicodeError as error:
             raise Unfit(f"{name} is not UTF-8") from error
         except (TypeError, ValueError) as error:
             raise Unfit(f"{name} cannot be {value!r}"[:200]) from error
+    said = next((name for name in conversation.NAMES if fields.get(name) is not None), None)
+    if said is not None and isinstance(fields.get("prompt"), list):
+        raise Unfit(f"{said} is for messages, and prompt is tokens")
+    try:
+        _put_prompt(request.prompt, values)
+    except UnicodeError as error:
+        raise Unfit(f"{'messages' if 'messages' in values else 'prompt'} is not UTF-8") from error
     return request
+
+
+def _put_prompt(prompt: pb.Prompt, values: Mapping[str, Any]) -> None:
+    """Set the prompt that values make, if they make one. Raises Unfit, and UnicodeError."""
+    said: Any = values.get("prompt")
+    talks = values.get("chat") is not False and any(values.get(name) for name in conversation.NAMES)
+    try:
+        if "messages" in values or (talks and isinstance(said, str)):
+            prompt.messages.CopyFrom(conversation.of(values))
+        elif isinstance(said, list):
+            prompt.tokens.ids.extend(said)
+        elif "prompt" in values:
+            prompt.text = said
+    except UnicodeError:
+        raise
+    except conversation.Unheard as error:
+        raise Unfit(str(error)) from error
+    except (TypeError, ValueError) as error:
+        raise Unfit(f"prompt cannot be {said!r}"[:200]) from error
 
 
 def put(request: pb.GenerateRequest, name: str, value: Any) -> None:
@@ -96,3 +162,13 @@ def put(request: pb.GenerateRequest, name: str, value: Any) -> None:
         getattr(place, name).extend([value] if isinstance(value, str) else value)
     else:
         setattr(place, name, value)
+
+
+def span_of(name: str, seconds: float) -> duration_pb2.Duration:
+    """The Duration of a flag. Raises Unfit, naming it."""
+    try:
+        span = duration_pb2.Duration()
+        span.FromNanoseconds(round(seconds * 1e9))
+    except (ValueError, OverflowError) as error:  # not finite, or beyond what a Duration holds
+        raise Unfit(f"--{name} {seconds:g}: out of range") from error
+    return span

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from google.protobuf import duration_pb2
-
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine.cli import call
-from services.engine.cli.request import Unfit, add_flags, add_prompt, from_flags
+from services.engine.cli.request import Unfit, add_chat, add_flags, add_prompt, from_flags, span_of
 
 NAME = "submit"
 
@@ -39,14 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _put_span(message: pb.SubmitGenerationRequest, name: str, seconds: float | None) -> None:
-    if seconds is None:
-        return
-    try:
-        span = duration_pb2.Duration()
-        span.FromNanoseconds(round(seconds * 1e9))
-    except (ValueError, OverflowError) as error:  # not finite, or beyond what a Duration holds
-        raise Unfit(f"--{name} {seconds:g}: out of range") from error
-    getattr(message, name).CopyFrom(span)
+    if seconds is not None:
+        getattr(message, name).CopyFrom(span_of(name, seconds))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         "Start a completion of PROMPT that goes on by itself, and print its id: `watch`, `get` and `cancel` take it.",
     )
     add_prompt(parser)
+    add_chat(parser)
     add_flags(parser)
     parser.add_argument(
         "--id", default="", metavar="ID", help="its id; the same submission again changes nothing (default: a new one)"

@@ -1,0 +1,75 @@
+"""``python -m services.engine models``: what engines serve."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from google.protobuf import json_format
+
+from rocmforge.engine.v1 import engine_pb2 as pb
+from rocmforge.engine.v1 import engine_pb2_grpc
+from services.engine.cli import call
+
+NAME = "models"
+
+TIMEOUT_S = 10.0
+_COLUMNS = ("TARGET", "MODEL", "ARCHITECTURE", "PARAMETERS", "CONTEXT", "VOCABULARY", "BACKEND", "PAGES", "CHAT")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status; 1 if one of the engines did not answer."""
+    flags = _parser().parse_args(arguments)
+    targets = flags.targets or [flags.target]
+
+    def body(stub: Any) -> int:
+        found: list[tuple[str, pb.GetModelResponse]] = []
+        for target in targets:
+            try:
+                found.append((target, _ask(target)))
+            except grpc.RpcError as error:
+                call.say(NAME, call.describe(call.failure(error, target)))
+        if flags.json:
+            told = [
+                {"target": target, **json_format.MessageToDict(model, preserving_proto_field_name=True)}
+                for target, model in found
+            ]
+            print(json.dumps(told, indent=2))
+        elif found:
+            print("\n".join(table([row(target, model) for target, model in found])))
+        return 0 if len(found) == len(targets) else 1
+
+    return call.run(NAME, targets[0], body)
+
+
+def _ask(target: str) -> pb.GetModelResponse:
+    with call.connect(target) as channel:
+        return engine_pb2_grpc.EngineServiceStub(channel).GetModel(pb.GetModelRequest(), timeout=TIMEOUT_S)
+
+
+def row(target: str, model: pb.GetModelResponse) -> tuple[str, ...]:
+    """What an engine serves, column by column."""
+    chat = "yes" if model.has_chat_template else "unusable" if model.chat_template_error else "no"
+    return (
+        *(target, model.model_id, model.architecture, f"{model.parameters / 1e6:.1f} M", str(model.max_context)),
+        *(str(model.vocab_size), model.backend, f"{model.page_size} x {model.page_bytes // model.page_size} B", chat),
+    )
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines with a heading, columns as wide as they have to be."""
+    cells = [_COLUMNS, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = call.parser(NAME, "Tell what engines serve.")
+    parser.add_argument(
+        "targets", nargs="*", metavar="ADDR", help="engines, unix:/path or host:port (default: --target's)"
+    )
+    parser.add_argument("--json", action="store_true", help="print all there is to know of each as a list of objects")
+    return parser

@@ -1,0 +1,40 @@
+"""``python -m services.engine purge``: forget all submitted generations that are over."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rocmforge.engine.v1 import engine_pb2 as pb
+from services.engine.cli import call
+from services.engine.cli.request import Unfit, span_of
+
+NAME = "purge"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    flags = _parser().parse_args(arguments)
+    try:
+        message = pb.PurgeGenerationsRequest(older_than=span_of("older-than", flags.older_than))
+    except Unfit as unfit:
+        call.say(NAME, str(unfit))
+        return 2
+
+    def body(stub: Any) -> int:
+        print(stub.PurgeGenerations(message).purged)
+        return 0
+
+    return call.run(NAME, flags.target, body)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = call.parser(NAME, "Forget all submitted generations that are over, and print how many these were.")
+    parser.add_argument(
+        "--older-than",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="only those that have been over for S seconds (default: all)",
+    )
+    return parser
