@@ -51,6 +51,10 @@ def compared(rows, host, device):
 """
 
 
+# Kernels are compiled by g++ on the first run.
+pytestmark = pytest.mark.timeout(600)
+
+
 @pytest.fixture(scope="module")
 def process(machine: dict[str, str]) -> Iterator[Process]:
     started = Process(machine)
