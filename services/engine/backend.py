@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kernels import ops_numpy
+from kernels import ops_numpy, sample_numpy
 from kernels.ops import Ops
 from services.engine.arena import private_pages
 from services.engine.devicearena import DevicePages, private_device_pages
 from services.engine.modelconfig import ModelConfig
 from services.engine.pagesource import Geometry
-from services.engine.sampling import sample
-from services.errors import InvalidConfiguration, ServiceError
+from services.engine.sampling import Drawer
+from services.errors import InvalidConfiguration
 from services.gpu import Gpu, Runtime
 
 CPU, GPU = "cpu", "gpu"
 DEVICES = (CPU, GPU)
 DTYPES = ("f32", "f16", "bf16")
 KV_DTYPES = (*DTYPES, "int8")
-
-#: `sampling.sample` of a backend's logits.
-Sampler = Callable[..., list[int | ServiceError]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +36,7 @@ class Backend:
     dtype: str
     kv_dtype: str
     gpu: Gpu | None
-    prepare: Callable[[ModelConfig], Sampler]
+    prepare: Callable[[ModelConfig], Drawer]
     finish: Callable[[], None]
 
     def private(self, geometry: Geometry, total_pages: int) -> Any:
@@ -60,7 +56,7 @@ def on_host(dtype: str | None, kv_dtype: str | None) -> Backend:
     for flag, value in (("--dtype", dtype), ("--kv-dtype", kv_dtype)):
         if value not in (None, "f32"):
             raise InvalidConfiguration(f"{flag} {value}: a CPU computes in f32; see --device", field=flag)
-    return Backend("numpy", ops_numpy, "f32", "f32", None, lambda config: sample, lambda: None)
+    return Backend("numpy", ops_numpy, "f32", "f32", None, lambda config: sample_numpy.sample, lambda: None)
 
 
 def on_gpu(ordinal: int, dtype: str, kv_dtype: str | None, page_size: int) -> Backend:
@@ -71,7 +67,7 @@ def on_gpu(ordinal: int, dtype: str, kv_dtype: str | None, page_size: int) -> Ba
 
     ops = CupyOps(ordinal, dtype, kv_dtype or dtype, page_size)
 
-    def prepare(config: ModelConfig) -> Sampler:
+    def prepare(config: ModelConfig) -> Drawer:
         try:
             sampler = ops.sampler(config.vocab_size)
             ops.compile_attention(
@@ -82,7 +78,7 @@ def on_gpu(ordinal: int, dtype: str, kv_dtype: str | None, page_size: int) -> Ba
         except KernelError as error:
             raise InvalidConfiguration(f"--device gpu: {error}", field="--device") from error
 
-        return functools.partial(sample, draw=sampler.sample)
+        return sampler.sample
 
     name = "rocm" if gpu.runtime.is_hip else "cuda"
     return Backend(name, ops, dtype, kv_dtype or dtype, gpu, prepare, ops.synchronize)

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from services.engine.choice import Choice
 from services.errors import ServiceError
 
 
@@ -61,6 +62,11 @@ class Stopping:
     stop_token_ids: frozenset[int] = frozenset()
 
 
+def key_of(request_id: str, sample: int) -> str:
+    """See `Sequence.key`."""
+    return f"{request_id}\n{sample}" if sample else request_id
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What a request took: tokens, and seconds since it was submitted, None for what it never came to."""
@@ -78,7 +84,8 @@ class Usage:
 class Request:
     """What was asked for, checked. ``sampling`` is the sampler's and opaque to scheduling.
 
-    Times are seconds of the engine's clock; at ``deadline`` the request ends, done or not.
+    Times are seconds of the engine's clock; at ``deadline`` the request ends, done or not. ``others`` are further samples
+    of the same prompt, numbered from 1 by ``sample``, with sampling and text of their own and all else alike.
     """
 
     request_id: str
@@ -89,6 +96,8 @@ class Request:
     salt: str = ""
     submitted_at: float = 0.0
     deadline: float | None = None
+    sample: int = 0
+    others: tuple[Request, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +107,11 @@ class Sequence:
     ``num_reported_tokens <= num_computed_tokens <= len(tokens)``, and ``num_computed_tokens`` never exceeds what
     ``pages`` hold. ``pages`` is append-only while a ``source_id`` lasts. A source id is given per admission and never
     used again; it is empty as long as the page source has not heard of the sequence.
+
+    Samples of one prompt are a ``family``, which a sequence on its own does not have. The first computes the prompt for
+    all; the others wait as its ``forks``, each with it as ``leader``, until they have their first token, which is drawn
+    when the leader's is, and share its pages. While ``shares_tail`` the page that the next token goes into may be
+    others' as well.
     """
 
     request: Request
@@ -109,6 +123,12 @@ class Sequence:
     source_id: str = ""
     state: State = State.WAITING
     outcome: Outcome | None = None
+    family: Items[Sequence] = ()
+    leader: Sequence | None = None
+    forks: list[Sequence] = field(default_factory=list)
+    shares_tail: bool = False
+    counts: Any = None  # the sampler's, of its tokens
+    prompt_logprobs: list[Choice] = field(default_factory=list)  # of its prompt's tokens from the second on, so far
     cached_tokens: int = 0
     preemptions: int = 0
     admitted_at: float | None = None
@@ -128,6 +148,16 @@ class Sequence:
     def id(self) -> str:
         """The request's id."""
         return self.request.request_id
+
+    @property
+    def key(self) -> str:
+        """What tells it from every other live sequence; a first sample's is the request's id."""
+        return key_of(self.id, self.request.sample)
+
+    @property
+    def held(self) -> bool:
+        """Whether nothing may be computed for it until others have taken copies of its last page, or it has."""
+        return self.shares_tail or bool(self.forks and self.num_generated_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -175,6 +205,7 @@ class Sequence:
         self.pages.clear()
         self.num_computed_tokens = self.num_reported_tokens = 0
         self.source_id = ""
+        self.shares_tail = False
         self.state = State.WAITING
 
     def accept(self, token: int, now: float) -> tuple[str, Outcome | None]:

@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_limits
 
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services.engine.arena import page_bytes_of
-from services.engine.backend import CPU, Backend, Sampler, on_gpu, on_host
+from services.engine.backend import CPU, Backend, on_gpu, on_host
 from services.engine.batch import Row
 from services.engine.checkpoint import Checkpoint
 from services.engine.config import LOCAL, Config, default_pool_id, model_id
@@ -25,7 +25,7 @@ from services.engine.loop import EngineLoop, Event, StepRunner
 from services.engine.model import Model
 from services.engine.pagesource import PageSource
 from services.engine.runner import Runner
-from services.engine.sampling import SamplingParams
+from services.engine.sampling import Drawer, SamplingParams, sample
 from services.engine.servicer import SERVICE, EngineServicer, Served
 from services.engine.streams import Streams
 from services.errors import Draining, InvalidConfiguration, ServiceError
@@ -78,13 +78,13 @@ class Engine:
         checkpoint = await asyncio.to_thread(Checkpoint.open, config.model, config.max_context)
         tokenizer = await asyncio.to_thread(checkpoint.tokenizer)
         backend = await asyncio.to_thread(self._make_backend, checkpoint)
-        model, sampler = await asyncio.to_thread(self._load, checkpoint, backend)
+        model, draw = await asyncio.to_thread(self._load, checkpoint, backend)
         if config.pool_id is not None:
             self.pool_id = config.pool_id
         else:
             self.pool_id = await asyncio.to_thread(default_pool_id, config.model, backend.dtype, backend.kv_dtype)
         source, memory, epoch = await self._open_source(model, backend)
-        await asyncio.to_thread(_warm_up, model, backend, sampler, config.page_size)
+        await asyncio.to_thread(_warm_up, model, backend, draw, config.page_size)
         running = asyncio.get_running_loop()
 
         def outbox(events: list[Event]) -> None:
@@ -94,7 +94,7 @@ class Engine:
             running.call_soon_threadsafe(self._say, serving)
 
         self.loop = EngineLoop(
-            self._make_runner(model, lambda: backend.view(memory()), sampler, backend.finish),
+            self._make_runner(model, lambda: backend.view(memory()), draw, backend.finish),
             source,
             config.limits,
             outbox,
@@ -128,7 +128,7 @@ class Engine:
         dtype = config.dtype or checkpoint.config.dtype
         return on_gpu(config.gpu, dtype, config.kv_dtype, config.page_size)
 
-    def _load(self, checkpoint: Checkpoint, backend: Backend) -> tuple[Model, Sampler]:
+    def _load(self, checkpoint: Checkpoint, backend: Backend) -> tuple[Model, Drawer]:
         """The model, and what draws from its logits. Raises ModelInvalid, InvalidConfiguration."""
         try:
             model = Model(checkpoint, backend.ops, backend.dtype)
@@ -215,11 +215,11 @@ class Engine:
             task.cancel()
 
 
-def _warm_up(model: Model, backend: Backend, sampler: Sampler, page_size: int) -> None:
+def _warm_up(model: Model, backend: Backend, draw: Drawer, page_size: int) -> None:
     """Run one token once, in memory of its own: nothing of the pool is this engine's yet."""
     memory = backend.private(model.geometry(page_size, backend.kv_dtype), 1)
     logits = model.forward([Row([0], 0, [0], True)], backend.view(memory))
-    sampler(logits, [SamplingParams(0.0, 0, 1.0, 0.0, 0)], [1])
+    sample(logits, [SamplingParams(0.0, 0, 1.0, 0.0, 0)], [1], draw=draw)
     backend.finish()
     if isinstance(memory, DevicePages):
         memory.close()

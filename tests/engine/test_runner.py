@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels import sample_numpy
+from kernels.sampling import Batch, Drawn
 from services.engine.batch import Row
 from services.engine.runner import Runner
 from services.engine.sampling import SamplingParams
@@ -67,12 +69,12 @@ def test_the_memory_is_asked_for_at_every_step() -> None:
 def test_parameters_and_positions_go_to_the_sampler() -> None:
     seen: list[Any] = []
 
-    def sampler(logits: Any, params: Any, positions: Any) -> list[int]:
-        seen.append((logits.shape, params, positions))
-        return [4]
+    def draw(logits: Any, batch: Batch) -> Drawn:
+        seen.append((logits.shape, batch.rows["seed"].tolist(), batch.rows["position"].tolist()))
+        return sample_numpy.sample(logits, batch)
 
-    Runner(Model(), lambda: None, sampler).run([chunk([1, 2, 3]), chunk([1, 2, 3], 0, 2)])
-    assert seen == [((1, 10), [GREEDY], [3])]
+    Runner(Model(), lambda: None, draw).run([chunk([1, 2, 3]), chunk([1, 2, 3], 0, 2)])
+    assert seen == [((1, 10), [3], [3])]
 
 
 def test_nothing_is_sampled_when_nothing_is_wanted() -> None:

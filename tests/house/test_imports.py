@@ -20,7 +20,7 @@ KVCACHE = (
     *("cache", "events", "explain", "demand", "density", "eviction", "reuse"),
 )
 ENGINE = (
-    *("sequence", "scheduler", "admission", "waiting", "turnover", "deadlines", "pagesource", "localpages"),
+    *("choice", "sequence", "scheduler", "admission", "waiting", "turnover", "deadlines", "pagesource", "localpages"),
     *("loop", "streams", "generation", "generations"),
 )
 DOMAIN = {

@@ -12,12 +12,18 @@ from rocmforge.engine.v1 import engine_pb2 as pb
 #: name -> the message of a GenerateRequest that has it.
 _PLACES = {
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "seed"), "sampling"),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"), "sampling"),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), "sampling"),
     **dict.fromkeys(("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop"), "stopping"),
-    **dict.fromkeys(("cache_salt",), ""),
+    **dict.fromkeys(("cache_salt", "n"), ""),
 }
 _LISTS = ("stop", "stop_token_ids")
 _SWITCHES = ("ignore_eos", "include_stop")
-_FLAGS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+_MAPS = ("logit_bias",)
+_FLAGS = (
+    *("max_tokens", "temperature", "top_k", "top_p", "seed", "stop"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "prompt_logprobs", "n"),
+)
 
 
 class Unfit(ValueError):
@@ -32,6 +38,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, metavar="X", help="only the likeliest tokens that together have X")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text (default: random)")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT; repeatable")
+    parser.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="make tokens that are there already less likely by X > 1"
+    )
+    parser.add_argument(
+        "--presence-penalty", type=float, metavar="X", help="subtracted from logits of generated tokens"
+    )
+    parser.add_argument(
+        "--frequency-penalty", type=float, metavar="X", help="the same, for each time one was generated"
+    )
+    parser.add_argument(
+        "--logit-bias", action="append", type=_bias, metavar="ID=X", help="add X to a token's logit; repeatable"
+    )
+    parser.add_argument("--logprobs", type=int, metavar="N", help="tell how likely tokens were, and the N likeliest")
+    parser.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same of the prompt's tokens")
+
+
+def add_samples(parser: argparse.ArgumentParser) -> None:
+    """How many answers, where there may be several."""
+    parser.add_argument("--n", type=int, metavar="N", help="samples of the one prompt (default: 1)")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    return int(token), float(bias)
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +71,7 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
 
 def given(flags: argparse.Namespace) -> dict[str, Any]:
     """The values of ``add_flags`` that were given, by name."""
-    return {name: value for name in _FLAGS if (value := getattr(flags, name)) is not None}
+    return {name: value for name in _FLAGS if (value := getattr(flags, name, None)) is not None}
 
 
 def from_flags(flags: argparse.Namespace) -> pb.GenerateRequest:
@@ -91,7 +121,13 @@ def put(request: pb.GenerateRequest, name: str, value: Any) -> None:
     if isinstance(value, bool) != (name in _SWITCHES):
         raise TypeError(f"{name}: {value}")
     place: Any = getattr(request, _PLACES[name]) if _PLACES[name] else request
-    if name in _LISTS:
+    if name in _MAPS:
+        pairs = value.items() if isinstance(value, Mapping) else value
+        for token, bias in pairs:
+            if isinstance(token, bool) or isinstance(bias, bool):
+                raise TypeError(f"{name}: {value}")
+            getattr(place, name)[int(token)] = bias
+    elif name in _LISTS:
         getattr(place, name).extend([value] if isinstance(value, str) else value)
     else:
         setattr(place, name, value)
