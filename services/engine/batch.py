@@ -18,8 +18,8 @@ I64: TypeAlias = NDArray[np.int64]
 class Row:
     """Runs ``tokens`` at the positions from ``start`` on of a sequence whose block table is ``pages``.
 
-    K and V of the positions before ``start`` are in the pages already. ``want_logits`` is of how many of the last tokens
-    the logits are wanted. No two rows of a batch write to the same slot.
+    K and V of the positions before ``start`` are in the pages already. ``want_logits`` is of how many of the last
+    tokens the logits are wanted. No two rows of a batch write to the same slot.
     """
 
     tokens: Sequence[int]

@@ -39,8 +39,8 @@ class Demand:
 
     ``tokens`` are those whose K and V are in the pages as of the last synchronised step, ``tokens[0]`` at position
     ``start``; reporting them again is harmless. ``total_pages`` is a target size. ``known_pages`` says how much of the
-    block table the engine has. With a ``parent`` instead of an ``opening`` the sequence is opened as a fork of that live
-    one: it shares the pages of all that is resident there, and is asked for with no tokens.
+    block table the engine has. With a ``parent`` instead of an ``opening`` the sequence is opened as a fork of that
+    live one: it shares the pages of all that is resident there, and is asked for with no tokens.
 
     A last page that holds tokens and is shared is nobody's to write. Whoever has room behind what is resident in its
     ``total_pages`` is granted a page of its own instead, and told to copy.

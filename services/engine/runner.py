@@ -134,7 +134,11 @@ class Runner:
         counts = [ask.counts for ask in asks]
         banned = [ask.banned for ask in asks] if any(ask.banned for ask in asks) else None
         if any(one.logprobs is not None for one in params):
-            return list(choose(logits, params, positions, counts, banned, self._draw))
+            chosen = choose(logits, params, positions, counts, banned, self._draw)
+            return [
+                one.token if isinstance(one, Choice) and ask.params.logprobs is None else one
+                for one, ask in zip(chosen, asks, strict=True)
+            ]
         return list(sample(logits, params, positions, counts, banned, self._draw))
 
 
@@ -175,7 +179,7 @@ def _ask(sequence: Sequence, forks: tuple[_Ask, ...] = ()) -> _Ask:
 
 
 def _counts(sequence: Sequence) -> TokenCounts | None:
-    """How often the sequence has which token, where its draw needs to know; kept with it, whatever becomes of its pages."""
+    """How often the sequence has which token, where its draw needs to know; kept whatever becomes of its pages."""
     if not sequence.request.sampling.counts_tokens:
         return None
     prompt, counts = sequence.request.prompt, sequence.counts

@@ -84,8 +84,8 @@ class Usage:
 class Request:
     """What was asked for, checked. ``sampling`` is the sampler's and opaque to scheduling.
 
-    Times are seconds of the engine's clock; at ``deadline`` the request ends, done or not. ``others`` are further samples
-    of the same prompt, numbered from 1 by ``sample``, with sampling and text of their own and all else alike.
+    Times are seconds of the engine's clock; at ``deadline`` the request ends, done or not. ``others`` are further
+    samples of the same prompt, numbered from 1 by ``sample``, with sampling and text of their own and all else alike.
     """
 
     request_id: str

@@ -361,7 +361,7 @@ def test_each_sample_is_the_request_with_the_next_seed(engine: RunningEngine, se
 
 
 def test_the_prompt_is_computed_once_and_its_pages_are_held_once(engine: RunningEngine, tmp_path: Path) -> None:
-    prompt = long_prompt(engine)[:37]
+    prompt = (long_prompt(engine) * 2)[:37]
     ask = request(prompt, 8, sampling={"temperature": 1.0, "seed": 3}, n=4)
     expected = singles(engine, ask, 4)
     with_daemon, daemon = served_by_a_daemon(tmp_path)

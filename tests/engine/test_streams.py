@@ -28,7 +28,7 @@ def test_news_are_merged_for_a_slow_caller() -> None:
         streams.deliver([Event("a", "x", (1,)), Event("b", "lost", (9,)), Event("a", "y", (2,))])
         assert await stream.next() == News("xy", (1, 2))
         streams.deliver([Event("a", "z", (3,)), Event("a", outcome=END)])
-        assert await stream.next() == News("z", (3,), END)
+        assert await stream.next() == News("z", (3,), END, over=True)
 
     asyncio.run(body())
 
@@ -115,15 +115,15 @@ def test_of_a_bundle_whoever_has_waited_longest_comes_first() -> None:
         assert await bundle.next() == (1, News("xz", (1, 3)))
         other.push(Event("b", outcome=END))
         assert await bundle.next() == (0, News("y", (2,)))
-        assert await bundle.next() == (2, News(outcome=Outcome(error=error)))
+        assert await bundle.next() == (2, News(outcome=Outcome(error=error), over=True))
         assert bundle.remaining == 2
-        assert await bundle.next() == (1, News(outcome=END))
+        assert await bundle.next() == (1, News(outcome=END, over=True))
         waiting = asyncio.ensure_future(bundle.next())
         await asyncio.sleep(0)
         assert not waiting.done() and bundle.remaining == 1
         one.push(Event("a", "", (4,)))
         one.push(Event("a", outcome=END))
-        assert await waiting == (0, News("", (4,), END))
+        assert await waiting == (0, News("", (4,), END, over=True))
         assert bundle.remaining == 0
 
     asyncio.run(body())
