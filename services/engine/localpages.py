@@ -175,25 +175,25 @@ class LocalPageSource:
         """What a sequence begins with: what is cached of its prompt, or what its parent has."""
         if demand.sequence_id in self._removed:
             raise SequenceRemoved(f"sequence {demand.sequence_id!r} was removed")
-        if demand.opening is None and not demand.parent:
+        opening, parent = demand.opening, self._sequences.get(demand.parent)
+        if opening is None and not demand.parent:
             raise SequenceUnknown(f"no sequence {demand.sequence_id!r}")
-        if demand.opening is not None and demand.parent:
+        if opening is not None and demand.parent:
             raise FieldInvalid("a sequence is opened or forked, not both", field="parent")
-        parent = self._sequences.get(demand.parent)
-        if demand.parent and parent is None:
+        if opening is None and parent is None:
             gone = SequenceRemoved if demand.parent in self._removed else SequenceUnknown
             raise gone(f"no sequence {demand.parent!r}")
         if demand.start or demand.tokens:
             raise FieldInvalid("nothing can be resident before a sequence is opened", field="tokens")
-        if demand.opening is not None:
-            path = self._match(demand.opening)
-            tokens = [token for node in path for token in node.tokens]
-            prompt = tuple(demand.opening.prompt)
-            return _Held(prompt, demand.opening.salt, [node.page for node in path], tokens, path, len(tokens))
-        pages = parent.pages[: -(-len(parent.tokens) // self._page_size)]
-        if parent.copied is not None:  # its engine may not have made the copy yet
-            pages[-1] = parent.copied
-        return _Held(demand.parent, parent.salt, pages, list(parent.tokens), list(parent.path))
+        if parent is not None:
+            pages = parent.pages[: -(-len(parent.tokens) // self._page_size)]
+            if parent.copied is not None:  # its engine may not have made the copy yet
+                pages[-1] = parent.copied
+            return _Held(demand.parent, parent.salt, pages, list(parent.tokens), list(parent.path))
+        opening = opening or Opening(())
+        path = self._match(opening)
+        tokens = [token for node in path for token in node.tokens]
+        return _Held(tuple(opening.prompt), opening.salt, [node.page for node in path], tokens, path, len(tokens))
 
     def _shares_tail(self, held: _Held, forks: bool) -> bool:
         """Whether the page that the next token goes into holds tokens and has another holder, as a new fork's has."""

@@ -121,7 +121,7 @@ class Runner:
     def _drawn(self, logits: Any, asks: list[_Ask]) -> list[tuple[Draw, ...]]:
         if not asks:
             return []
-        drawn = [(one,) for one in self._of_rows(logits, asks)]
+        drawn: list[tuple[Draw, ...]] = [(one,) for one in self._of_rows(logits, asks)]
         for at, ask in enumerate(asks):
             if ask.forks:
                 drawn[at] += tuple(self._of_rows(logits[at : at + 1], [fork])[0] for fork in ask.forks)
@@ -187,7 +187,7 @@ def _counts(sequence: Sequence) -> TokenCounts | None:
         counts = sequence.counts = TokenCounts(prompt)
     for token in sequence.tokens[len(prompt) + counts.output :]:
         counts.add(token)
-    return counts  # type: ignore[no-any-return]
+    return counts
 
 
 def _result(chunk: Chunk, found: list[tuple[Draw, ...]]) -> Result:
