@@ -248,7 +248,9 @@ class CacheMachine(RuleBasedStateMachine):
             forked = {demand.parent for demand in operation.demands}
             pairs = zip(operation.demands, first.items, again.items, strict=True)
             assert all(
-                one == other for asked, one, other in pairs if isinstance(one, Grant) and asked.sequence_id not in forked
+                one == other
+                for asked, one, other in pairs
+                if isinstance(one, Grant) and asked.sequence_id not in forked
             )
             told = [one for one in first.told if isinstance(one[1], Grant) and one[0] not in forked]
             assert [one for one in again.told if one in told] == told
