@@ -7,7 +7,15 @@ import dataclasses
 import pytest
 
 from services.engine.sequence import FinishReason, Request, key_of
-from services.errors import DeadlineExceeded, Draining, ForwardFailed, KvCacheDown, QueueFull, SessionExpired
+from services.errors import (
+    DeadlineExceeded,
+    Draining,
+    ForwardFailed,
+    KvCacheDown,
+    QueueFull,
+    RequestExists,
+    SessionExpired,
+)
 from tests.engine.fakes import Harness, alone, make_request
 
 PROMPT = [0, 1, 2, 3, 4, 0, 1]
@@ -203,3 +211,44 @@ def test_a_session_lost_while_the_prompt_runs_still_computes_it_for_all() -> Non
     harness.until_idle()
     check_done(harness, request)
     assert harness.memory.computed == before + 21 + 3 * 2
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_forks_of_what_the_source_gave_up_go_on_alone(rounds: int) -> None:
+    harness = Harness()
+    request = make_request("a", PROMPT, max_tokens=9, n=3)
+    harness.submit(request)
+    harness.iterate(rounds)
+    harness.local.exchange([], [harness.loop.scheduler.live["a"].source_id])
+    harness.until_idle()
+    check_done(harness, request)
+
+
+def test_samples_find_what_is_cached_of_the_prompt() -> None:
+    harness = Harness()
+    before = make_request("before", PROMPT, max_tokens=1)
+    harness.submit(before)
+    harness.until_idle()
+    request = make_request("a", PROMPT, max_tokens=5, n=3)
+    harness.submit(request)
+    harness.until_idle()
+    check_done(harness, request)
+    assert harness.memory.computed == 7 + 3 + 3 * 4
+
+
+def test_an_id_is_live_until_its_last_sample_has_ended() -> None:
+    harness = Harness()
+    harness.submit(make_request("a", PROMPT, max_tokens=5, n=3))
+    harness.iterate(2)
+    harness.submit(make_request("a", PROMPT, n=1))
+    harness.iterate(1)
+    assert isinstance(harness.ended["a"].error, RequestExists)
+    harness.ended.clear()
+    harness.until_idle()
+    harness.check_empty()
+    again = make_request("a", PROMPT, max_tokens=5, n=3)
+    harness.tokens.clear()
+    harness.ended.clear()
+    harness.submit(again)
+    harness.until_idle()
+    check_done(harness, again)

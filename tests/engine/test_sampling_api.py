@@ -303,16 +303,20 @@ def test_with_everything_on_it_is_the_same_after_a_preemption(engine: RunningEng
         small.close()
 
 
-def test_with_everything_on_it_is_the_same_after_a_lost_session(engine: RunningEngine, tmp_path: Path) -> None:
-    ask = request(long_prompt(engine), 40, sampling=EVERYTHING | {"prompt_logprobs": 0}, n=2)
-    single = request(long_prompt(engine), 40, sampling=EVERYTHING | {"prompt_logprobs": 0})
+@pytest.mark.parametrize("generated", [0, 1, 9])
+def test_with_everything_on_it_is_the_same_after_a_lost_session(
+    engine: RunningEngine, tmp_path: Path, generated: int
+) -> None:
+    single = request(long_prompt(engine), 30, sampling=EVERYTHING | {"prompt_logprobs": 0})
     alone = told(engine.stub.Generate(single))
-    with_daemon, daemon = served_by_a_daemon(tmp_path)
+    ask = request(long_prompt(engine), 30, sampling=EVERYTHING | {"prompt_logprobs": 0}, n=3)
+    with_daemon, daemon = served_by_a_daemon(tmp_path, "--max-step-tokens", "16")
     try:
         lost = threading.Event()
 
         def lose(step: Sequence[Chunk]) -> None:
-            if not lost.is_set() and step[0].sequence.num_generated_tokens == 9:
+            first = step[0]
+            if not lost.is_set() and first.start and first.sequence.num_generated_tokens == generated:
                 lost.set()
                 [session] = {one.session_id for one in daemon.stub.ListSequences(kv.ListSequencesRequest()).sequences}
                 daemon.stub.CloseSession(kv.CloseSessionRequest(session_id=session))
@@ -321,6 +325,9 @@ def test_with_everything_on_it_is_the_same_after_a_lost_session(engine: RunningE
         answers = list(with_daemon.stub.Generate(ask))
         assert lost.is_set() and with_daemon.stub.GetStats(pb.GetStatsRequest()).recoveries == 1
         assert told(one for one in answers if one.sample == 0) == alone
+        ask.sampling.ClearField("prompt_logprobs")
+        found = samples_of(answers)
+        assert [(tokens, text) for tokens, text, _ in found.values()] == singles(engine, ask, 3)
     finally:
         with_daemon.close()
         daemon.close()
@@ -405,6 +412,8 @@ def test_samples_are_the_same_where_there_is_little_room(
         found = samples_of(small.stub.Generate(ask))
         assert [(tokens, text) for tokens, text, _ in found.values()] == singles(engine, ask, 4)
         small.idle()
+        preempted = small.stub.GetStats(pb.GetStatsRequest()).preemptions
+        assert (preempted > 0) == (flags[0] == "--local-pages")
     finally:
         small.close()
 
