@@ -13,6 +13,7 @@ import pytest
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2 as kv
+from services.engine import intake
 from services.engine import model as engine_model
 from services.engine.batch import Row
 from services.engine.config import BUNDLED_MODEL
@@ -238,12 +239,21 @@ def test_a_chunked_prompt_has_the_same_numbers(
         small.close()
 
 
-def test_too_many_to_tell_are_refused(engine: RunningEngine) -> None:
-    from services.engine import intake
-
-    assert intake.MAX_PROMPT_LOGPROBS == 262144
-    context = engine.stub.GetModel(pb.GetModelRequest()).max_context
-    assert context * 21 < intake.MAX_PROMPT_LOGPROBS, "the bundled model cannot reach the limit"
+@pytest.mark.parametrize(
+    ("name", "limit", "fits", "beyond"),
+    [
+        ("prompt_logprobs", "MAX_PROMPT_LOGPROBS", {"prompt_logprobs": 3}, {"prompt_logprobs": 4}),
+        ("logprobs", "MAX_OUTPUT_LOGPROBS", {"logprobs": 4}, {"logprobs": 5}),
+    ],
+)
+def test_too_many_to_tell_are_refused(
+    engine: RunningEngine, monkeypatch: pytest.MonkeyPatch, name: str, limit: str, fits: Any, beyond: Any
+) -> None:
+    monkeypatch.setattr(intake, limit, 40)
+    prompt, max_tokens = [1] * 10, 8
+    assert len(collect(engine.stub.Generate(request(prompt, max_tokens, sampling=fits)))[1]) == 8
+    error = refused(lambda: engine.stub.Generate(request(prompt, max_tokens, sampling=beyond)))
+    assert (error.reason, error.field, error.metadata["limit"]) == ("FIELD_INVALID", f"sampling.{name}", "40")
 
 
 def test_a_submitted_generation_keeps_them(engine: RunningEngine) -> None:
