@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import structlog
 from services.engine.admission import GROWTH_PAGES, Admission, Limits
 from services.engine.choice import Choice, Computed, Draw, Result
 from services.engine.deadlines import Deadlines
+from services.engine.holds import Holds
 from services.engine.pagesource import Demand, Grant, Opening, PageCopy
 from services.engine.sequence import Outcome, Request, Sequence, State, key_of
 from services.engine.waiting import Waiting
@@ -90,7 +90,7 @@ class Scheduler:
         self._released: list[str] = []  # source ids to remove, whose requests go on under another
         self._settled: list[Sequence] = []
         self._deadlines = Deadlines()
-        self._holds: Counter[int] = Counter()  # page -> sequences of ours that have it
+        self._holds = Holds()
         self._sent: tuple[list[tuple[Demand, Sequence]], list[str]] = ([], [])
         self.preemptions = 0
         self.cached_tokens = 0
@@ -177,7 +177,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
-        self._drop_pages(sequence)
+        self._holds.drop(sequence)
         del self.live[sequence.key]
         self._settled.append(sequence)
 
@@ -189,13 +189,13 @@ class Scheduler:
         Complete pages are reported along with whatever is sent anyway. What is let go of is removed before any demand
         is served, so a request that ends with complete pages to report is removed one exchange later.
         """
-        removed, urgent, along, returning = list(self._released), [], [], Counter[int]()
+        removed, urgent, along, returning = list(self._released), [], [], []
         for source_id, sequence in self.leaving.items():
             if sequence.forks or self._has_last_report(sequence):
                 urgent.append((self._demand(sequence, 0), sequence))
             else:
                 removed.append(source_id)
-                returning.update(sequence.pages)
+                returning.append(sequence.pages)
                 self._admission.open()
         for sequence in self.running:
             if sequence.held:
@@ -210,7 +210,7 @@ class Scheduler:
                 urgent.append((self._demand(sequence, pages), sequence))
             elif unreported:
                 along.append(sequence)
-        held = len(self._holds) - sum(self._holds[page] == count for page, count in returning.items())
+        held = self._holds.without(returning)
         forks, own = self._forks(held)
         free = (sequence for sequence in self.waiting if sequence.leader is None)
         opened = [*self.running, *(sequence for _, sequence in forks)]
@@ -334,7 +334,7 @@ class Scheduler:
             self._wait(sequence)
         self.running.clear()
         for sequence in self.waiting:
-            self._drop_pages(sequence)
+            self._holds.drop(sequence)
             sequence.forget_pages()
         for sequence in self.waiting:
             if sequence.leader is not None and sequence.num_generated_tokens:
@@ -406,30 +406,20 @@ class Scheduler:
         pages = self._admission.pages_for(sequence.resident_target)
         return self._demand(sequence, pages, Opening(tuple(sequence.tokens), sequence.request.salt)), sequence
 
-    def _take(self, sequence: Sequence, demand: Demand, grant: Grant) -> Iterator[PageCopy]:
-        known = len(sequence.pages)
-        new = grant.pages[known - grant.first_index :]
-        sequence.pages.extend(new)
-        self._holds.update(new)
-        over = sequence.state is State.FINISHED
-        for copy in grant.copies:
-            if copy.index < known:
-                if sequence.pages[copy.index] != copy.source:
-                    continue  # it was told before
-                self._let_go(copy.source)
-                self._holds[copy.target] += 1
-                sequence.pages[copy.index] = copy.target
-            if not over:
-                yield copy
+    def _take(self, sequence: Sequence, demand: Demand, grant: Grant) -> list[PageCopy]:
+        copies = self._holds.take(sequence, grant)
         reported = demand.start + len(demand.tokens)
+        sequence.num_reported_tokens = max(sequence.num_reported_tokens, reported)
         if demand.total_pages * self._page_size > reported:
             sequence.shares_tail = False
-        if not over and demand.opening is not None:
+        if sequence.state is State.FINISHED:
+            return []  # with another sample of its request
+        if demand.opening is not None:
             self._admit(sequence, grant.cached_tokens)
-        elif not over and demand.parent:
+        elif demand.parent:
             self._leave(sequence)
             self._admit(sequence, len(sequence.request.prompt))
-        sequence.num_reported_tokens = max(sequence.num_reported_tokens, reported)
+        return copies
 
     def _admit(self, sequence: Sequence, cached_tokens: int) -> None:
         self._admission.admitted()
@@ -481,15 +471,5 @@ class Scheduler:
         if sequence.num_generated_tokens:
             for fork in list(sequence.forks):
                 self._go_alone(fork)
-        self._drop_pages(sequence)
+        self._holds.drop(sequence)
         sequence.forget_pages()
-
-    def _drop_pages(self, sequence: Sequence) -> None:
-        for page in sequence.pages:
-            self._let_go(page)
-        sequence.pages.clear()
-
-    def _let_go(self, page: int) -> None:
-        self._holds[page] -= 1
-        if not self._holds[page]:
-            del self._holds[page]

@@ -20,7 +20,18 @@ KVCACHE = (
     *("cache", "events", "explain", "demand", "density", "eviction", "reuse"),
 )
 ENGINE = (
-    *("choice", "sequence", "scheduler", "admission", "waiting", "turnover", "deadlines", "pagesource", "localpages"),
+    *(
+        "choice",
+        "sequence",
+        "holds",
+        "scheduler",
+        "admission",
+        "waiting",
+        "turnover",
+        "deadlines",
+        "pagesource",
+        "localpages",
+    ),
     *("loop", "streams", "generation", "generations"),
 )
 DOMAIN = {
