@@ -20,19 +20,8 @@ KVCACHE = (
     *("cache", "events", "explain", "demand", "density", "eviction", "reuse"),
 )
 ENGINE = (
-    *(
-        "choice",
-        "sequence",
-        "holds",
-        "scheduler",
-        "admission",
-        "waiting",
-        "turnover",
-        "deadlines",
-        "pagesource",
-        "localpages",
-    ),
-    *("loop", "streams", "generation", "generations"),
+    *("sequence", "scheduler", "admission", "waiting", "turnover", "deadlines", "pagesource", "localpages"),
+    *("loop", "streams", "generation", "generations", "choice", "holds"),
 )
 DOMAIN = {
     "services.errors",
