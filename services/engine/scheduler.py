@@ -24,7 +24,7 @@ from services.engine.choice import Choice, Computed, Draw, Result
 from services.engine.deadlines import Deadlines
 from services.engine.holds import Holds
 from services.engine.pagesource import Demand, Grant, Opening, PageCopy
-from services.engine.sequence import Outcome, Request, Sequence, State, key_of
+from services.engine.sequence import Key, Outcome, Request, Sequence, State, key_of
 from services.engine.waiting import Waiting
 from services.errors import (
     ExceedsPool,
@@ -83,7 +83,7 @@ class Scheduler:
         self._admission = Admission(limits, page_size, total_pages, clock)
         self._arrivals = 0
         self._source_ids = 0
-        self.live: dict[str, Sequence] = {}
+        self.live: dict[Key, Sequence] = {}
         self.waiting = Waiting()
         self.running: list[Sequence] = []
         self.leaving: dict[str, Sequence] = {}  # by source id
@@ -124,10 +124,10 @@ class Scheduler:
         self._admission.check_fits(first)
         self._admission.check_queue(self.waiting, len(self.running), first.num_tokens, len(family))
         self._arrivals += len(family)
+        if request.deadline is not None:
+            self._deadlines.add(request.request_id, request.deadline)
         for sequence in family:
             self.live[sequence.key] = sequence
-            if request.deadline is not None:
-                self._deadlines.add(sequence.key, request.deadline)
             self._wait(sequence)
             if sequence is not first:
                 sequence.leader = first
@@ -145,7 +145,8 @@ class Scheduler:
         """End a request, whatever it was doing: the one way out. Ending it twice changes nothing."""
         if sequence.state is State.FINISHED:
             return
-        self._deadlines.discard(sequence.key)
+        if all(other.state is State.FINISHED for other in sequence.family if other is not sequence):
+            self._deadlines.discard(sequence.id)
         if self.waiting:
             self._admission.turnover.ended()
         if sequence.state is State.RUNNING:
@@ -164,7 +165,8 @@ class Scheduler:
 
     def overdue(self) -> list[Sequence]:
         """Requests whose time is up; each is told once."""
-        return [self.live[name] for name in self._deadlines.take(self._clock())]
+        names = self._deadlines.take(self._clock())
+        return [one for name in names for one in self.samples(name) if one.state is not State.FINISHED]
 
     def take_settled(self) -> list[Sequence]:
         """Requests that ended and hold nothing any more; nothing here knows them from now on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from services.engine.choice import Choice
 from services.errors import ServiceError
@@ -62,9 +62,13 @@ class Stopping:
     stop_token_ids: frozenset[int] = frozenset()
 
 
-def key_of(request_id: str, sample: int) -> str:
+#: A first sample's is the request's id; no other's is any request's.
+Key: TypeAlias = str | tuple[str, int]
+
+
+def key_of(request_id: str, sample: int) -> Key:
     """See `Sequence.key`."""
-    return f"{request_id}\n{sample}" if sample else request_id
+    return (request_id, sample) if sample else request_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +154,8 @@ class Sequence:
         return self.request.request_id
 
     @property
-    def key(self) -> str:
-        """What tells it from every other live sequence; a first sample's is the request's id."""
+    def key(self) -> Key:
+        """What tells it from every other live sequence."""
         return key_of(self.id, self.request.sample)
 
     @property

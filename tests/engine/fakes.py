@@ -11,7 +11,7 @@ from services.engine.choice import Computed, Result
 from services.engine.loop import EngineLoop, Event
 from services.engine.pagesource import Demand, Exchange, Grant, PageCopy, PageSource
 from services.engine.scheduler import Chunk
-from services.engine.sequence import FinishReason, Outcome, Request, Stopping, key_of
+from services.engine.sequence import FinishReason, Key, Outcome, Request, Stopping, key_of
 from services.errors import ServiceError
 
 VOCABULARY = 6
@@ -253,9 +253,9 @@ class Harness:
         self.local = LocalPageSource(pages, page_size)
         self.memory = TokenMemory(pages, page_size)
         self.source = Scripted(self.local, self.memory, late=late)
-        self.tokens: dict[str, list[int]] = {}
-        self.text: dict[str, str] = {}
-        self.ended: dict[str, Outcome] = {}
+        self.tokens: dict[Key, list[int]] = {}
+        self.text: dict[Key, str] = {}
+        self.ended: dict[Key, Outcome] = {}
         self.events: list[Event] = []
         self.serving: list[bool] = []
         self.loop = EngineLoop(
@@ -308,7 +308,7 @@ class Harness:
         table = {page for sequence in everywhere for page in sequence.pages}
         assert scheduler.held_pages == len(table)
         assert scheduler.waiting.tokens == sum(sequence.num_tokens for sequence in waiting)
-        unfinished = {s.key: s.request.deadline for s in [*waiting, *running] if s.request.deadline is not None}
+        unfinished = {s.id: s.request.deadline for s in [*waiting, *running] if s.request.deadline is not None}
         assert scheduler._deadlines._at == unfinished
         for sequence in everywhere:
             assert len(set(sequence.pages)) == len(sequence.pages)
@@ -327,7 +327,7 @@ class Harness:
         assert self.local.live_sequences == 0
         assert self.local.free_pages + self.local.cached_pages == self.local.total_pages
 
-    def reason(self, request_id: str) -> FinishReason | None:
+    def reason(self, request_id: Key) -> FinishReason | None:
         return self.ended[request_id].reason
 
 

@@ -16,7 +16,7 @@ from services.engine.admission import Limits
 from services.engine.kvclient import GrpcPageSource
 from services.engine.loop import EngineLoop
 from services.engine.pagesource import Geometry
-from services.engine.sequence import FinishReason, Request, key_of
+from services.engine.sequence import FinishReason, Key, Request, key_of
 from services.errors import ExceedsPool, KvCacheDown
 from tests.engine.fakes import Clock, Harness, Scripted, TokenMemory, alone, make_request
 from tests.engine.test_workload import prompts
@@ -72,7 +72,7 @@ def test_every_output_is_the_output_alone(
     daemon: Running, workload: list[Any], pages: int, max_batch: int, max_step_tokens: int, late: bool
 ) -> None:
     harness = DaemonHarness(daemon, pages, Limits(max_batch, max_step_tokens, 100), late)
-    asked: dict[str, Request] = {}
+    asked: dict[Key, Request] = {}
     submitted = 0
     for operation in workload:
         match operation:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.pagesource import Demand, Opening
-from services.engine.sequence import FinishReason, Request, key_of
+from services.engine.sequence import FinishReason, Key, Request, key_of
 from services.errors import ExceedsPool, KvCacheDown, ServiceError, SessionExpired
 from tests.engine.fakes import Harness, alone, make_request
 
@@ -89,7 +89,7 @@ def neighbour(harness: Harness, taken: list[str], pages: int) -> list[str]:
 
 
 def run_workload(harness: Harness, workload: list[object]) -> None:
-    requests: dict[str, Request] = {}
+    requests: dict[Key, Request] = {}
     cancelled = set()
     taken: list[str] = []
     submitted = 0
