@@ -14,10 +14,12 @@ from typing import Any
 from benchmarks.rows import Row
 from benchmarks.stand import PAGE_SIZE, Pages, Stand
 from benchmarks.workload import Job, Run, median_of, pages_for, run, salted, uniform
+from kernels import sample_numpy
+from kernels.sampling import Batch, Drawn
 from services.engine.admission import Limits
 from services.engine.loop import EngineLoop
 from services.engine.pagesource import Demand, Exchange, Grant, PageSource
-from services.engine.sampling import SamplingParams, sample
+from services.engine.sampling import Drawer, SamplingParams
 from services.engine.scheduler import Chunk, Scheduler
 
 
@@ -61,9 +63,9 @@ class SeparateLoop(EngineLoop):
         return SeparateScheduler(self._limits, self._source.page_size, self._source.total_pages, self._clock)
 
 
-def sample_on_host(logits: Any, *arguments: Any, **options: Any) -> Any:
+def draw_on_host(logits: Any, batch: Batch) -> Drawn:
     """Copy the logits to the host, and draw there."""
-    return sample(logits.get(), *arguments, **options)
+    return sample_numpy.sample(logits.get(), batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Variant:
     awaited: bool = False
     own_pages: bool = False
     limits: Callable[[Limits], Limits] = lambda limits: limits
-    sampler: Callable[..., Any] | None = None
+    draw: Drawer | None = None
     gaps: bool = False
 
 
@@ -102,7 +104,7 @@ VARIANTS = (
         limits=lambda limits: dataclasses.replace(limits, growth_pages=1),
     ),
 )
-ON_DEVICE = (Variant("sampling on the GPU", "logits copied, drawn by NumPy", "sampled", sampler=sample_on_host),)
+ON_DEVICE = (Variant("sampling on the GPU", "logits copied, drawn by NumPy", "sampled", draw=draw_on_host),)
 
 
 def workloads(vocab_size: int, context: int, count: int) -> dict[str, list[Job]]:
@@ -152,7 +154,7 @@ def measure(
             variant.limits(limits),
             make_loop=variant.make_loop,
             make_source=Awaited if variant.awaited else lambda source: source,
-            sampler=variant.sampler,
+            draw=variant.draw,
             name=f"a{number}",
         )
 

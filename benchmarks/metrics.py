@@ -22,16 +22,17 @@ from benchmarks.step import GREEDY, PAGE_SIZE, NoText
 from services.calls import Calls
 from services.distribution import Distribution
 from services.engine.admission import Limits
+from services.engine.choice import Result
 from services.engine.generations import Generations, Retention
 from services.engine.localpages import LocalPageSource
 from services.engine.loop import EngineLoop, Event
 from services.engine.metrics import EngineMetrics
 from services.engine.observations import Observations
+from services.engine.pagesource import PageCopy
 from services.engine.scheduler import Chunk
 from services.engine.sequence import Request, Stopping
 from services.engine.servicer import Served
 from services.engine.streams import Streams
-from services.errors import ServiceError
 
 PAGES = 1 << 14
 
@@ -39,9 +40,12 @@ PAGES = 1 << 14
 class NoModel:
     """Every token is a 1."""
 
-    def run(self, step: Items[Chunk]) -> list[int | ServiceError | None]:
+    def run(self, step: Items[Chunk]) -> list[Result]:
         """At once."""
         return [1 if chunk.samples else None for chunk in step]
+
+    def copy_pages(self, copies: Items[PageCopy]) -> None:
+        """Nothing is in them."""
 
 
 def drop(self: Distribution, value: float) -> None:

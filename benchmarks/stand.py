@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import RandomCheckpoint, RandomOps, UnreadTensor
-from services.engine.backend import Backend, Sampler, on_gpu, on_host
+from services.engine.backend import Backend, on_gpu, on_host
 from services.engine.checkpoint import Checkpoint
 from services.engine.devicearena import DevicePages
 from services.engine.kvclient import GrpcPageSource
@@ -20,6 +20,7 @@ from services.engine.localpages import LocalPageSource
 from services.engine.model import Model
 from services.engine.modelconfig import ModelConfig
 from services.engine.pagesource import PageSource
+from services.engine.sampling import Drawer
 from services.healthcheck import wait_serving
 from services.kvcache.arena import default_directory
 
@@ -41,7 +42,7 @@ class Stand:
 
     model: Model
     backend: Backend
-    sampler: Sampler
+    draw: Drawer
     daemon_flags: tuple[str, ...] = ()
 
     @classmethod

@@ -15,6 +15,7 @@ from benchmarks.stand import PAGE_SIZE, Pages, Stand
 from benchmarks.step import GREEDY
 from services.engine.arena import page_bytes_of
 from services.engine.batch import Row
+from services.engine.sampling import sample
 
 WARM, STEPS = 5, 30
 BATCHES, CONTEXT = (1, 16, 64, 256), 1024
@@ -58,7 +59,7 @@ def decode_seconds(stand: Stand, pages: Pages, batch: int, context: int = CONTEX
         began = time.perf_counter()
         logits = stand.model.forward(rows, memory)
         launched.append(time.perf_counter() - began)
-        stand.sampler(logits, [GREEDY] * batch, [at + 1] * batch)
+        sample(logits, [GREEDY] * batch, [at + 1] * batch, draw=stand.draw)
         stand.backend.finish()
         took.append(time.perf_counter() - began)
     del memory
@@ -76,7 +77,7 @@ def prefill_seconds(stand: Stand, pages: Pages, rows: int, tokens: int, times: i
     for _ in range(times + 1):
         began = time.perf_counter()
         logits = stand.model.forward(step, memory)
-        stand.sampler(logits, [GREEDY] * rows, [tokens] * rows)
+        sample(logits, [GREEDY] * rows, [tokens] * rows, draw=stand.draw)
         stand.backend.finish()
         took.append(time.perf_counter() - began)
     del memory

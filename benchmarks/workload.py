@@ -8,18 +8,17 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.stand import Pages, Stand
 from benchmarks.step import GREEDY, NoText
 from services.engine.admission import Limits
+from services.engine.choice import Result
 from services.engine.loop import EngineLoop, Event
-from services.engine.pagesource import PageSource
+from services.engine.pagesource import PageCopy, PageSource
 from services.engine.runner import Runner
-from services.engine.sampling import SamplingParams
+from services.engine.sampling import Drawer, SamplingParams
 from services.engine.scheduler import Chunk
 from services.engine.sequence import Request, Stopping
-from services.errors import ServiceError
 
 #: The workload that serving engines are compared by: so many requests at once, prompts and outputs of a uniformly
 #: drawn number of tokens.
@@ -98,12 +97,16 @@ class TimedRunner:
         self._runner = runner
         self.seconds = 0.0
 
-    def run(self, step: Sequence[Chunk]) -> list[int | ServiceError | None]:
+    def run(self, step: Sequence[Chunk]) -> list[Result]:
         """A step."""
         began = time.perf_counter()
         results = self._runner.run(step)
         self.seconds += time.perf_counter() - began
         return results
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Between steps."""
+        self._runner.copy_pages(copies)
 
 
 def run(
@@ -114,14 +117,14 @@ def run(
     *,
     make_loop: Callable[..., EngineLoop] = EngineLoop,
     make_source: Callable[[PageSource], PageSource] = lambda source: source,
-    sampler: Callable[..., Any] | None = None,
+    draw: Drawer | None = None,
     name: str = "w",
 ) -> Run:
     """Run all jobs to their ends. ``name`` must differ between runs on one source. Raises RuntimeError for a failure.
 
-    ``make_loop``, ``make_source`` and ``sampler`` are for what is measured in another's place.
+    ``make_loop``, ``make_source`` and ``draw`` are for what is measured in another's place.
     """
-    runner = TimedRunner(Runner(stand.model, pages.memory, sampler or stand.sampler, stand.backend.finish))
+    runner = TimedRunner(Runner(stand.model, pages.memory, draw or stand.draw, stand.backend.finish))
     ended: list[Event] = []
     gaps: list[float] = []
     latest: dict[str, float] = {}

@@ -95,7 +95,10 @@ def settings(
 
 
 class TokenCounts:
-    """How often each token of one request stands in its output, and which stand in its prompt; kept as tokens come."""
+    """How often each token of one request stands in its output, and which stand in its prompt; kept as tokens come.
+
+    ``output`` tokens were taken so far.
+    """
 
     def __init__(self, prompt: Sequence[int], output: Iterable[int] = ()) -> None:
         ids = np.unique(np.asarray(prompt, np.int32))
@@ -103,6 +106,7 @@ class TokenCounts:
         self._ids = np.concatenate([ids, np.empty(64, np.int32)])
         self._counts = np.zeros(len(self._ids), np.int32)
         self._places = {token: place for place, token in enumerate(ids.tolist())}
+        self.output = 0
         for token in output:
             self.add(token)
 
@@ -127,6 +131,7 @@ class TokenCounts:
             self._ids[place] = token
             self._used += 1
         self._counts[place] += 1
+        self.output += 1
 
 
 def entries(

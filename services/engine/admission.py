@@ -65,23 +65,23 @@ class Admission:
         """Pages that hold so many tokens."""
         return -(-tokens // self._page_size)
 
-    def check_queue(self, waiting: Waiting, running: int, tokens: int) -> None:
-        """Whether one more, of so many tokens, may wait. Raises QueueFull, saying when to try again.
+    def check_queue(self, waiting: Waiting, running: int, tokens: int, count: int = 1) -> None:
+        """Whether ``count`` more, of so many tokens each, may wait. Raises QueueFull, saying when to try again.
 
         What waits only for the next step does not count. An empty queue takes a request of any length.
         """
         limits = self._limits
         slots = limits.max_batch - running if self._clock() >= self.opens_at else 0
-        if len(waiting) < slots:
+        if len(waiting) + count <= slots:
             return
-        excess = len(waiting) + 1 - slots - limits.max_queue
+        excess = len(waiting) + count - slots - limits.max_queue
         if excess > 0:
             raise QueueFull(
                 f"{len(waiting)} requests are waiting and the limit is {limits.max_queue}",
                 retry_after_s=self.turnover.wait_for(excess),
                 limit=limits.max_queue,
             )
-        behind = len(waiting) - slots
+        behind, tokens = max(0, len(waiting) - slots), tokens * count
         if not behind or waiting.tokens + tokens <= limits.max_queue_tokens:
             return
         queued = waiting.tokens_behind(slots)
@@ -162,6 +162,25 @@ class Admission:
             yield sequence
             if sequence in self._overtaken:
                 return
+
+    def forks(self, wanted: Items[Sequence], running: Items[Sequence], held: int) -> tuple[list[Sequence], int]:
+        """Which of the sequences that would share all pages of their prompts may be opened now, and with how many pages
+        of their own; ``held`` pages stay with live requests.
+        """
+        if self._probing or self._clock() < self.opens_at:
+            return [], 0
+        room = self.total_pages - held - sum(self._may_grow(sequence, len(sequence.pages)) for sequence in running)
+        room -= 1  # for the last page of whom they fork from, which it must not write while they copy it
+        chosen, own = list[Sequence](), 0
+        for sequence in wanted[: max(0, self._limits.max_batch - len(running))]:
+            pages = self.pages_for(sequence.resident_target)
+            more = pages - len(sequence.request.prompt) // self._page_size
+            room -= more + self._may_grow(sequence, pages)
+            if room < 0:
+                break
+            chosen.append(sequence)
+            own += more
+        return chosen, own
 
     def _may_grow(self, sequence: Sequence, pages: int) -> bool:
         return self.pages_for(sequence.max_resident_tokens) > pages

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kernels import ops_numpy
+from kernels import ops_numpy, sample_numpy
 from kernels.graphs import Graphs
 from kernels.module import KernelError
 from kernels.ops import Ops
@@ -16,17 +15,14 @@ from services.engine.arena import private_pages
 from services.engine.devicearena import DevicePages, private_device_pages
 from services.engine.modelconfig import ModelConfig
 from services.engine.pagesource import Geometry
-from services.engine.sampling import sample
-from services.errors import InvalidConfiguration, ServiceError
+from services.engine.sampling import Drawer
+from services.errors import InvalidConfiguration
 from services.gpu import Gpu, Runtime
 
 CPU, GPU = "cpu", "gpu"
 DEVICES = (CPU, GPU)
 DTYPES = ("f32", "f16", "bf16")
 KV_DTYPES = (*DTYPES, "int8")
-
-#: `sampling.sample` of a backend's logits.
-Sampler = Callable[..., list[int | ServiceError]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ class Backend:
     dtype: str
     kv_dtype: str
     gpu: Gpu | None
-    prepare: Callable[[ModelConfig], Sampler]
+    prepare: Callable[[ModelConfig], Drawer]
     finish: Callable[[], None]
 
     def private(self, geometry: Geometry, total_pages: int) -> Any:
@@ -65,7 +61,7 @@ def on_host(dtype: str | None, kv_dtype: str | None, graphs: bool = False) -> Ba
     for flag, value in (("--dtype", dtype), ("--kv-dtype", kv_dtype)):
         if value not in (None, "f32"):
             raise InvalidConfiguration(f"{flag} {value}: a CPU computes in f32; see --device", field=flag)
-    return Backend("numpy", ops_numpy, "f32", "f32", None, lambda config: sample, lambda: None)
+    return Backend("numpy", ops_numpy, "f32", "f32", None, lambda config: sample_numpy.sample, lambda: None)
 
 
 def on_gpu(
@@ -83,7 +79,7 @@ def on_gpu(
     except ValueError as error:
         raise InvalidConfiguration(f"--graphs on: {error}", field="--graphs") from error
 
-    def prepare(config: ModelConfig) -> Sampler:
+    def prepare(config: ModelConfig) -> Drawer:
         try:
             sampler = ops.sampler(config.vocab_size)
             ops.compile_attention(
@@ -94,7 +90,7 @@ def on_gpu(
         except KernelError as error:
             raise InvalidConfiguration(f"--device gpu: {error}", field="--device") from error
 
-        return functools.partial(sample, draw=sampler.sample)
+        return sampler.sample
 
     name = "rocm" if gpu.runtime.is_hip else "cuda"
     return Backend(name, ops, dtype, kv_dtype or dtype, gpu, prepare, ops.synchronize)

@@ -18,14 +18,14 @@ I64: TypeAlias = NDArray[np.int64]
 class Row:
     """Runs ``tokens`` at the positions from ``start`` on of a sequence whose block table is ``pages``.
 
-    K and V of the positions before ``start`` are in the pages already. ``want_logits`` asks for those of the last
-    token. No two rows of a batch write to the same slot.
+    K and V of the positions before ``start`` are in the pages already. ``want_logits`` is of how many of the last
+    tokens the logits are wanted. No two rows of a batch write to the same slot.
     """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
-    want_logits: bool
+    want_logits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,9 @@ class Batch:
     starts: I64  # [rows]: position of each row's first token
     lengths: I64  # [rows]: tokens of each row
     block_tables: I64  # [rows, longest]: page ids, 0 after a row's last
-    asking: I64  # [rows with want_logits]: which rows those are
-    wanted: I64  # [rows with want_logits]: flat index of their last tokens
+    asking: I64  # [rows that want logits]: which rows those are
+    asked: I64  # [rows that want logits]: of how many of their last tokens
+    wanted: I64  # [their sum]: flat index of those tokens, row after row
 
     @classmethod
     def build(cls, rows: Sequence[Row], page_size: int, total_pages: int, vocab_size: int, max_context: int) -> Batch:
@@ -69,7 +70,12 @@ class Batch:
         outside = (tokens < 0) | (tokens >= vocab_size)
         _check(np.bincount(row_of, outside) > 0, f"has a token outside 0 to {vocab_size - 1}")
 
-        asking = np.flatnonzero([row.want_logits for row in rows])
+        wants = np.array([row.want_logits for row in rows], np.int64)
+        _check(np.logical_or(wants < 0, wants > lengths), "wants the logits of more tokens than it has")
+        asking = np.flatnonzero(wants)
+        asked = wants[asking]
+        # The last of each row, as often as the row wants, less how many of its wanted tokens come behind.
+        behind = np.repeat(np.cumsum(asked), asked) - 1 - np.arange(asked.sum())
         positions = np.arange(len(tokens)) - np.repeat(last + 1 - lengths, lengths) + starts[row_of]
         return cls(
             tokens=tokens,
@@ -80,7 +86,8 @@ class Batch:
             lengths=lengths,
             block_tables=block_tables,
             asking=asking,
-            wanted=last[asking],
+            asked=asked,
+            wanted=np.repeat(last[asking], asked) - behind,
         )
 
 

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from services.engine.choice import Choice
 from services.engine.loop import Event
 from services.engine.sequence import Outcome, Sequence, Usage
 from services.engine.streams import News
@@ -15,6 +16,8 @@ from services.errors import FieldInvalid, RequestUnknown, ServiceError, TooManyW
 
 #: What a generation without output counts for, in bytes: its objects, and its entries in the registry.
 OVERHEAD_BYTES = 2048
+#: What a token's log probability counts for, and each of the likeliest tokens told with it.
+CHOICE_BYTES, TOP_BYTES = 160, 120
 #: Watchers at a time, each of which is an open call.
 MAX_WATCHES = 64
 #: Tokens that a watcher is handed at a time at most, so that no replay makes a message too large.
@@ -56,6 +59,9 @@ class Generation:
         self._token_ids = array("I")
         self._text = bytearray()  # UTF-8
         self._ends = array("I")  # where the text that came with each token ends, in bytes
+        self._logprobs: list[Choice] = []  # of each token, if they were asked for
+        self._prompt_logprobs: tuple[Choice, ...] = ()
+        self._choice_bytes = 0
         self._sequence: Sequence | None = None  # while it is live: its prompt is not kept
         self._usage: Usage | None = None
         self._answered = asyncio.Event()
@@ -85,7 +91,12 @@ class Generation:
     @property
     def size(self) -> int:
         """Bytes it counts for."""
-        return OVERHEAD_BYTES + len(self._text) + 8 * len(self._token_ids)
+        return OVERHEAD_BYTES + len(self._text) + 8 * len(self._token_ids) + self._choice_bytes
+
+    @property
+    def prompt_logprobs(self) -> tuple[Choice, ...]:
+        """Of the prompt's tokens but the first, once there is a token, if they were asked for."""
+        return self._prompt_logprobs
 
     def push(self, event: Event) -> None:
         """Take the next event."""
@@ -97,6 +108,10 @@ class Generation:
             self._text += event.text.encode()
             self._ends.extend([len(self._text)] * len(event.token_ids))
             self.num_tokens = len(self._token_ids)
+            self._logprobs.extend(event.logprobs)
+            self._prompt_logprobs += event.prompt_logprobs
+            told = (*event.logprobs, *event.prompt_logprobs)
+            self._choice_bytes += sum(CHOICE_BYTES + TOP_BYTES * len(choice.top) for choice in told)
         if event.outcome is not None:
             self.outcome, self._usage, self._sequence = event.outcome, self.usage, None
         self._answered.set()
@@ -114,6 +129,10 @@ class Generation:
         first = self._ends[start - 1] if start else 0
         last = self._ends[end - 1] if end else 0
         return self._text[first:last].decode(), tuple(self._token_ids[start:end])
+
+    def logprobs(self, start: int, end: int) -> tuple[Choice, ...]:
+        """The log probabilities of tokens ``start`` to ``end``; none if they were not asked for."""
+        return tuple(self._logprobs[start:end])
 
     @contextmanager
     def watch(self, from_token: int) -> Iterator[Watch]:
@@ -140,6 +159,7 @@ class Generation:
         """Let its output go, whoever is reading it."""
         self.forgotten = True
         self._token_ids, self._text, self._ends = array("I"), bytearray(), array("I")
+        self._logprobs, self._prompt_logprobs, self._choice_bytes = [], (), 0
         self._wake()
 
     def _wake(self) -> None:
@@ -175,7 +195,10 @@ class Watch:
                 field="request_id",
             )
         text, token_ids = ("", ()) if self._at == end else generation.read(self._at, end)
+        logprobs = generation.logprobs(self._at, end)
+        prompt = generation.prompt_logprobs if self._at == 0 < end else ()
         self._at = end
         if end < generation.num_tokens or generation.outcome is None:
-            return News(text, token_ids)
-        return News(text, token_ids, generation.outcome, generation.usage)
+            return News(text, token_ids, logprobs=logprobs, prompt_logprobs=prompt)
+        outcome, usage = generation.outcome, generation.usage
+        return News(text, token_ids, outcome, usage, logprobs=logprobs, prompt_logprobs=prompt, over=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
+import secrets
 import uuid
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
@@ -12,7 +14,8 @@ from typing import Any
 
 from services.engine.chat import Chat
 from services.engine.modelconfig import ModelConfig
-from services.engine.sampling import validate
+from services.engine.sampling import SamplingParams, seed_of, validate
+from services.engine.scheduler import MAX_SAMPLES
 from services.engine.sequence import Request, Stopping
 from services.engine.tokenizer import TextStream, Tokenizer
 from services.errors import FieldInvalid, PromptTooLong, ServiceError
@@ -25,7 +28,12 @@ MAX_STOP_TOKENS = 64
 MAX_ITEMS = 1024
 MAX_PRIORITY = 100
 
+#: Log probabilities that are told of one request's output, and of its prompt: a message has a limit.
+MAX_OUTPUT_LOGPROBS = 1 << 20
+MAX_PROMPT_LOGPROBS = 1 << 18
+
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+_MORE_SAMPLING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs")
 
 #: Text longer than this many bytes for each token of the context is refused before any work is put into it.
 TEXT_BYTES_PER_TOKEN = 64
@@ -48,8 +56,15 @@ async def read_request(
     check_name(message.request_id, "request_id", least=0)
     check_name(message.cache_salt, "cache_salt", least=0)
     _check_priority(message.priority)
-    sampling = {name: getattr(message.sampling, name) for name in _SAMPLING if message.sampling.HasField(name)}
-    drawn = validate(**dict.fromkeys(_SAMPLING) | sampling, defaults=config)
+    given = {
+        name: getattr(message.sampling, name)
+        for name in (*_SAMPLING, *_MORE_SAMPLING)
+        if message.sampling.HasField(name)
+    }
+    bias = dict(message.sampling.logit_bias)
+    drawn = validate(**dict.fromkeys(_SAMPLING) | given, defaults=config, logit_bias=bias)
+    if message.n > MAX_SAMPLES:
+        raise FieldInvalid(f"n is {message.n}; it must be at most {MAX_SAMPLES}", field="n", limit=MAX_SAMPLES)
     limits = _stopping(message.stopping, config)
     prompt = await _prompt(message.prompt, config, tokenizer, chat)
     room = config.max_context - len(prompt)
@@ -60,17 +75,50 @@ async def read_request(
             prompt_tokens=len(prompt),
             limit=config.max_context - 1,
         )
-    return Request(
+    limits = dataclasses.replace(limits, max_tokens=min(limits.max_tokens, room))
+    _check_logprobs(drawn, len(prompt), limits.max_tokens)
+
+    def text() -> TextStream:
+        return TextStream(tokenizer, message.stopping.stop, message.stopping.include_stop, limits.min_tokens)
+
+    request = Request(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt=prompt,
-        stopping=Stopping(min(limits.max_tokens, room), limits.min_tokens, limits.eos_token_ids, limits.stop_token_ids),
+        stopping=limits,
         sampling=drawn,
-        text=TextStream(tokenizer, message.stopping.stop, message.stopping.include_stop, limits.min_tokens),
-        salt=message.cache_salt,
+        text=text(),
+        # Pages that were found would leave out what is asked of their tokens: under a salt of its own it finds none but
+        # its own, whose tokens it was told of.
+        salt=message.cache_salt if drawn.prompt_logprobs is None else secrets.token_hex(16),
         submitted_at=now,
         deadline=deadline,
         priority=message.priority,
     )
+    others = [
+        dataclasses.replace(
+            request,
+            sample=sample,
+            sampling=dataclasses.replace(drawn, seed=seed_of(drawn.seed, sample), prompt_logprobs=None),
+            text=text(),
+        )
+        for sample in range(1, message.n)
+    ]
+    return dataclasses.replace(request, others=tuple(others))
+
+
+def _check_logprobs(sampling: SamplingParams, prompt_tokens: int, max_tokens: int) -> None:
+    of = {
+        "prompt_logprobs": (sampling.prompt_logprobs, prompt_tokens, "the prompt has", MAX_PROMPT_LOGPROBS),
+        "logprobs": (sampling.logprobs, max_tokens, "the completion may have", MAX_OUTPUT_LOGPROBS),
+    }
+    for name, (top, tokens, whose, limit) in of.items():
+        if top is not None and tokens * (top + 1) > limit:
+            raise FieldInvalid(
+                f"{name} is {top} and {whose} {tokens} tokens, which makes {tokens * (top + 1)} log probabilities to "
+                f"tell; they may be {limit}",
+                field=f"sampling.{name}",
+                limit=limit,
+            )
 
 
 def _check_priority(priority: int) -> None:

@@ -26,7 +26,7 @@ from services.calls import Calls
 from services.engine.arena import Pages, map_pages, process_identity
 from services.engine.devicearena import DevicePages, map_device_pages
 from services.engine.lease import Lease, LeaseKeeper
-from services.engine.pagesource import Demand, Exchange, Geometry, Grant
+from services.engine.pagesource import Demand, Exchange, Geometry, Grant, PageCopy
 from services.errors import AttachMismatch, InvalidConfiguration, KvCacheDown, ServiceError, SessionExpired
 from services.gpu import Gpu
 from services.serving import MAX_MESSAGE_BYTES
@@ -139,7 +139,7 @@ class GrpcPageSource:
         """Send one AllocatePages. Raises SessionExpired without a session."""
         session = self._live()
         # The daemon serves steps before demands; the order asked for is kept by taking only those in front.
-        steps = list(takewhile(lambda demand: demand.opening is None, demands))
+        steps = list(takewhile(lambda demand: demand.opening is None and not demand.parent, demands))
         request = pb.AllocatePagesRequest(
             session_id=session.id,
             steps=_steps(steps) if steps else None,
@@ -331,6 +331,7 @@ def _demand(demand: Demand) -> pb.SequenceDemand:
         tokens=demand.tokens,
         total_pages=demand.total_pages,
         known_pages=demand.known_pages,
+        parent_sequence_id=demand.parent,
     )
 
 
@@ -349,7 +350,8 @@ def _grant(grant: pb.SequenceGrant) -> Grant:
     if grant.HasField("error"):
         return Grant(grant.sequence_id, error=rpc.error_from_status(grant.error))
     pages = tuple(page.page_id for page in grant.pages)
-    return Grant(grant.sequence_id, grant.first_index, pages, grant.cached_tokens)
+    copies = tuple(PageCopy(copy.index, copy.source.page_id, copy.target.page_id) for copy in grant.copies)
+    return Grant(grant.sequence_id, grant.first_index, pages, grant.cached_tokens, copies=copies)
 
 
 def _error_of(failure: grpc.RpcError, target: str) -> ServiceError:

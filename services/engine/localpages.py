@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from services.engine.pagesource import Demand, Exchange, Grant, Opening
+from services.engine.pagesource import Demand, Exchange, Grant, Opening, PageCopy
 from services.errors import (
     CapacityExceeded,
     ExceedsPool,
@@ -41,13 +41,18 @@ class _Node:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A live sequence. ``path`` are the nodes of its complete pages, whosever copy is the published one."""
+    """A live sequence. ``opening`` is its prompt, or the name of what it is a fork of. ``path`` are the nodes of its
+    complete pages, whosever copy is the published one. ``copied`` is the page that its own one for the next token is
+    copied from, held until it reports that token.
+    """
 
-    opening: tuple[tuple[int, ...], str]
+    opening: tuple[int, ...] | str
+    salt: str
     pages: list[int]
     tokens: list[int]
     path: list[_Node]
-    cached_tokens: int
+    cached_tokens: int = 0
+    copied: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +133,24 @@ class LocalPageSource:
 
     def _serve(self, demand: Demand) -> Grant:
         try:
-            held, matched = self._find(demand)
-            pages = held.pages if held else [node.page for node in matched]
-            tokens = held.tokens if held else [token for node in matched for token in node.tokens]
-            if held is None and (demand.start or demand.tokens):
-                raise FieldInvalid("nothing can be resident before a sequence is opened", field="tokens")
-            self._check_tokens(demand, tokens, len(pages))
-            self._check_growth(demand, pages)
+            held = self._live(demand)
+            opens = held is None
+            held = held or self._begun(demand)
+            new = self._check_tokens(demand, held, opens)
+            unshares = demand.total_pages * self._page_size > len(held.tokens) + new and self._shares_tail(held, opens)
+            self._check_growth(demand, held, unshares, lets_go=held.copied is not None and new > 0)
         except ServiceError as error:
             return Grant(demand.sequence_id, error=error)
-        if held is None:
-            held = self._open(demand, matched)
+        if opens:
+            self._open(demand.sequence_id, held)
+        if new and held.copied is not None:
+            self._let_go(held.copied)
+            held.copied = None
         held.tokens.extend(demand.tokens[len(held.tokens) - demand.start :])
         self._publish(held)
+        at = len(held.tokens) // self._page_size
+        if unshares:
+            held.copied, held.pages[at] = held.pages[at], self._take()
         while len(held.pages) < demand.total_pages:
             held.pages.append(self._take())
         return Grant(
@@ -148,19 +158,47 @@ class LocalPageSource:
             first_index=demand.known_pages,
             pages=tuple(held.pages[demand.known_pages :]),
             cached_tokens=held.cached_tokens,
+            copies=() if held.copied is None else (PageCopy(at, held.copied, held.pages[at]),),
         )
 
-    def _find(self, demand: Demand) -> tuple[_Held | None, list[_Node]]:
+    def _live(self, demand: Demand) -> _Held | None:
         held, opening = self._sequences.get(demand.sequence_id), demand.opening
-        if held is not None:
-            if opening is not None and held.opening != (tuple(opening.prompt), opening.salt):
-                raise SequenceMismatch(f"sequence {demand.sequence_id!r} was opened with another prompt or salt")
-            return held, []
+        if held is None:
+            return None
+        if opening is not None and (held.opening, held.salt) != (tuple(opening.prompt), opening.salt):
+            raise SequenceMismatch(f"sequence {demand.sequence_id!r} was opened with another prompt or salt")
+        if demand.parent and held.opening != demand.parent:
+            raise SequenceMismatch(f"sequence {demand.sequence_id!r} is no fork of {demand.parent!r}")
+        return held
+
+    def _begun(self, demand: Demand) -> _Held:
+        """What a sequence begins with: what is cached of its prompt, or what its parent has."""
         if demand.sequence_id in self._removed:
             raise SequenceRemoved(f"sequence {demand.sequence_id!r} was removed")
-        if opening is None:
+        opening, parent = demand.opening, self._sequences.get(demand.parent)
+        if opening is None and not demand.parent:
             raise SequenceUnknown(f"no sequence {demand.sequence_id!r}")
-        return None, self._match(opening)
+        if opening is not None and demand.parent:
+            raise FieldInvalid("a sequence is opened or forked, not both", field="parent")
+        if opening is None and parent is None:
+            gone = SequenceRemoved if demand.parent in self._removed else SequenceUnknown
+            raise gone(f"no sequence {demand.parent!r}")
+        if demand.start or demand.tokens:
+            raise FieldInvalid("nothing can be resident before a sequence is opened", field="tokens")
+        if parent is not None:
+            pages = parent.pages[: -(-len(parent.tokens) // self._page_size)]
+            if parent.copied is not None:  # its engine may not have made the copy yet
+                pages[-1] = parent.copied
+            return _Held(demand.parent, parent.salt, pages, list(parent.tokens), list(parent.path))
+        opening = opening or Opening(())
+        path = self._match(opening)
+        tokens = [token for node in path for token in node.tokens]
+        return _Held(tuple(opening.prompt), opening.salt, [node.page for node in path], tokens, path, len(tokens))
+
+    def _shares_tail(self, held: _Held, forks: bool) -> bool:
+        """Whether the page that the next token goes into holds tokens and has another holder, as a new fork's has."""
+        index, slot = divmod(len(held.tokens), self._page_size)
+        return slot > 0 and (forks or self._holders[held.pages[index]] > 1)
 
     def _match(self, opening: Opening) -> list[_Node]:
         """Nodes of the prompt's whole pages, never the one with its last token."""
@@ -173,8 +211,9 @@ class LocalPageSource:
             found.append(node := child)
         return found
 
-    def _check_tokens(self, demand: Demand, resident: list[int], pages: int) -> None:
-        end = demand.start + len(demand.tokens)
+    def _check_tokens(self, demand: Demand, held: _Held, opens: bool) -> int:
+        """How many of the tokens are new."""
+        resident, pages, end = held.tokens, len(held.pages), demand.start + len(demand.tokens)
         if demand.start > len(resident) or end > pages * self._page_size:
             raise PositionMismatch(
                 f"sequence {demand.sequence_id!r}: tokens {demand.start} to {end}, but {len(resident)} are resident "
@@ -183,8 +222,12 @@ class LocalPageSource:
         known = list(demand.tokens[: len(resident) - demand.start])
         if known != resident[demand.start : demand.start + len(known)]:
             raise PositionMismatch(f"sequence {demand.sequence_id!r}: tokens from {demand.start} on differ")
+        if end > len(resident) and self._shares_tail(held, opens):
+            raise PositionMismatch(f"sequence {demand.sequence_id!r}: its last page is shared, and not written yet")
+        return max(0, end - len(resident))
 
-    def _check_growth(self, demand: Demand, pages: list[int]) -> None:
+    def _check_growth(self, demand: Demand, held: _Held, unshares: bool, *, lets_go: bool) -> None:
+        pages = held.pages
         if demand.known_pages > max(len(pages), demand.total_pages):
             raise FieldInvalid(f"known_pages is {demand.known_pages} of {len(pages)}", field="known_pages")
         if demand.total_pages > self._total:
@@ -193,24 +236,21 @@ class LocalPageSource:
             )
         spoken_for = sum(page in self._cached for page in pages)
         available = len(self._free) + len(self._cached) - spoken_for
-        if demand.total_pages - len(pages) > available:
+        if lets_go and held.copied is not None and self._holders[held.copied] == 1:
+            available += 1
+        more = max(0, demand.total_pages - len(pages)) + unshares
+        if more > available:
             raise CapacityExceeded(
-                f"sequence {demand.sequence_id!r} needs {demand.total_pages - len(pages)} more pages and {available} "
-                "are free or evictable"
+                f"sequence {demand.sequence_id!r} needs {more} more pages and {available} are free or evictable"
             )
 
     # --- commits: none of these can fail ------------------------------------------------------------------------
 
-    def _open(self, demand: Demand, matched: list[_Node]) -> _Held:
-        opening = demand.opening or Opening(())
-        pages = [node.page for node in matched]
-        for page in pages:
+    def _open(self, sequence_id: str, held: _Held) -> None:
+        for page in held.pages:
             self._holders[page] += 1
             self._cached.pop(page, None)
-        tokens = [token for node in matched for token in node.tokens]
-        held = _Held((tuple(opening.prompt), opening.salt), pages, tokens, list(matched), len(tokens))
-        self._sequences[demand.sequence_id] = held
-        return held
+        self._sequences[sequence_id] = held
 
     def _publish(self, held: _Held) -> None:
         """Enter newly complete pages into the tree. A page that equals a published one stays private."""
@@ -219,7 +259,7 @@ class LocalPageSource:
             parent = held.path[-1] if held.path else self._root
             if parent is not self._root and self._nodes.get(parent.page) is not parent:
                 return  # somebody else's copy of the page before was evicted: no lookup would come this far
-            key = (held.opening[1], tuple(held.tokens[at * size : (at + 1) * size]))
+            key = (held.salt, tuple(held.tokens[at * size : (at + 1) * size]))
             node = parent.children.get(key)
             if node is None:
                 node = parent.children[key] = _Node(held.pages[at], key, parent)
@@ -254,11 +294,18 @@ class LocalPageSource:
         self._removed[sequence_id] = None
         while len(self._removed) > REMEMBERED_REMOVALS:
             self._removed.popitem(last=False)
-        for page in reversed(held.pages if held else ()):  # the tail is evicted first, a shared prefix last
-            self._holders[page] -= 1
-            if self._holders[page]:
-                continue
-            if page in self._nodes:
-                self._cached[page] = None
-            else:
-                self._free.append(page)
+        if held is None:
+            return
+        if held.copied is not None:
+            self._let_go(held.copied)
+        for page in reversed(held.pages):  # the tail is evicted first, a shared prefix last
+            self._let_go(page)
+
+    def _let_go(self, page: int) -> None:
+        self._holders[page] -= 1
+        if self._holders[page]:
+            return
+        if page in self._nodes:
+            self._cached[page] = None
+        else:
+            self._free.append(page)

@@ -19,8 +19,9 @@ from typing import Protocol
 import structlog
 
 from services.engine.admission import Limits
+from services.engine.choice import Choice, Result
 from services.engine.observations import Observations
-from services.engine.pagesource import Exchange, PageSource
+from services.engine.pagesource import Exchange, PageCopy, PageSource
 from services.engine.scheduler import Chunk, Delta, Scheduler
 from services.engine.sequence import FinishReason, Outcome, Request, Sequence
 from services.errors import DeadlineExceeded, Internal, KvCacheDown, ServiceError, SessionExpired
@@ -35,15 +36,20 @@ BACKOFF_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
 class StepRunner(Protocol):
     """Computes a step and waits for it; a result for each chunk: its sampled token, an error, or None."""
 
-    def run(self, step: Items[Chunk]) -> list[int | ServiceError | None]:
+    def run(self, step: Items[Chunk]) -> list[Result]:
         """Never raises for a failure of the model: the chunks at fault carry it. Raises if nothing can be computed."""
+
+    def copy_pages(self, copies: Items[PageCopy]) -> None:
+        """Make each target equal to its source, between two steps. Raises if that cannot be done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """News of one request: first its ``sequence`` alone, once it is queued; then text and tokens; last, how it ended.
 
-    A request that is refused has one event, its ``outcome`` without a ``sequence``.
+    A request that is refused has one event, its ``outcome`` without a ``sequence``. Of several samples each has its own
+    text, tokens and end. ``logprobs`` are of ``token_ids``, one for each, or none; ``prompt_logprobs`` of the prompt's
+    tokens but the first, and come with the first token.
     """
 
     request_id: str
@@ -51,6 +57,9 @@ class Event:
     token_ids: tuple[int, ...] = ()
     outcome: Outcome | None = None
     sequence: Sequence | None = None
+    sample: int = 0
+    logprobs: tuple[Choice, ...] = ()
+    prompt_logprobs: tuple[Choice, ...] = ()
 
 
 @dataclass(slots=True)
@@ -209,7 +218,16 @@ class EngineLoop:
             self.totals.steps += 1
             for delta in self.scheduler.apply(step, results):
                 self._count_token(delta)
-                self._events.append(Event(delta.request_id, delta.text, (delta.token,)))
+                self._events.append(
+                    Event(
+                        delta.request_id,
+                        delta.text,
+                        (delta.token,),
+                        sample=delta.sample,
+                        logprobs=(delta.choice,) if delta.choice is not None else (),
+                        prompt_logprobs=delta.prompt,
+                    )
+                )
             self._deliver()
         done = self._clock()
         waited_s = self._collect(exchange) if exchange is not None else 0.0
@@ -241,7 +259,9 @@ class EngineLoop:
             else:
                 self._lose(error)
         else:
-            self.scheduler.granted(grants)
+            copies = self.scheduler.granted(grants)
+            if copies:  # before the next step, which may write behind what is copied
+                self._runner.copy_pages(copies)
             self._proven, self._down_since, self._failures, self._retry_at = True, None, 0, float("-inf")
             if self._refusal is not None and not self._draining:
                 self._refusal = None
@@ -312,7 +332,7 @@ class EngineLoop:
         if refusal is None:
             try:
                 sequence = self.scheduler.submit(request)
-                self.totals.prompt_tokens += len(request.prompt)
+                self.totals.prompt_tokens += len(request.prompt) * (1 + len(request.others))
                 self._events.append(Event(request.request_id, sequence=sequence))
                 return
             except ServiceError as error:
@@ -321,8 +341,7 @@ class EngineLoop:
         self._events.append(Event(request.request_id, outcome=Outcome(error=refusal)))
 
     def _cancel(self, request_id: str) -> None:
-        sequence = self.scheduler.live.get(request_id)
-        if sequence is not None:
+        for sequence in self.scheduler.samples(request_id):
             self.scheduler.finish(sequence, Outcome(FinishReason.CANCELLED))
 
     def _abort_all(self, error: ServiceError) -> None:
@@ -338,7 +357,8 @@ class EngineLoop:
     def _drain(self, error: ServiceError) -> None:
         self._draining, self._refusal = True, error
         for sequence in list(self.scheduler.waiting):
-            if sequence.admitted_at is None:  # else it ran, and waits for pages to go on
+            # Else it ran, or its prompt does, and it waits for pages to go on.
+            if all(sample.admitted_at is None for sample in sequence.family or (sequence,)):
                 self.scheduler.finish(sequence, Outcome(error=error))
 
     def _stop(self, error: ServiceError) -> None:
@@ -352,7 +372,9 @@ class EngineLoop:
         live = list(self.scheduler.live.values())
         self.scheduler = self._new_scheduler()
         self._source.close()
-        self._events.extend(Event(s.id, outcome=Outcome(error=failure), sequence=s) for s in live)
+        self._events.extend(
+            Event(s.id, outcome=Outcome(error=failure), sequence=s, sample=s.request.sample) for s in live
+        )
         self.totals.errors[failure.reason] += len(live)
         self._refusal = failure
         self._on_serving(False)
@@ -364,7 +386,7 @@ class EngineLoop:
         for sequence in self.scheduler.take_settled():
             outcome = sequence.outcome or Outcome(error=Internal("ended without an outcome"))
             self._count(sequence, outcome)
-            self._events.append(Event(sequence.id, outcome=outcome, sequence=sequence))
+            self._events.append(Event(sequence.id, outcome=outcome, sequence=sequence, sample=sequence.request.sample))
         self._deliver()
 
     def _deliver(self) -> None:

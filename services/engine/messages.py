@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf import duration_pb2, timestamp_pb2
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services import rpc
+from services.engine.choice import Choice
 from services.engine.generation import Generation, GenerationState
+from services.engine.sampling import seed_of
 from services.engine.sequence import FinishReason, Outcome, Usage
 from services.engine.streams import News
 from services.errors import ServiceError
@@ -46,11 +49,35 @@ def status(error: ServiceError) -> Any:
 
 
 def response(request_id: str, seed: int, news: News) -> pb.GenerateResponse | None:
-    """News of a request as a response; None when there is nothing to tell, but an error perhaps."""
-    finish = finish_of(news.outcome, news.usage, seed)
+    """News of a request as a response; None when there is nothing to tell, but an error perhaps.
+
+    ``seed`` is its first sample's.
+    """
+    finish = finish_of(news.outcome, news.usage, seed_of(seed, news.sample))
     if finish is None and not news.token_ids:
         return None
-    return pb.GenerateResponse(request_id=request_id, text=news.text, token_ids=news.token_ids, finish=finish)
+    return pb.GenerateResponse(
+        request_id=request_id,
+        text=news.text,
+        token_ids=news.token_ids,
+        finish=finish,
+        logprobs=logprobs_of(news.logprobs),
+        sample=news.sample,
+        prompt_logprobs=logprobs_of(news.prompt_logprobs),
+    )
+
+
+def logprobs_of(choices: Iterable[Choice]) -> list[pb.TokenLogprob]:
+    """How likely tokens were."""
+    return [
+        pb.TokenLogprob(
+            token_id=choice.token,
+            logprob=choice.logprob or 0.0,
+            rank=choice.rank or 0,
+            top=[pb.TopToken(token_id=token, logprob=value) for token, value in choice.top],
+        )
+        for choice in choices
+    ]
 
 
 def finish_of(outcome: Outcome | None, usage: Usage | None, seed: int) -> pb.Finish | None:
@@ -95,6 +122,8 @@ def generation_of(generation: Generation, expires_in_s: float | None, now: float
         token_ids=token_ids,
         finish=finish_of(generation.outcome, generation.usage, generation.seed),
         usage=usage_of(generation.usage),
+        logprobs=logprobs_of(generation.logprobs(0, generation.num_tokens)),
+        prompt_logprobs=logprobs_of(generation.prompt_logprobs),
     )
     if generation.outcome is not None and generation.outcome.error is not None:
         message.error.CopyFrom(status(generation.outcome.error))

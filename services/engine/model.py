@@ -20,6 +20,9 @@ from services.engine.pagesource import Geometry
 from services.engine.rope import frequencies
 from services.errors import ForwardFailed, ModelInvalid
 
+#: Logits that are in memory at a time, about, when those of many tokens are wanted: 256 MB.
+MOST_LOGITS = 1 << 26
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -43,7 +46,7 @@ class _Step:
     places: Any
     angles: Any
     plan: Any
-    count: int  # of rows that want logits
+    count: int  # of tokens whose logits are wanted
     wanted: Any = None
     last_plan: Any = None
 
@@ -98,29 +101,56 @@ class Model:
         """Run all tokens of ``rows`` and return the logits the rows ask for.
 
         ``pages`` is the arena, ``[page, layer, (k, v), kv_head, slot, head_dim]``, as the backend takes it; K and V of
-        every token are written to its row's pages. Returns float32 ``[rows with want_logits, vocab_size]``, of each
-        such row's last token, an array of the backend that lasts until the next call. A pure function of weights, rows
-        and pages; on NumPy no row influences another, bit for bit (see `kernels.ops_numpy`). Raises ``ForwardFailed``
-        for a row or an arena that does not fit the model.
+        every token are written to its row's pages. Returns float32 ``[the sum of want_logits, vocab_size]``, row after
+        row, an array of the backend that lasts until the next call. A pure function of weights, rows and pages; on
+        NumPy no row influences another, bit for bit (see `kernels.ops_numpy`). Raises ``ForwardFailed`` for a row or an
+        arena that does not fit the model.
         """
-        config, ops = self.config, self._ops
+        return self.logits(self.states(rows, pages))
+
+    @property
+    def logits_at_once(self) -> int:
+        """Of how many tokens `logits` should be asked for at a time, at most."""
+        return max(1, MOST_LOGITS // self.config.vocab_size)
+
+    def logits(self, states: Any) -> Any:
+        """Return the logits ``[n, vocab_size]`` float32 of n consecutive `states`."""
+        if not len(states):
+            return np.empty((0, self.config.vocab_size), np.float32)  # nothing that a sampler would look at
+        return self._ops.linear(states, self._head, widen=True)
+
+    def copy_page(self, pages: Any, source: int, target: int) -> None:
+        """Make page ``target`` of the arena equal to page ``source``. Raises ``ForwardFailed`` as `forward` does."""
+        pages = self._fitted(pages)
+        total_pages, _ = self._ops.extent(pages)
+        if not (0 <= source < total_pages and 0 <= target < total_pages):
+            raise ForwardFailed(f"page {source} cannot be copied to page {target}: there are {total_pages}")
+        self._ops.copy_page(pages, source, target)
+
+    def _fitted(self, pages: Any) -> Any:
+        config = self.config
         try:
-            pages = ops.fitted(pages, config.layers, config.kv_heads, config.head_dim)
+            return self._ops.fitted(pages, config.layers, config.kv_heads, config.head_dim)
         except ValueError as error:
             raise ForwardFailed(str(error)) from error
+
+    def states(self, rows: Sequence[Row], pages: Any) -> Any:
+        """Do as `forward` does, but return what `logits` makes the logits of: ``[the sum of want_logits, hidden]``."""
+        config, ops = self.config, self._ops
+        pages = self._fitted(pages)
         total_pages, page_size = ops.extent(pages)
         if not rows:
-            return np.empty((0, config.vocab_size), np.float32)  # nothing that a sampler would look at
+            return np.empty((0, config.hidden_size), np.float32)
         batch = Batch.build(rows, page_size, total_pages, config.vocab_size, config.max_context)
         step = self._prepared(batch, pages)
-        logits = ops.computed(lambda: self._computed(step, pages), pages)
-        return logits[: len(batch.wanted)]
+        states = ops.computed(lambda: self._computed(step, pages), pages)
+        return states[: len(batch.wanted)]
 
     def _prepared(self, batch: Batch, pages: Any) -> _Step:
         """What the layers need to know of a batch, made before the first of them runs."""
         config, ops = self.config, self._ops
         every = len(batch.wanted) == len(batch.tokens)
-        with ops.step(len(batch.starts), every):
+        with ops.step(len(batch.starts), every and len(batch.tokens) == len(batch.starts)):
             places = ops.places(batch.page, batch.slot)
             angles = ops.rotation(self._rope_table, batch.positions)
             plan = ops.attention_plan(batch.block_tables, batch.starts, batch.lengths, pages, config.query_heads)
@@ -129,12 +159,13 @@ class Model:
                 return _Step(tokens, places, angles, plan, len(batch.wanted))
             # Of the last layer only K and V are needed, but for the tokens whose logits are wanted.
             wanted = ops.indices(batch.wanted)
-            ends, ones = batch.positions[batch.wanted], np.ones(len(batch.wanted), np.int64)
-            last_plan = ops.attention_plan(batch.block_tables[batch.asking], ends, ones, pages, config.query_heads)
+            firsts = batch.positions[batch.wanted[np.cumsum(batch.asked) - batch.asked]]
+            tables = batch.block_tables[batch.asking]
+            last_plan = ops.attention_plan(tables, firsts, batch.asked, pages, config.query_heads)
             return _Step(tokens, places, angles, plan, len(batch.wanted), wanted, last_plan)
 
     def _computed(self, step: _Step, pages: Any) -> Any:
-        """The layers, and the head of what is wanted."""
+        """The layers, and the last norm, of what is wanted."""
         config, ops, plan = self.config, self._ops, step.plan
         total = ops.take(self._embedding, step.tokens)
         change: Any = None  # what the block before adds to the residual stream
@@ -146,7 +177,7 @@ class Model:
                 layer.qkv_bias, layer.qk_norms, config.rms_norm_eps,
             )  # fmt: skip
             if index == config.layers - 1 and not step.count:
-                return np.empty((0, config.vocab_size), np.float32)
+                return np.empty((0, config.hidden_size), np.float32)
             if index == config.layers - 1 and step.wanted is not None:
                 q, total, plan = ops.take(q, step.wanted), ops.take(total, step.wanted), step.last_plan
             attended = ops.paged_attention(q, pages, index, plan, config.head_dim**-0.5)
@@ -154,7 +185,7 @@ class Model:
             normed, total = ops.rms_norm(total, layer.mlp_norm, config.rms_norm_eps, change)
             change = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)
         normed, _ = ops.rms_norm(total, self._norm, config.rms_norm_eps, change)
-        return ops.linear(normed, self._head, widen=True)
+        return normed
 
 
 def _layer(weight: Callable[..., Any], config: ModelConfig, prefix: str) -> _Layer:

@@ -58,6 +58,7 @@ class ModelConfig:
     default_temperature: float | None = None
     default_top_k: int | None = None
     default_top_p: float | None = None
+    default_repetition_penalty: float | None = None
     rope_scaling: Scaling | None = None
 
     @property
@@ -117,6 +118,9 @@ class ModelConfig:
         top_p = generation.optional_number("top_p", 0.0, 1.0)
         if top_p == 0:
             generation.refuse("top_p", "it must be more than 0")
+        repetition = generation.optional_number("repetition_penalty", 0.0, 100.0)
+        if repetition == 0:
+            generation.refuse("repetition_penalty", "it must be more than 0")
         top_k = None if generation.values.get("top_k") is None else generation.integer("top_k", least=0)
         theta, scaling = _rope(config)
         trained = config.integer("max_position_embeddings", default=family.max_context)
@@ -140,6 +144,7 @@ class ModelConfig:
             default_temperature=temperature,
             default_top_k=top_k,
             default_top_p=top_p,
+            default_repetition_penalty=repetition,
             rope_scaling=scaling,
         )
 

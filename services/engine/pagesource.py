@@ -39,7 +39,11 @@ class Demand:
 
     ``tokens`` are those whose K and V are in the pages as of the last synchronised step, ``tokens[0]`` at position
     ``start``; reporting them again is harmless. ``total_pages`` is a target size. ``known_pages`` says how much of the
-    block table the engine has.
+    block table the engine has. With a ``parent`` instead of an ``opening`` the sequence is opened as a fork of that
+    live one: it shares the pages of all that is resident there, and is asked for with no tokens.
+
+    A last page that holds tokens and is shared is nobody's to write. Whoever has room behind what is resident in its
+    ``total_pages`` is granted a page of its own instead, and told to copy.
     """
 
     sequence_id: str
@@ -48,6 +52,16 @@ class Demand:
     total_pages: int
     known_pages: int
     opening: Opening | None = None
+    parent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Page ``source`` is to be copied to ``target``, which then stands at ``index`` of the block table."""
+
+    index: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,8 @@ class Grant:
     """The answer to one demand. An ``error`` means that nothing of the demand was done.
 
     ``pages`` continue the block table at ``first_index``. ``cached_tokens``, told when a sequence is opened, counts the
-    leading tokens whose K and V are already there, a multiple of the page size.
+    leading tokens whose K and V are already there, a multiple of the page size. ``copies`` are to be made before
+    anything is written behind the resident tokens; they are told again until such a token is reported.
     """
 
     sequence_id: str
@@ -63,6 +78,7 @@ class Grant:
     pages: tuple[int, ...] = ()
     cached_tokens: int = 0
     error: ServiceError | None = None
+    copies: tuple[PageCopy, ...] = ()
 
 
 class Exchange(Protocol):

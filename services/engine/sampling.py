@@ -14,6 +14,7 @@ from typing import Any
 
 from kernels import sample_numpy, sampling
 from kernels.sampling import Batch, Drawn, TokenCounts
+from services.engine.choice import Choice
 from services.engine.modelconfig import ModelConfig
 from services.errors import FieldInvalid, ForwardFailed, ServiceError
 
@@ -25,6 +26,11 @@ MAX_PENALTY = 2.0
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGPROBS = sampling.MAX_LOGPROBS
+#: A bias that no logit outweighs.
+_CERTAIN = 3e38
+
+#: What draws from the logits of a backend: `kernels.sample_numpy.sample`, or a device's.
+Drawer = Callable[[Any, Batch], Drawn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,8 @@ class SamplingParams:
 
     ``temperature`` 0 takes the likeliest; ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, ``repetition_penalty`` 1 and the other
     penalties 0 are off. ``logit_bias`` has (token, what to add) in the order of tokens. ``logprobs`` is how many of the
-    likeliest tokens to tell with the log probability of the one drawn, None for neither.
+    likeliest tokens to tell with the log probability of the one drawn, None for neither; ``prompt_logprobs`` the same
+    of the prompt's tokens.
     """
 
     temperature: float
@@ -46,6 +53,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def counts_tokens(self) -> bool:
@@ -66,6 +74,7 @@ def validate(
     frequency_penalty: float | None = None,
     logit_bias: Mapping[int, float] | None = None,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Check what a request asks for; what it leaves out is the model's default, then temperature 1 and no limits.
 
@@ -82,7 +91,8 @@ def validate(
     if seed is None:
         seed = secrets.randbits(64)
     if repetition_penalty is None:
-        repetition_penalty = 1.0
+        stated = defaults.default_repetition_penalty
+        repetition_penalty = 1.0 if stated is None else stated
     penalties = {"presence_penalty": presence_penalty or 0.0, "frequency_penalty": frequency_penalty or 0.0}
     # Written so that NaN fails.
     if not 0 <= temperature <= MAX_TEMPERATURE:
@@ -108,8 +118,9 @@ def validate(
             raise FieldInvalid(
                 f"{name} is {penalty}; it must be {-MAX_PENALTY:g} to {MAX_PENALTY:g}", field=f"sampling.{name}"
             )
-    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
-        raise FieldInvalid(f"logprobs is {logprobs}; it must be 0 to {MAX_LOGPROBS}", field="sampling.logprobs")
+    for name, count in {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}.items():
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            raise FieldInvalid(f"{name} is {count}; it must be 0 to {MAX_LOGPROBS}", field=f"sampling.{name}")
     return SamplingParams(
         temperature=float(temperature),
         top_k=int(top_k),
@@ -121,7 +132,18 @@ def validate(
         frequency_penalty=float(penalties["frequency_penalty"]),
         logit_bias=_logit_bias(logit_bias or {}, defaults.vocab_size),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
+
+
+def seed_of(seed: int, sample: int) -> int:
+    """The seed of one of several samples, of which the first has ``seed``."""
+    return (seed + sample) % (MAX_SEED + 1)
+
+
+def certain(token: int, logprobs: int) -> SamplingParams:
+    """Parameters that draw this token whatever the logits are, and tell its log probability in them."""
+    return SamplingParams(0.0, 0, 1.0, 0.0, 0, logit_bias=((token, _CERTAIN),), logprobs=logprobs)
 
 
 def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
@@ -141,28 +163,13 @@ def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int
     return tuple(sorted((int(token), float(bias)) for token, bias in biases.items()))
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A token drawn.
-
-    ``logprob`` and ``rank`` are of the logits as the model gave them, before temperature, penalties, biases and bans:
-    the natural logarithm of the token's chance in their softmax, and 1 for the likeliest. ``top`` has the likeliest
-    tokens, in this order, with their log probabilities. None and empty where the request did not ask.
-    """
-
-    token: int
-    logprob: float | None = None
-    rank: int | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
 def sample(
     logits: Any,
     params: Sequence[SamplingParams],
     positions: Sequence[int],
     counts: Sequence[TokenCounts | None] | None = None,
     banned: Sequence[Iterable[int]] | None = None,
-    draw: Callable[[Any, Batch], Drawn] = sample_numpy.sample,
+    draw: Drawer = sample_numpy.sample,
 ) -> list[int | ServiceError]:
     """Draw a token for each row of ``logits``, as `choose` does."""
     drawn = draw(logits, batch(params, positions, counts, banned))
@@ -178,7 +185,7 @@ def choose(
     positions: Sequence[int],
     counts: Sequence[TokenCounts | None] | None = None,
     banned: Sequence[Iterable[int]] | None = None,
-    draw: Callable[[Any, Batch], Drawn] = sample_numpy.sample,
+    draw: Drawer = sample_numpy.sample,
 ) -> list[Choice | ServiceError]:
     """Draw a token for each row of ``logits`` ``[n, vocab_size]``, of what ``draw`` takes: an array, or a device's.
 

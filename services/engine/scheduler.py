@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import structlog
 
 from services.engine.admission import GROWTH_PAGES, Admission, Limits
+from services.engine.choice import Choice, Computed, Draw, Result
 from services.engine.deadlines import Deadlines
-from services.engine.pagesource import Demand, Grant, Opening
-from services.engine.sequence import Outcome, Request, Sequence, State
+from services.engine.holds import Holds
+from services.engine.pagesource import Demand, Grant, Opening, PageCopy
+from services.engine.sequence import Key, Outcome, Request, Sequence, State, key_of
 from services.engine.waiting import Waiting
 from services.errors import (
     ExceedsPool,
@@ -44,6 +45,8 @@ log = structlog.get_logger()
 #: this is for long prompts, whose pages others may share, and which a preemption would otherwise lose.
 REPORT_PAGES = 4
 SOURCE_ID_CHARS = 128
+#: Samples of one prompt that a request may ask for.
+MAX_SAMPLES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class Delta:
     """One token accepted by a request, and the text that it released; ``after_s`` seconds after the one before it, or
-    the ``first`` after the request was submitted.
+    the ``first`` after the request was submitted. ``prompt`` comes with a request's first token.
     """
 
     request_id: str
@@ -67,12 +70,16 @@ class Delta:
     token: int
     first: bool
     after_s: float
+    sample: int = 0
+    choice: Choice | None = None
+    prompt: tuple[Choice, ...] = ()
 
 
 class Scheduler:
     """Queues and block tables of one engine. Used by its thread alone; times are seconds of the injected clock.
 
-    A live request is in exactly one of ``waiting``, ``running`` (both in order) and ``leaving``.
+    A live sequence is in exactly one of ``waiting``, ``running`` (both in order) and ``leaving``; ``live`` has them by
+    key. Of a request's samples each is a sequence, and all of them fail if one does.
     """
 
     def __init__(
@@ -85,14 +92,14 @@ class Scheduler:
         self._admission = Admission(limits, page_size, total_pages, clock)
         self._arrivals = 0
         self._source_ids = 0
-        self.live: dict[str, Sequence] = {}
+        self.live: dict[Key, Sequence] = {}
         self.waiting = Waiting()
         self.running: list[Sequence] = []
         self.leaving: dict[str, Sequence] = {}  # by source id
         self._released: list[str] = []  # source ids to remove, whose requests go on under another
         self._settled: list[Sequence] = []
         self._deadlines = Deadlines()
-        self._holds: Counter[int] = Counter()  # page -> sequences of ours that have it
+        self._holds = Holds()
         self._sent: tuple[list[tuple[Demand, Sequence]], list[str]] = ([], [])
         self.preemptions = 0
         self.looked_up_tokens = 0  # of prompts at their first admission, and those of them that were cached
@@ -125,24 +132,39 @@ class Scheduler:
 
     def submit(self, request: Request) -> Sequence:
         """Queue a request. Raises RequestExists, QueueFull, ExceedsPool."""
-        if request.request_id in self.live:
+        if self.samples(request.request_id):
             raise RequestExists(f"request {request.request_id!r} is live", field="request_id")
         virtual_arrival = self._clock() - request.priority * self._priority_step
-        sequence = Sequence(request, self._arrivals + 1, virtual_arrival)
-        self._admission.check_fits(sequence)
-        self._admission.check_queue(self.waiting, len(self.running), sequence.num_tokens)
-        self._arrivals += 1
-        self.live[sequence.id] = sequence
+        family = [
+            Sequence(one, self._arrivals + 1 + at, virtual_arrival) for at, one in enumerate((request, *request.others))
+        ]
+        first = family[0]
+        self._admission.check_fits(first)
+        self._admission.check_queue(self.waiting, len(self.running), first.num_tokens, len(family))
+        self._arrivals += len(family)
         if request.deadline is not None:
-            self._deadlines.add(sequence.id, request.deadline)
-        self._wait(sequence)
-        return sequence
+            self._deadlines.add(request.request_id, request.deadline)
+        for sequence in family:
+            self.live[sequence.key] = sequence
+            self._wait(sequence)
+            if sequence is not first:
+                sequence.leader = first
+                first.forks.append(sequence)
+            if request.others:
+                sequence.family = family
+        return first
+
+    def samples(self, request_id: str) -> list[Sequence]:
+        """The live sequences of a request."""
+        keys = (key_of(request_id, sample) for sample in range(MAX_SAMPLES))
+        return [self.live[key] for key in keys if key in self.live]
 
     def finish(self, sequence: Sequence, outcome: Outcome) -> None:
         """End a request, whatever it was doing: the one way out. Ending it twice changes nothing."""
         if sequence.state is State.FINISHED:
             return
-        self._deadlines.discard(sequence.id)
+        if all(other.state is State.FINISHED for other in sequence.family if other is not sequence):
+            self._deadlines.discard(sequence.id)
         if self.waiting:
             self._admission.turnover.ended()
         if sequence.state is State.RUNNING:
@@ -151,14 +173,19 @@ class Scheduler:
             self.waiting.remove(sequence)
             self._admission.ended(sequence)
         sequence.state, sequence.outcome, sequence.finished_at = State.FINISHED, outcome, self._clock()
+        self._leave(sequence)
         if sequence.source_id:
             self.leaving[sequence.source_id] = sequence
         else:
             self._settle(sequence)
+        if outcome.error is not None:
+            for other in sequence.family:
+                self.finish(other, outcome)
 
     def overdue(self) -> list[Sequence]:
         """Requests whose time is up; each is told once."""
-        return [self.live[name] for name in self._deadlines.take(self._clock())]
+        names = self._deadlines.take(self._clock())
+        return [one for name in names for one in self.samples(name) if one.state is not State.FINISHED]
 
     def take_settled(self) -> list[Sequence]:
         """Requests that ended and hold nothing any more; nothing here knows them from now on."""
@@ -171,8 +198,8 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
-        self._drop_pages(sequence)
-        del self.live[sequence.id]
+        self._holds.drop(sequence)
+        del self.live[sequence.key]
         self._settled.append(sequence)
 
     # --- one round ----------------------------------------------------------------------------------------------
@@ -183,15 +210,19 @@ class Scheduler:
         Complete pages are reported along with whatever is sent anyway. What is let go of is removed before any demand
         is served, so a request that ends with complete pages to report is removed one exchange later.
         """
-        removed, urgent, along, returning = list(self._released), [], [], Counter[int]()
+        removed, urgent, along, returning = list(self._released), [], [], []
         for source_id, sequence in self.leaving.items():
-            if self._has_last_report(sequence):
+            if sequence.forks or self._has_last_report(sequence):
                 urgent.append((self._demand(sequence, 0), sequence))
             else:
                 removed.append(source_id)
-                returning.update(sequence.pages)
+                returning.append(sequence.pages)
                 self._admission.open()
         for sequence in self.running:
+            if sequence.held:
+                # What its forks are to find is told before them; it asks for room of its own behind them.
+                urgent.append((self._demand(sequence, 0), sequence))
+                continue
             pages = self._admission.growth(sequence)
             unreported = sequence.unreported_pages(self._page_size)
             in_prompt = sequence.num_reported_tokens < len(sequence.request.prompt)
@@ -200,13 +231,18 @@ class Scheduler:
                 urgent.append((self._demand(sequence, pages), sequence))
             elif unreported:
                 along.append(sequence)
-        held = len(self._holds) - sum(self._holds[page] == count for page, count in returning.items())
-        openings = [
-            self._opening(sequence) for sequence in self._admission.candidates(self.waiting, self.running, held)
-        ]
+        held = self._holds.without(returning)
+        forks, own = self._forks(held)
+        free = (sequence for sequence in self.waiting if sequence.leader is None)
+        opened = [*self.running, *(sequence for _, sequence in forks)]
+        openings = [self._opening(sequence) for sequence in self._admission.candidates(free, opened, held + own)]
+        for sequence in self.running:
+            if sequence.held:
+                sequence.shares_tail = True
+                forks.append((self._demand(sequence, self._admission.growth(sequence)), sequence))
         if not (removed or urgent or openings):
             return [], []
-        demands = [*urgent, *((self._demand(sequence, 0), sequence) for sequence in along), *openings]
+        demands = [*urgent, *((self._demand(sequence, 0), sequence) for sequence in along), *forks, *openings]
         self._sent = (demands, removed)
         return [demand for demand, _ in demands], removed
 
@@ -217,6 +253,8 @@ class Scheduler:
         """
         ready: list[tuple[Sequence, int, int]] = []
         for sequence in self.running:
+            if sequence.held:
+                continue
             missing = sequence.num_tokens - sequence.num_computed_tokens
             want = min(missing, len(sequence.pages) * self._page_size - sequence.num_computed_tokens)
             if want > 0:
@@ -236,32 +274,57 @@ class Scheduler:
                 chunks.append(Chunk(sequence, sequence.num_computed_tokens, count, samples=count == missing))
         return tuple(chunks)
 
-    def apply(self, step: Items[Chunk], results: Items[int | ServiceError | None]) -> list[Delta]:
+    def apply(self, step: Items[Chunk], results: Items[Result]) -> list[Delta]:
         """Commit a step that has synchronised; ``results[i]`` is what chunk i sampled, or the error that ends it."""
         deltas: list[Delta] = []
         for chunk, result in zip(step, results, strict=True):
             sequence = chunk.sequence
+            if sequence.state is not State.RUNNING:
+                continue  # another sample of its request failed in this step
             if isinstance(result, ServiceError):
                 self.finish(sequence, Outcome(error=result))
                 continue
             sequence.num_computed_tokens = chunk.start + chunk.count
             if result is None:
                 continue
-            before, now = sequence.last_token_at, self._clock()
-            try:
-                text, outcome = sequence.accept(result, now)
-            except Exception as error:
-                log.exception("token_not_accepted", request_id=sequence.id, token=result)
-                self.finish(sequence, Outcome(error=Internal(f"token {result} could not be turned into text: {error}")))
-                continue
-            after_s = now - (sequence.request.submitted_at if before is None else before)
-            deltas.append(Delta(sequence.id, text, result, before is None, after_s))
-            if outcome is not None:
-                self.finish(sequence, outcome)
+            drawn: tuple[Draw, ...] = (result,) if not isinstance(result, Computed) else result.drawn
+            if isinstance(result, Computed):
+                sequence.prompt_logprobs.extend(result.prompt)
+            takers = [sequence, *sequence.forks][: len(drawn)]
+            for taker, draw in zip(takers, drawn, strict=True):
+                deltas.extend(self._accept(taker, draw))
         return deltas
 
-    def granted(self, grants: Items[Grant]) -> None:
-        """Take the answer to the last ``demands()``."""
+    def _accept(self, sequence: Sequence, draw: Draw) -> Iterator[Delta]:
+        if sequence.state is State.FINISHED:
+            return
+        if isinstance(draw, ServiceError):
+            self.finish(sequence, Outcome(error=draw))
+            return
+        token, choice = (draw.token, draw) if isinstance(draw, Choice) else (draw, None)
+        leader, before, now = sequence.leader, sequence.last_token_at, self._clock()
+        if leader is not None:  # the prompt is computed, for this one as well
+            self.waiting.remove(sequence)
+            sequence.admitted_at, sequence.cached_tokens = leader.admitted_at, len(sequence.request.prompt)
+            self.looked_up_tokens += sequence.cached_tokens
+            self.cached_tokens += sequence.cached_tokens
+        try:
+            text, outcome = sequence.accept(token, now)
+        except Exception as error:
+            log.exception("token_not_accepted", request_id=sequence.id, token=token)
+            text, outcome = "", Outcome(error=Internal(f"token {token} could not be turned into text: {error}"))
+        if leader is not None:
+            self.waiting.add(sequence)
+        if outcome is None or outcome.error is None:
+            prompt = tuple(sequence.prompt_logprobs) if sequence.num_generated_tokens == 1 else ()
+            after_s = now - (sequence.request.submitted_at if before is None else before)
+            yield Delta(sequence.id, text, token, before is None, after_s, sequence.request.sample, choice, prompt)
+        if outcome is not None:
+            self.finish(sequence, outcome)
+
+    def granted(self, grants: Items[Grant]) -> list[PageCopy]:
+        """Take the answer to the last ``demands()``. Returns the copies to be made before the next step."""
+        copies: list[PageCopy] = []
         (demands, removed), self._sent = self._sent, ([], [])
         for source_id in removed:
             sequence = self.leaving.pop(source_id, None)
@@ -271,11 +334,15 @@ class Scheduler:
         self._released = [source_id for source_id in self._released if source_id not in gone]
         short, opened, refused = False, list[Sequence](), list[Sequence]()
         for (demand, sequence), grant in zip(demands, grants, strict=True):
+            if sequence.source_id != demand.sequence_id:
+                continue  # an answer further up has put it back to waiting
             if grant.error is None:
-                self._take(sequence, demand, grant)
+                copies += self._take(sequence, demand, grant)
                 if demand.opening is not None:
                     opened.append(sequence)
             elif sequence.state is State.WAITING and grant.error.code == "RESOURCE_EXHAUSTED":
+                if sequence.leader is not None:  # refused as a fork, it opens as any other
+                    self._go_alone(sequence)
                 refused.append(sequence)  # pages, quota, sequences: what is short now may be there later
             else:
                 short |= self._refused(sequence, demand, grant.error)
@@ -284,6 +351,7 @@ class Scheduler:
         # last one running does it step back, since others than us hold what it needs.
         if short and self.running and not self.leaving and not self._released:
             self._preempt(self.running[-1])
+        return copies
 
     def unanswered(self) -> None:
         """The last exchange got no reply. It may have been served: the next one says the same again."""
@@ -301,8 +369,11 @@ class Scheduler:
             self._wait(sequence)
         self.running.clear()
         for sequence in self.waiting:
-            self._drop_pages(sequence)
+            self._holds.drop(sequence)
             sequence.forget_pages()
+        for sequence in self.waiting:
+            if sequence.leader is not None and sequence.num_generated_tokens:
+                self._go_alone(sequence)
         if total_pages is not None:
             self._admission.total_pages = total_pages
             for sequence in list(self.waiting):
@@ -313,7 +384,43 @@ class Scheduler:
 
     # --- pages --------------------------------------------------------------------------------------------------
 
-    def _demand(self, sequence: Sequence, total_pages: int, opening: Opening | None = None) -> Demand:
+    def _forks(self, held: int) -> tuple[list[tuple[Demand, Sequence]], int]:
+        """Demands of those whose prompt is computed, and how many pages of their own they take; ``held`` stay with live
+        requests. Who cannot be opened now will be on its own: the leader goes on and is no longer what it was.
+        """
+        demands, own, opened = list[tuple[Demand, Sequence]](), 0, list(self.running)
+        for leader in [*self.running, *self.leaving.values()]:
+            if not leader.forks or not leader.num_generated_tokens:
+                continue
+            chosen, more = self._admission.forks(leader.forks, opened, held + own)
+            opened += chosen
+            own += more
+            for sequence in leader.forks[len(chosen) :]:
+                self._go_alone(sequence)
+            for sequence in chosen:
+                self._name(sequence)
+                pages = self._admission.pages_for(sequence.resident_target)
+                demands.append((self._demand(sequence, pages, parent=leader.source_id), sequence))
+        return demands, own
+
+    def _go_alone(self, sequence: Sequence) -> None:
+        """Have a sequence share nobody's pages; a fork of it that was asked for may have been made."""
+        self._leave(sequence)
+        if sequence.source_id:
+            self._released.append(sequence.source_id)
+            sequence.source_id = ""
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.leader is not None:
+            sequence.leader.forks.remove(sequence)
+            sequence.leader = None
+
+    def _name(self, sequence: Sequence) -> None:
+        if not sequence.source_id:
+            self._source_ids += 1
+            sequence.source_id = f"{self._source_ids}:{sequence.id}"[:SOURCE_ID_CHARS]
+
+    def _demand(self, sequence: Sequence, total_pages: int, opening: Opening | None = None, parent: str = "") -> Demand:
         at = sequence.num_reported_tokens
         return Demand(
             sequence.source_id,
@@ -322,6 +429,7 @@ class Scheduler:
             total_pages=total_pages,
             known_pages=len(sequence.pages),
             opening=opening,
+            parent=parent,
         )
 
     def _has_last_report(self, sequence: Sequence) -> bool:
@@ -329,19 +437,24 @@ class Scheduler:
         return bool(sequence.pages) and not failed and sequence.unreported_pages(self._page_size) > 0
 
     def _opening(self, sequence: Sequence) -> tuple[Demand, Sequence]:
-        if not sequence.source_id:
-            self._source_ids += 1
-            sequence.source_id = f"{self._source_ids}:{sequence.id}"[:SOURCE_ID_CHARS]
+        self._name(sequence)
         pages = self._admission.pages_for(sequence.resident_target)
         return self._demand(sequence, pages, Opening(tuple(sequence.tokens), sequence.request.salt)), sequence
 
-    def _take(self, sequence: Sequence, demand: Demand, grant: Grant) -> None:
-        new = grant.pages[len(sequence.pages) - grant.first_index :]
-        sequence.pages.extend(new)
-        self._holds.update(new)
+    def _take(self, sequence: Sequence, demand: Demand, grant: Grant) -> list[PageCopy]:
+        copies = self._holds.take(sequence, grant)
+        reported = demand.start + len(demand.tokens)
+        sequence.num_reported_tokens = max(sequence.num_reported_tokens, reported)
+        if demand.total_pages * self._page_size > reported:
+            sequence.shares_tail = False
+        if sequence.state is State.FINISHED:
+            return []  # with another sample of its request
         if demand.opening is not None:
             self._admit(sequence, grant.cached_tokens)
-        sequence.num_reported_tokens = max(sequence.num_reported_tokens, demand.start + len(demand.tokens))
+        elif demand.parent:
+            self._leave(sequence)
+            self._admit(sequence, len(sequence.request.prompt))
+        return copies
 
     def _admit(self, sequence: Sequence, cached_tokens: int) -> None:
         self.waiting.remove(sequence)
@@ -356,6 +469,8 @@ class Scheduler:
 
     def _refused(self, sequence: Sequence, demand: Demand, error: ServiceError) -> bool:
         """Take an item's error; returns whether a running request is short of pages."""
+        if sequence.leader is not None:  # refused as a fork, it opens as any other
+            self._go_alone(sequence)
         if sequence.state is State.FINISHED:
             sequence.num_reported_tokens = sequence.num_computed_tokens  # not worth another exchange
         elif error.code == "RESOURCE_EXHAUSTED":
@@ -385,12 +500,8 @@ class Scheduler:
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
             self._wait(sequence)
-        self._drop_pages(sequence)
+        if sequence.num_generated_tokens:
+            for fork in list(sequence.forks):
+                self._go_alone(fork)
+        self._holds.drop(sequence)
         sequence.forget_pages()
-
-    def _drop_pages(self, sequence: Sequence) -> None:
-        for page in sequence.pages:
-            self._holds[page] -= 1
-            if not self._holds[page]:
-                del self._holds[page]
-        sequence.pages.clear()

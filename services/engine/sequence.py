@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+from services.engine.choice import Choice
 from services.errors import ServiceError
 
 
@@ -61,6 +62,15 @@ class Stopping:
     stop_token_ids: frozenset[int] = frozenset()
 
 
+#: A first sample's is the request's id; no other's is any request's.
+Key: TypeAlias = str | tuple[str, int]
+
+
+def key_of(request_id: str, sample: int) -> Key:
+    """See `Sequence.key`."""
+    return (request_id, sample) if sample else request_id
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What a request took: tokens, and seconds since it was submitted, None for what it never came to."""
@@ -78,7 +88,8 @@ class Usage:
 class Request:
     """What was asked for, checked. ``sampling`` is the sampler's and opaque to scheduling.
 
-    Times are seconds of the engine's clock; at ``deadline`` the request ends, done or not.
+    Times are seconds of the engine's clock; at ``deadline`` the request ends, done or not. ``others`` are further
+    samples of the same prompt, numbered from 1 by ``sample``, with sampling and text of their own and all else alike.
     """
 
     request_id: str
@@ -90,6 +101,8 @@ class Request:
     submitted_at: float = 0.0
     deadline: float | None = None
     priority: int = 0
+    sample: int = 0
+    others: tuple[Request, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +114,11 @@ class Sequence:
     used again; it is empty as long as the page source has not heard of the sequence.
 
     ``order`` never changes: the first by it is admitted first, has the step's budget first, and is preempted last.
+
+    Samples of one prompt are a ``family``, which a sequence on its own does not have. The first computes the prompt for
+    all; the others wait as its ``forks``, each with it as ``leader``, until they have their first token, which is drawn
+    when the leader's is, and share its pages. While ``shares_tail`` the page that the next token goes into may be
+    others' as well.
     """
 
     request: Request
@@ -113,6 +131,12 @@ class Sequence:
     source_id: str = ""
     state: State = State.WAITING
     outcome: Outcome | None = None
+    family: Items[Sequence] = ()
+    leader: Sequence | None = None
+    forks: list[Sequence] = field(default_factory=list)
+    shares_tail: bool = False
+    counts: Any = None  # the sampler's, of its tokens
+    prompt_logprobs: list[Choice] = field(default_factory=list)  # of its prompt's tokens from the second on, so far
     cached_tokens: int = 0
     preemptions: int = 0
     admitted_at: float | None = None
@@ -138,6 +162,16 @@ class Sequence:
     def order(self) -> tuple[float, int]:
         """When it came, moved by its priority, in seconds of the engine's clock; among equals, first come."""
         return self.virtual_arrival, self.arrival
+
+    @property
+    def key(self) -> Key:
+        """What tells it from every other live sequence."""
+        return key_of(self.id, self.request.sample)
+
+    @property
+    def held(self) -> bool:
+        """Whether nothing may be computed for it until others have taken copies of its last page, or it has."""
+        return self.shares_tail or bool(self.forks and self.num_generated_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -185,6 +219,7 @@ class Sequence:
         self.pages.clear()
         self.num_computed_tokens = self.num_reported_tokens = 0
         self.source_id = ""
+        self.shares_tail = False
         self.state = State.WAITING
 
     def accept(self, token: int, now: float) -> tuple[str, Outcome | None]:

@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services.calls import Calls
 from services.engine.arena import page_bytes_of
-from services.engine.backend import CPU, Backend, Sampler, on_gpu, on_host
+from services.engine.backend import CPU, Backend, on_gpu, on_host
 from services.engine.batch import Row
 from services.engine.chat import Chat
 from services.engine.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ from services.engine.metrics import EngineMetrics
 from services.engine.model import Model
 from services.engine.pagesource import PageSource
 from services.engine.runner import Runner
-from services.engine.sampling import SamplingParams
+from services.engine.sampling import Drawer, SamplingParams, sample
 from services.engine.servicer import SERVICE, EngineServicer, Served
 from services.engine.streams import Streams
 from services.engine.tokenizer import Tokenizer
@@ -96,13 +96,13 @@ class Engine:
         tokenizer = await asyncio.to_thread(checkpoint.tokenizer)
         chat = await asyncio.to_thread(_chat, checkpoint, tokenizer)
         backend = await asyncio.to_thread(self._make_backend, checkpoint)
-        model, sampler = await asyncio.to_thread(self._load, checkpoint, backend)
+        model, draw = await asyncio.to_thread(self._load, checkpoint, backend)
         if config.pool_id is not None:
             self.pool_id = config.pool_id
         else:
             self.pool_id = await asyncio.to_thread(default_pool_id, config.model, backend.dtype, backend.kv_dtype)
         source, memory, epoch = await self._open_source(model, backend)
-        await asyncio.to_thread(_warm_up, model, backend, sampler, config.page_size)
+        await asyncio.to_thread(_warm_up, model, backend, draw, config.page_size)
         running = asyncio.get_running_loop()
 
         def outbox(events: list[Event]) -> None:
@@ -112,7 +112,7 @@ class Engine:
             running.call_soon_threadsafe(self._say, serving)
 
         self.loop = EngineLoop(
-            self._make_runner(model, lambda: backend.view(memory()), sampler, backend.finish),
+            self._make_runner(model, lambda: backend.view(memory()), draw, backend.finish),
             source,
             config.limits,
             outbox,
@@ -147,7 +147,7 @@ class Engine:
         dtype = config.dtype or checkpoint.config.dtype
         return on_gpu(config.gpu, dtype, config.kv_dtype, config.page_size, config.graphs)
 
-    def _load(self, checkpoint: Checkpoint, backend: Backend) -> tuple[Model, Sampler]:
+    def _load(self, checkpoint: Checkpoint, backend: Backend) -> tuple[Model, Drawer]:
         """The model, and what draws from its logits. Raises ModelInvalid, InvalidConfiguration."""
         try:
             model = Model(checkpoint, backend.ops, backend.dtype)
@@ -246,11 +246,11 @@ def _chat(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Chat:
         return Chat({}, tokenizer, error.message)
 
 
-def _warm_up(model: Model, backend: Backend, sampler: Sampler, page_size: int) -> None:
+def _warm_up(model: Model, backend: Backend, draw: Drawer, page_size: int) -> None:
     """Run one token once, in memory of its own: nothing of the pool is this engine's yet."""
     memory = backend.private(model.geometry(page_size, backend.kv_dtype), 1)
     logits = model.forward([Row([0], 0, [0], True)], backend.view(memory))
-    sampler(logits, [SamplingParams(0.0, 0, 1.0, 0.0, 0)], [1])
+    sample(logits, [SamplingParams(0.0, 0, 1.0, 0.0, 0)], [1], draw=draw)
     backend.finish()
     if isinstance(memory, DevicePages):
         memory.close()

@@ -120,27 +120,26 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._check_open()
         if asked.request_id in self.generations:
             raise RequestExists(f"a submitted generation has the id {asked.request_id!r}", field="request_id")
-        self.streams.open(asked.request_id, listener)
+        self.streams.open(asked.request_id, listener, 1 + len(asked.others))
         served.loop.submit(asked)
         return asked
 
     @maps_errors
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """See the proto. However the call ends, its request does."""
-        stream = Stream()
+        stream = Stream(samples=max(1, request.n))
         asked = await self._begin(request, stream, self._deadline(context))
-        over = False
+        over, error = False, None
         try:
             while not over:
                 news = await stream.next()
-                over = news.outcome is not None
+                over, error = news.over, error or error_of(news)
                 message = response(asked.request_id, asked.sampling.seed, news)
                 if message is not None:
                     yield message
         finally:
             if not over:
                 self._model().loop.cancel(asked.request_id)
-        error = error_of(news)
         if error is not None:
             # One error may end many requests: each must not add its frames to the traceback of all.
             raise error.with_traceback(None)
@@ -153,18 +152,20 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._model()
         check_batch(request)
         self._check_open()
-        items, begun = Bundle(len(request.requests)), dict[int, Request]()
+        items, begun, errors = Bundle(len(request.requests)), dict[int, Request](), dict[int, ServiceError]()
         beginning = asyncio.ensure_future(self._begin_all(request.requests, items, begun, self._deadline(context)))
         try:
             while items.remaining:
                 index, news = await items.next()
-                asked = begun.get(index) if news.outcome is None else begun.pop(index, None)
+                asked = begun.pop(index, None) if news.over else begun.get(index)
                 message = response(asked.request_id, asked.sampling.seed, news) if asked is not None else None
                 if message is not None:
                     yield pb.BatchGenerateResponse(index=index, response=message)
                 error = error_of(news)
-                if error is not None:
-                    yield pb.BatchGenerateResponse(index=index, error=status(error))
+                if error is not None:  # its samples end one by one
+                    errors.setdefault(index, error)
+                if news.over and index in errors:
+                    yield pb.BatchGenerateResponse(index=index, error=status(errors.pop(index)))
         finally:
             beginning.cancel()
             for asked in begun.values():
@@ -174,7 +175,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         for index, message in enumerate(messages):
             try:
                 with inside(f"requests[{index}]"):
-                    begun[index] = await self._begin(message, items.stream(index), deadline)
+                    begun[index] = await self._begin(message, items.stream(index, max(1, message.n)), deadline)
             except ServiceError as error:
                 items.fail(index, error)
             except Exception:
@@ -190,6 +191,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         timeout_s = read_span(request, "timeout", MAX_TIMEOUT_S)
         retention_s = read_span(request, "retention", self.generations.retention.ttl_s)
         with inside("request"):
+            if request.request.n > 1:
+                raise FieldInvalid(f"n is {request.request.n}; a submitted request has one sample", field="n", limit=1)
             wanted = request.request.request_id
             generation = self.generations.again(wanted, mark) if wanted else None
             if generation is None:
@@ -321,7 +324,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         running = len(scheduler.running) + len(scheduler.leaving)
         return pb.GetStatsResponse(
             running_requests=running,
-            queued_requests=max(0, len(self.streams) - running),
+            queued_requests=max(0, self.streams.samples - running),
             queue_limit=served.limits.max_queue,
             finished_requests=totals.finished_requests,
             failed_requests=totals.failed_requests,

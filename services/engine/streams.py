@@ -6,9 +6,10 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.engine.choice import Choice
 from services.engine.loop import Event
 from services.engine.sequence import Outcome, Usage
 from services.errors import RequestExists, RequestUnknown, ServiceError
@@ -19,10 +20,28 @@ REMEMBERED_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What was added since the last look, and, last, how the request ended; no ``usage`` of one that was refused."""
+    """What was added to a sample since the last look, and, last, how it ended; no ``usage`` of one that was refused.
+
+    ``logprobs`` are of ``token_ids``, one for each, if they were asked for; ``prompt_logprobs`` come with the first.
+    ``over`` is said with the last news of a request, whichever of its samples they are of.
+    """
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
+    outcome: Outcome | None = None
+    usage: Usage | None = None
+    sample: int = 0
+    logprobs: tuple[Choice, ...] = ()
+    prompt_logprobs: tuple[Choice, ...] = ()
+    over: bool = False
+
+
+@dataclass(slots=True)
+class _Untold:
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Choice] = field(default_factory=list)
+    prompt_logprobs: tuple[Choice, ...] = ()
     outcome: Outcome | None = None
     usage: Usage | None = None
 
@@ -35,33 +54,53 @@ class Listener(Protocol):
 
 
 class Stream:
-    """One request's news for one caller. A caller that is slow to take them gets them merged, so none piles up."""
+    """One request's news for one caller, of whichever of its samples has had them for longest.
 
-    def __init__(self, on_news: Callable[[], None] = lambda: None) -> None:
+    A caller that is slow to take them gets them merged, so none piles up.
+    """
+
+    def __init__(self, on_news: Callable[[], None] = lambda: None, samples: int = 1) -> None:
         self._on_news = on_news
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._outcome: Outcome | None = None
-        self._usage: Usage | None = None
+        self._live = samples
+        self._untold: dict[int, _Untold] = {}
         self._changed = asyncio.Event()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is anything to take."""
+        return bool(self._untold)
 
     def push(self, event: Event) -> None:
         """Add an event."""
         if not event.token_ids and event.outcome is None:
             return  # it is queued, which concerns nobody here
-        self._text.append(event.text)
-        self._token_ids.extend(event.token_ids)
+        untold = self._untold.setdefault(event.sample, _Untold())
+        untold.text.append(event.text)
+        untold.token_ids.extend(event.token_ids)
+        untold.logprobs.extend(event.logprobs)
+        untold.prompt_logprobs += event.prompt_logprobs
         if event.outcome is not None:
-            self._outcome, self._usage = event.outcome, event.sequence.usage if event.sequence else None
+            untold.outcome, untold.usage = event.outcome, event.sequence.usage if event.sequence else None
+            self._live = self._live - 1 if event.sequence else 0
         self._changed.set()
         self._on_news()
 
     def take(self) -> News:
-        """Take what there is."""
-        self._changed.clear()
-        news = News("".join(self._text), tuple(self._token_ids), self._outcome, self._usage)
-        self._text, self._token_ids = [], []
-        return news
+        """Take what there is of one sample."""
+        sample = next(iter(self._untold), 0)
+        untold = self._untold.pop(sample, _Untold())
+        if not self._untold:
+            self._changed.clear()
+        return News(
+            "".join(untold.text),
+            tuple(untold.token_ids),
+            untold.outcome,
+            untold.usage,
+            sample,
+            tuple(untold.logprobs),
+            untold.prompt_logprobs,
+            over=not self._live and not self._untold,
+        )
 
     async def next(self) -> News:
         """Wait for news and take them."""
@@ -77,9 +116,9 @@ class Bundle:
         self._ready: dict[int, Stream | ServiceError] = {}
         self._changed = asyncio.Event()
 
-    def stream(self, index: int) -> Stream:
+    def stream(self, index: int, samples: int = 1) -> Stream:
         """Make the stream of one."""
-        stream = Stream(lambda: self._mark(index, stream))
+        stream = Stream(lambda: self._mark(index, stream), samples)
         return stream
 
     def fail(self, index: int, error: ServiceError) -> None:
@@ -97,8 +136,10 @@ class Bundle:
         what = self._ready.pop(index)
         if not self._ready:
             self._changed.clear()
-        news = what.take() if isinstance(what, Stream) else News(outcome=Outcome(error=what))
-        self.remaining -= news.outcome is not None
+        news = what.take() if isinstance(what, Stream) else News(outcome=Outcome(error=what), over=True)
+        if isinstance(what, Stream) and what.has_news:
+            self._mark(index, what)
+        self.remaining -= news.over
         return index, news
 
 
@@ -111,7 +152,7 @@ class Streams:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._live: dict[str, Listener] = {}
+        self._live: dict[str, tuple[Listener, int]] = {}  # with how many samples have not ended
         self._over: OrderedDict[str, float] = OrderedDict()
         self._none_live = asyncio.Event()
         self._none_live.set()
@@ -119,26 +160,35 @@ class Streams:
     def __len__(self) -> int:
         return len(self._live)
 
+    @property
+    def samples(self) -> int:
+        """Samples of live requests that have not ended."""
+        return sum(samples for _, samples in self._live.values())
+
     def check_free(self, request_id: str) -> None:
         """Raises RequestExists when a request with this id is live."""
         if request_id in self._live:
             raise RequestExists(f"a live request has the id {request_id!r}", field="request_id")
 
-    def open(self, request_id: str, listener: Listener) -> None:
-        """Make a request known. Raises RequestExists when one with this id is live."""
+    def open(self, request_id: str, listener: Listener, samples: int = 1) -> None:
+        """Make a request known, of so many samples. Raises RequestExists when one with this id is live."""
         self.check_free(request_id)
         self._over.pop(request_id, None)
-        self._live[request_id] = listener
+        self._live[request_id] = listener, samples
         self._none_live.clear()
 
     def deliver(self, events: Iterable[Event]) -> None:
         """Hand events to their listeners; the last one of a request ends its being known."""
         for event in events:
-            listener = self._live.get(event.request_id)
+            listener, samples = self._live.get(event.request_id, (None, 0))
             if listener is None:
                 continue
             listener.push(event)
-            if event.outcome is not None:
+            if event.outcome is None:
+                continue
+            if event.sequence is not None and samples > 1:
+                self._live[event.request_id] = listener, samples - 1
+            else:
                 del self._live[event.request_id]
                 self._remember(event.request_id)
         if not self._live:

@@ -17,7 +17,9 @@ from services.kvcache.sessions import Session
 
 
 class Demand(NamedTuple):
-    """See SequenceDemand in the proto. ``prompt`` is None when nothing is opened, and then ``retention`` is."""
+    """See SequenceDemand in the proto. ``prompt`` is None when nothing is opened by one, and then ``retention`` is;
+    ``parent`` is empty when nothing is forked.
+    """
 
     sequence_id: str
     prompt: list[int] | None
@@ -27,6 +29,7 @@ class Demand(NamedTuple):
     total_pages: int
     known_pages: int
     retention: Retention | None = None
+    parent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,14 @@ class Grant(NamedTuple):
 
 def serve(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
     """Open, report and grow. Raises the item reasons of AllocatePages."""
-    sequence_id, prompt, salt, start, tokens, wanted, known, retention = demand
+    sequence_id, prompt, salt, start, tokens, wanted, known, retention, parent = demand
     sequence = session.find(sequence_id)
     if sequence is None:
-        return _open(session, pool, demand, now)
+        return _fork(session, pool, demand, now) if parent else _open(session, pool, demand, now)
+    if parent and digest_fork(parent) != sequence.opening_digest:
+        raise SequenceMismatch(
+            f"sequence {sequence_id!r} is open and is no fork of {parent!r}", field="parent_sequence_id"
+        )
     if prompt is not None and (
         retention != sequence.retention or digest_opening(prompt_array(prompt), salt) != sequence.opening_digest
     ):
@@ -111,6 +118,32 @@ def _open(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
     return _grow(session, pool, sequence, total, demand.known_pages, now)
 
 
+def _fork(session: Session, pool: Pool, demand: Demand, now: float) -> Grant:
+    """Share every page of the parent's resident tokens with a new sequence, which then grows."""
+    parent = session.sequence(demand.parent)
+    if demand.prompt is not None:
+        raise FieldInvalid("parent_sequence_id: a sequence is opened or forked, not both", field="parent_sequence_id")
+    if demand.start or demand.tokens:
+        raise FieldInvalid("tokens: nothing of a sequence's own can be resident before it is forked", field="tokens")
+    _check_room_for_sequence(session)
+    shared, resident = pool.pages_for(len(parent.tokens)), len(parent.tokens)
+    total = max(shared, demand.total_pages)
+    if demand.known_pages > total:
+        raise _unknown_pages(demand.known_pages, total)
+    # As in ``serve``; and whoever the parent is, it holds the page that the fork would write in.
+    unshares = resident % pool.page_size > 0 and demand.total_pages * pool.page_size > resident
+    _check_quota(session, total + unshares, demand.total_pages)
+    pool.check_growth(demand.sequence_id, demand.total_pages, total - shared + unshares)
+
+    child = Sequence(session.id, demand.sequence_id, parent.salt, digest_fork(parent.id), now)
+    session.add(child)
+    pool.fork(parent, child)
+    if unshares:
+        pool.unshare_tail(child)
+    pool.touch(parent, now)
+    return _grow(session, pool, child, total, demand.known_pages, now)
+
+
 def append(session: Session, pool: Pool, sequence_id: str, start: int, tokens: list[int], now: float) -> Sequence:
     """Report without growing. Raises the item reasons of AppendTokens."""
     sequence = session.sequence(sequence_id)
@@ -127,22 +160,12 @@ def append(session: Session, pool: Pool, sequence_id: str, start: int, tokens: l
 def fork(session: Session, pool: Pool, parent_id: str, child_id: str, now: float) -> tuple[Grant, Sequence]:
     """Share every page of the parent's resident tokens with a new sequence. Raises the reasons of ForkSequence."""
     child = session.find(child_id)
-    digest = digest_fork(parent_id)
-    if child is not None:
-        if child.opening_digest != digest:
-            raise SequenceExists(
-                f"sequence {child_id!r} exists and is no fork of {parent_id!r}", field="child_sequence_id"
-            )
-        return _grow(session, pool, child, len(child.pages), 0, now, child.page_count), child
-    parent = session.sequence(parent_id)
-    _check_room_for_sequence(session)
-    _check_quota(session, pool.pages_for(len(parent.tokens)))
-
-    child = Sequence(session.id, child_id, parent.salt, digest, now)
-    session.add(child)
-    pool.fork(parent, child)
-    pool.touch(parent, now)
-    return _grow(session, pool, child, len(child.pages), 0, now), child
+    if child is None:
+        grant = _fork(session, pool, Demand(child_id, None, "", 0, [], 0, 0, parent=parent_id), now)
+        return grant, session.sequence(child_id)
+    if child.opening_digest != digest_fork(parent_id):
+        raise SequenceExists(f"sequence {child_id!r} exists and is no fork of {parent_id!r}", field="child_sequence_id")
+    return _grow(session, pool, child, len(child.pages), 0, now, child.page_count), child
 
 
 def _grow(

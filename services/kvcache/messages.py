@@ -147,8 +147,11 @@ def read_demands(items: Any) -> list[Demand]:
             check_name(salt, f"demands[{len(demands)}].opening.salt", least=0)
             if opening.HasField("retention"):
                 retention = read_retention(opening.retention)
+        parent = item.parent_sequence_id
+        if len(parent) > MAX_NAME:
+            check_name(parent, f"demands[{len(demands)}].parent_sequence_id")
         tokens, total, known = item.tokens[:], item.total_pages, item.known_pages
-        demands.append(Demand(sequence_id, prompt, salt, item.start, tokens, total, known, retention))
+        demands.append(Demand(sequence_id, prompt, salt, item.start, tokens, total, known, retention, parent))
     return demands
 
 

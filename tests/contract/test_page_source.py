@@ -9,7 +9,7 @@ import pytest
 
 from services.engine.kvclient import GrpcPageSource
 from services.engine.localpages import LocalPageSource
-from services.engine.pagesource import Demand, Geometry, Grant, Opening, PageSource
+from services.engine.pagesource import Demand, Geometry, Grant, Opening, PageCopy, PageSource
 from services.errors import (
     CapacityExceeded,
     ExceedsPool,
@@ -58,6 +58,10 @@ def opening(name: str, prompt: list[int], pages: int, salt: str = "") -> Demand:
 
 def more(name: str, tokens: list[int], pages: int, *, start: int = 0, known: int = 0) -> Demand:
     return Demand(name, start=start, tokens=tokens, total_pages=pages, known_pages=known)
+
+
+def fork(name: str, parent: str, pages: int) -> Demand:
+    return Demand(name, start=0, tokens=[], total_pages=pages, known_pages=0, parent=parent)
 
 
 def ask(source: PageSource, *demands: Demand, removed: tuple[str, ...] = ()) -> list[Grant]:
@@ -308,6 +312,102 @@ def test_equal_pages_computed_twice_are_found_once_either_holder_leaves(make: Ma
     assert one(source, opening("c", list(range(9)), 3)).cached_tokens == 8
     ask(source, removed=("b", "c"))
     assert spare(source) == 6
+
+
+def test_a_fork_shares_what_is_reported_in_its_exchange_and_copies_the_tail_it_will_write(make: Maker) -> None:
+    source = make(8)
+    parent = one(source, opening("a", list(range(7)), 2))
+    _, child, again = ask(
+        source,
+        more("a", list(range(6)), 0, known=2),
+        fork("b", "a", 2),
+        more("a", list(range(6)), 2, known=2),
+    )
+    assert child.error is None and child.pages[0] == parent.pages[0]
+    assert child.copies == (PageCopy(1, parent.pages[1], child.pages[1]),)
+    [own] = again.copies
+    assert own.index == 1 and own.source == parent.pages[1]
+    assert len({own.source, own.target, child.pages[1]}) == 3
+    assert spare(source, "probe 1") == 8 - 4, "the page that both copy is kept until they have"
+    assert one(source, more("b", [99], 2, start=6, known=2)).copies == ()
+    assert one(source, more("a", [6], 2, start=6, known=2)).copies == ()
+    assert spare(source, "probe 2") == 8 - 3
+    ask(source, removed=("a", "b"))
+    assert spare(source, "probe 3") == 8
+
+
+def test_a_fork_of_whole_pages_copies_nothing(make: Maker) -> None:
+    source = make(8)
+    parent = one(source, opening("a", list(range(8)), 3))
+    _, child = ask(source, more("a", list(range(8)), 0, known=3), fork("b", "a", 3))
+    assert child.copies == () and child.pages[:2] == parent.pages[:2] and child.pages[2] not in parent.pages
+    assert one(source, more("a", [8], 3, start=8, known=3)).error is None
+    assert one(source, more("b", [9], 3, start=8, known=3)).error is None
+
+
+def test_a_fork_can_be_sent_again(make: Maker) -> None:
+    source = make(8)
+    ask(source, opening("a", list(range(6)), 2))
+    exchange = [more("a", list(range(6)), 0, known=2), fork("b", "a", 2), more("a", list(range(6)), 2, known=2)]
+    first = ask(source, *exchange)
+    again = ask(source, *exchange)
+    assert again[1:] == first[1:] and again[0].copies == first[2].copies, "a copy is told until a token behind is"
+    assert spare(source, "probe 4") == 8 - 4
+    assert isinstance(one(source, fork("b", "c", 2)).error, SequenceMismatch)
+    assert isinstance(one(source, opening("b", list(range(6)), 2)).error, SequenceMismatch)
+
+
+def test_nobody_writes_into_a_shared_tail(make: Maker) -> None:
+    source = make(8)
+    ask(source, opening("a", list(range(6)), 2))
+    ask(source, more("a", list(range(6)), 0, known=2), fork("b", "a", 0))
+    assert isinstance(one(source, more("a", [7], 0, start=6, known=2)).error, PositionMismatch)
+    assert isinstance(one(source, more("b", [7], 0, start=6, known=2)).error, PositionMismatch)
+    ask(source, removed=("b",))
+    assert one(source, more("a", [7], 0, start=6, known=2)).error is None
+
+
+def test_the_tail_outlives_who_it_was_copied_from(make: Maker) -> None:
+    source = make(4)
+    ask(source, opening("a", list(range(6)), 2))
+    ask(source, more("a", list(range(6)), 0, known=2), fork("b", "a", 2))
+    ask(source, removed=("a",))
+    assert spare(source, "probe 5") == 1
+    ask(source, more("b", [9], 2, start=6, known=2))
+    assert spare(source, "probe 6") == 2
+
+
+def test_a_fork_that_cannot_have_its_pages_is_none(make: Maker) -> None:
+    source = make(3)
+    ask(source, opening("a", list(range(6)), 2))
+    ask(source, more("a", list(range(6)), 2, known=2))
+    assert isinstance(one(source, fork("b", "a", 3)).error, CapacityExceeded)
+    assert isinstance(one(source, fork("b", "a", 4)).error, ExceedsPool)
+    assert isinstance(one(source, more("b", [], 0)).error, SequenceUnknown)
+    assert one(source, fork("b", "a", 2)).error is None
+    assert spare(source, "probe 7") == 0
+
+
+def test_a_fork_needs_a_live_parent_and_reports_nothing(make: Maker) -> None:
+    source = make(6)
+    assert isinstance(one(source, fork("b", "a", 1)).error, SequenceUnknown)
+    ask(source, opening("a", [1, 2], 1))
+    bad = Demand("b", start=0, tokens=[1], total_pages=1, known_pages=0, parent="a")
+    assert isinstance(one(source, bad).error, FieldInvalid)
+    both = Demand("b", start=0, tokens=[], total_pages=1, known_pages=0, opening=Opening([1, 2]), parent="a")
+    assert isinstance(one(source, both).error, FieldInvalid)
+    ask(source, removed=("a",))
+    assert isinstance(one(source, fork("b", "a", 1)).error, SequenceRemoved)
+
+
+def test_what_forks_compute_is_found_by_others(make: Maker) -> None:
+    source = make(10)
+    ask(source, opening("a", list(range(6)), 2))
+    ask(source, more("a", list(range(6)), 0, known=2), fork("b", "a", 2), more("a", list(range(6)), 2, known=2))
+    ask(source, more("b", [50, 51], 2, start=6, known=2), more("a", [60, 61], 2, start=6, known=2))
+    ask(source, removed=("a", "b"))
+    for tail in ([50, 51], [60, 61]):
+        assert one(source, opening(f"c {tail}", [*range(6), *tail, 0], 3)).cached_tokens == 8
 
 
 def test_an_empty_exchange_is_fine(make: Maker) -> None:

@@ -17,7 +17,10 @@ ADDRESS = "127.0.0.1:50051"
 #: What differs from run to run, and from one way of being scheduled to another.
 VOLATILE = {
     *("queueTime", "timeToFirstToken", "totalTime", "expireTime", "pageWait", "kvcacheEpoch", "steps", "pageCalls"),
+    "logprob",  # in its last digits, from one machine to another
 }
+#: Of a response, what is added to by the next.
+LISTS = ("tokenIds", "logprobs", "promptLogprobs")
 
 pytestmark = pytest.mark.skipif(GRPCURL is None, reason="grpcurl is not on PATH nor in build/bin")
 
@@ -43,15 +46,17 @@ def steady(value: Any) -> Any:
 
 
 def folded(answers: list[Any]) -> dict[Any, Any]:
-    """A stream's answers by request, since how much of a text comes at a time differs."""
+    """A stream's answers by request and sample, since how much of a text comes at a time differs."""
     whole: dict[Any, Any] = {}
     for answer in answers:
         response = answer.get("response", answer)
-        one = whole.setdefault((answer.get("index"), response.get("requestId")), {"text": "", "tokenIds": []})
-        one.update({key: item for key, item in {**answer, **response}.items() if key not in ("text", "tokenIds")})
+        name = (answer.get("index"), response.get("requestId"), response.get("sample"))
+        one = whole.setdefault(name, {"text": "", **{key: [] for key in LISTS}})
+        one.update({key: item for key, item in {**answer, **response}.items() if key not in ("text", *LISTS)})
         one.pop("response", None)
         one["text"] += response.get("text", "")
-        one["tokenIds"] += response.get("tokenIds", [])
+        for key in LISTS:
+            one[key] += response.get(key, [])
     return whole
 
 

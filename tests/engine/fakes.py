@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from services.engine.admission import Limits
+from services.engine.choice import Computed, Result
 from services.engine.loop import EngineLoop, Event
-from services.engine.pagesource import Demand, Exchange, Grant, PageSource
+from services.engine.pagesource import Demand, Exchange, Grant, PageCopy, PageSource
 from services.engine.scheduler import Chunk
-from services.engine.sequence import FinishReason, Outcome, Request, Stopping
+from services.engine.sequence import FinishReason, Key, Outcome, Request, Stopping, key_of
 from services.errors import ServiceError
 
 VOCABULARY = 6
@@ -61,12 +63,18 @@ def make_request(
     stop_token_ids: tuple[int, ...] = (),
     deadline: float | None = None,
     priority: int = 0,
+    n: int = 1,
 ) -> Request:
     """A request of the fake model; its sampling parameters are the seed."""
     stopping = Stopping(max_tokens, min_tokens, frozenset({EOS} if eos else ()), frozenset(stop_token_ids))
-    return Request(
+    request = Request(
         request_id, tuple(prompt), stopping, seed, PlainText(stop), salt, deadline=deadline, priority=priority
     )
+    others = [
+        dataclasses.replace(request, sample=sample, sampling=seed + sample, text=PlainText(stop))
+        for sample in range(1, n)
+    ]
+    return dataclasses.replace(request, others=tuple(others))
 
 
 def next_token(context: Sequence[int], seed: int) -> int:
@@ -104,8 +112,19 @@ class TokenMemory:
         self.pages = [[POISON] * page_size for _ in range(total_pages)]
         self.steps: list[tuple[Chunk, ...]] = []
         self.fault: Callable[[Chunk], ServiceError | None] = lambda chunk: None
+        self.copies: list[PageCopy] = []
 
-    def run(self, step: Sequence[Chunk]) -> list[int | ServiceError | None]:
+    @property
+    def computed(self) -> int:
+        """Tokens that were run, all told."""
+        return sum(chunk.count for step in self.steps for chunk in step)
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        for copy in copies:
+            self.pages[copy.target] = list(self.pages[copy.source])
+        self.copies += copies
+
+    def run(self, step: Sequence[Chunk]) -> list[Result]:
         self.steps.append(tuple(step))
         tables = [(chunk, set(chunk.sequence.pages)) for chunk in step]
         for chunk in step:
@@ -116,7 +135,7 @@ class TokenMemory:
                 self.pages[page][position % self.page_size] = chunk.sequence.tokens[position]
         return [self._result(chunk) for chunk in step]
 
-    def _result(self, chunk: Chunk) -> int | ServiceError | None:
+    def _result(self, chunk: Chunk) -> Result:
         sequence, end = chunk.sequence, chunk.start + chunk.count
         context = [self.pages[sequence.pages[at // self.page_size]][at % self.page_size] for at in range(end)]
         assert context == sequence.tokens[:end], f"{sequence} reads {context}, wrote {sequence.tokens[:end]}"
@@ -124,9 +143,14 @@ class TokenMemory:
         error = self.fault(chunk)
         if error is not None:
             return error
-        return next_token(context, sequence.request.sampling) if chunk.samples else None
+        if not chunk.samples:
+            return None
+        token = next_token(context, sequence.request.sampling)
+        if sequence.num_generated_tokens or not sequence.forks:
+            return token
+        return Computed(drawn=(token, *(next_token(context, fork.request.sampling) for fork in sequence.forks)))
 
-    def poison(self, pages: Sequence[int]) -> None:
+    def poison(self, pages: Iterable[int]) -> None:
         for page in pages:
             self.pages[page] = [POISON] * self.page_size
 
@@ -149,6 +173,7 @@ class Scripted:
         self.exchanges: list[tuple[list[Demand], list[str]]] = []
         self.reopened = 0
         self.closed = False
+        self.tables: dict[str, set[int]] = {}  # pages that a sequence was granted
 
     @property
     def total_pages(self) -> int:
@@ -168,7 +193,10 @@ class Scripted:
         if self.memory is not None:
             for demand, grant in zip(demands, grants, strict=True):
                 known = grant.cached_tokens // self.page_size if demand.opening else 0
-                self.memory.poison(grant.pages[max(0, known - grant.first_index) :])
+                had = self.tables.setdefault(grant.sequence_id, set())
+                fresh = {*grant.pages[max(0, known - grant.first_index) :], *(copy.target for copy in grant.copies)}
+                self.memory.poison(fresh - (set() if demand.opening else had) - self.tables.get(demand.parent, set()))
+                had.update(grant.pages, fresh)
         return grants
 
     def may_launch(self) -> bool:
@@ -228,9 +256,9 @@ class Harness:
         self.local = LocalPageSource(pages, page_size)
         self.memory = TokenMemory(pages, page_size)
         self.source = Scripted(self.local, self.memory, late=late)
-        self.tokens: dict[str, list[int]] = {}
-        self.text: dict[str, str] = {}
-        self.ended: dict[str, Outcome] = {}
+        self.tokens: dict[Key, list[int]] = {}
+        self.text: dict[Key, str] = {}
+        self.ended: dict[Key, Outcome] = {}
         self.events: list[Event] = []
         self.serving: list[bool] = []
         self.loop = EngineLoop(
@@ -246,11 +274,12 @@ class Harness:
     def _on_events(self, events: list[Event]) -> None:
         for event in events:
             self.events.append(event)
-            assert event.request_id not in self.ended, "an event after the last one"
-            self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
-            self.text[event.request_id] = self.text.get(event.request_id, "") + event.text
+            name = key_of(event.request_id, event.sample)
+            assert name not in self.ended, "an event after the last one"
+            self.tokens.setdefault(name, []).extend(event.token_ids)
+            self.text[name] = self.text.get(name, "") + event.text
             if event.outcome is not None:
-                self.ended[event.request_id] = event.outcome
+                self.ended[name] = event.outcome
 
     def submit(self, *requests: Request) -> None:
         for request in requests:
@@ -276,7 +305,7 @@ class Harness:
         waiting, running, leaving = list(scheduler.waiting), scheduler.running, list(scheduler.leaving.values())
         everywhere = [*waiting, *running, *leaving]
         assert len(everywhere) == len(set(map(id, everywhere))) == len(scheduler.live)
-        assert {sequence.id for sequence in everywhere} == set(scheduler.live)
+        assert {sequence.key for sequence in everywhere} == set(scheduler.live)
         assert all(sequence.virtual_arrival for sequence in everywhere), "one without a place in the order goes first"
         for queue in (waiting, running):
             assert [s.order for s in queue] == sorted(s.order for s in queue)
@@ -290,6 +319,8 @@ class Harness:
             assert len(set(sequence.pages)) == len(sequence.pages)
             assert sequence.num_reported_tokens <= sequence.num_computed_tokens <= sequence.num_tokens
             assert sequence.num_computed_tokens <= len(sequence.pages) * self.local.page_size or sequence in leaving
+            assert all(fork.leader is sequence and fork in waiting for fork in sequence.forks)
+            assert sequence.leader is None or sequence in sequence.leader.forks
         check_local(self.local)
 
     def check_empty(self) -> None:
@@ -301,7 +332,7 @@ class Harness:
         assert self.local.live_sequences == 0
         assert self.local.free_pages + self.local.cached_pages == self.local.total_pages
 
-    def reason(self, request_id: str) -> FinishReason | None:
+    def reason(self, request_id: Key) -> FinishReason | None:
         return self.ended[request_id].reason
 
 
@@ -310,7 +341,7 @@ def check_local(local: object) -> None:
     free, cached = local._free, local._cached  # type: ignore[attr-defined]
     holders = [0] * local._total  # type: ignore[attr-defined]
     for held in local._sequences.values():  # type: ignore[attr-defined]
-        for page in held.pages:
+        for page in [*held.pages, *([] if held.copied is None else [held.copied])]:
             holders[page] += 1
     assert holders == local._holders  # type: ignore[attr-defined]
     states = sorted([*free, *cached, *(page for page, count in enumerate(holders) if count)])

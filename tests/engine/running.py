@@ -13,7 +13,9 @@ import grpc
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services import rpc
+from services.engine.choice import Result
 from services.engine.config import Config
+from services.engine.pagesource import PageCopy
 from services.engine.runner import Runner
 from services.engine.scheduler import Chunk
 from services.engine.server import Engine
@@ -37,7 +39,10 @@ class Gate:
     def release(self) -> None:
         self.open.set()
 
-    def run(self, step: Sequence[Chunk]) -> list[int | ServiceError | None]:
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        self.inner.copy_pages(copies)
+
+    def run(self, step: Sequence[Chunk]) -> list[Result]:
         self.reached.set()
         if not self.open.wait(60):
             raise TimeoutError("nobody released the gate")

@@ -95,6 +95,77 @@ def test_the_same_submission_again_and_another(engine: Engine, capsys: Captured)
     assert kept.finish.reason == pb.FINISH_REASON_LENGTH
 
 
+SAMPLING = ["--temperature", "1", "--seed", "9", "--max-tokens", "6", "--repetition-penalty", "1.3"]
+SAMPLING += [
+    "--presence-penalty",
+    "0.1",
+    "--frequency-penalty",
+    "0.2",
+    "--logit-bias",
+    "199=-3",
+    "--logit-bias",
+    "33=2",
+]
+
+
+def sampled(n: int = 0) -> pb.GenerateRequest:
+    sampling = pb.Sampling(
+        temperature=1, seed=9, repetition_penalty=1.3, presence_penalty=0.1, frequency_penalty=0.2,
+        logit_bias={199: -3.0, 33: 2.0},
+    )  # fmt: skip
+    return pb.GenerateRequest(
+        prompt=pb.Prompt(text="ROMEO:"), sampling=sampling, stopping=pb.Stopping(max_tokens=6), n=n
+    )
+
+
+def test_flags_of_sampling_are_the_requests(engine: Engine, capsys: Captured) -> None:
+    text, tokens, _ = collect(engine.stub.Generate(sampled()))
+    assert run(engine, "generate", "ROMEO:", *SAMPLING, "--logprobs", "1", "--prompt-logprobs", "0") == 0
+    shown = capsys.readouterr()
+    assert shown.out == printed(text)
+    lines = shown.err.splitlines()
+    assert [line.split()[3] for line in lines if line.startswith("sample 0 token ")] == [str(token) for token in tokens]
+    assert sum(line.startswith("prompt token ") for line in lines) == 1
+    assert all(line.split()[6] == "rank" or line.startswith("prompt") for line in lines)
+    with pytest.raises(SystemExit):
+        run(engine, "generate", "x", "--logit-bias", "7")
+
+
+def test_samples_are_printed_whole(engine: Engine, capsys: Captured) -> None:
+    whole = dict.fromkeys(range(3), "")
+    for response in engine.stub.Generate(sampled(3)):
+        whole[response.sample] += response.text
+    assert run(engine, "generate", "ROMEO:", *SAMPLING, "--n", "3", "--show-usage") == 0
+    shown = capsys.readouterr()
+    assert all(f"--- {at}\n{printed(text)}" in shown.out for at, text in whole.items())
+    assert sorted(line.rsplit(" ", 1)[1] for line in shown.err.splitlines()) == ["10", "11", "9"]
+
+
+def test_lines_with_samples_and_log_probabilities(engine: Engine, capsys: Captured, tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in",
+        {"prompt": "ROMEO:", "n": 2, "logprobs": 1, "max_tokens": 3, "seed": 4, "logit_bias": {"33": 2}},
+        {"prompt": "ROMEO:", "logprobs": 0, "prompt_logprobs": 2, "max_tokens": 3},
+        {"prompt": "ROMEO:", "logit_bias": {"x": 2}},
+        {"prompt": "ROMEO:", "n": 99},
+    )
+    done = tmp_path / "out"
+    assert run(engine, "batch", str(source), "--output", str(done), "--token-ids", "--temperature", "0.5") == 1
+    found = records(done.read_text())
+    first, second = found[0]["samples"]
+    assert (first["seed"], second["seed"]) == (4, 5) and "text" not in found[0]
+    for one in (first, second):
+        assert [told["token_id"] for told in one["logprobs"]] == one["token_ids"] and len(one["token_ids"]) == 3
+        assert all(len(told["top"]) == 1 for told in one["logprobs"])
+    assert len(found[1]["logprobs"]) == 3 and len(found[1]["prompt_logprobs"]) == 1
+    assert len(found[1]["prompt_logprobs"][0]["top"]) == 2
+    assert found[2]["error"]["message"].startswith("logit_bias cannot be")
+    assert found[3]["error"]["field"] == "n"
+    again = run(engine, "batch", str(source), "--output", str(done), "--resume", "--token-ids")
+    assert again == 1 and len(done.read_text().splitlines()) == 4
+    capsys.readouterr()
+
+
 def test_one_that_runs_and_is_cancelled(engine: Engine, capsys: Captured) -> None:
     engine.steps.hold()
     assert run(engine, "submit", "x", "--max-tokens", "900", "--id", "long") == 0

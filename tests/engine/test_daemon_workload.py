@@ -16,7 +16,7 @@ from services.engine.admission import Limits
 from services.engine.kvclient import GrpcPageSource
 from services.engine.loop import EngineLoop
 from services.engine.pagesource import Geometry
-from services.engine.sequence import FinishReason, Request
+from services.engine.sequence import FinishReason, Key, Request, key_of
 from services.errors import ExceedsPool, KvCacheDown
 from tests.engine.fakes import Clock, Harness, Scripted, TokenMemory, alone, make_request
 from tests.engine.test_workload import prompts
@@ -55,7 +55,9 @@ class DaemonHarness(Harness):
         """The daemon checks itself, at the end."""
 
 
-requests = st.tuples(prompts, st.integers(1, 14), st.integers(0, 1), st.sampled_from(["", "", "s"]))
+requests = st.tuples(
+    prompts, st.integers(1, 14), st.integers(0, 1), st.sampled_from(["", "", "s"]), st.sampled_from([1, 1, 2, 4])
+)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -70,22 +72,28 @@ def test_every_output_is_the_output_alone(
     daemon: Running, workload: list[Any], pages: int, max_batch: int, max_step_tokens: int, late: bool
 ) -> None:
     harness = DaemonHarness(daemon, pages, Limits(max_batch, max_step_tokens, 100), late)
-    asked: dict[str, Request] = {}
+    asked: dict[Key, Request] = {}
+    submitted = 0
     for operation in workload:
         match operation:
-            case (prompt, max_tokens, seed, salt):
-                name = f"r{len(asked)}"
-                asked[name] = make_request(name, prompt, max_tokens=max_tokens, seed=seed, salt=salt)
-                harness.submit(asked[name])
+            case (prompt, max_tokens, seed, salt, n):
+                name = f"r{submitted}"
+                submitted += 1
+                request = make_request(name, prompt, max_tokens=max_tokens, seed=seed, salt=salt, n=n)
+                asked.update((key_of(name, one.sample), one) for one in (request, *request.others))
+                harness.submit(request)
             case bool(served):
                 harness.source.faults.append((KvCacheDown("lost"), served))
             case int(nth):
                 harness.loop.cancel(f"r{nth}")
                 harness.iterate(nth % 5)
     harness.until_idle()
-    assert set(harness.ended) == set(asked)
-    for name, request in asked.items():
-        outcome, expected = harness.ended[name], alone(request)
+    refused = {name for name, one in harness.ended.items() if isinstance(one.error, ExceedsPool)}
+    assert set(harness.ended) == {
+        name for name, one in asked.items() if one.request_id not in refused or not one.sample
+    }
+    for name in harness.ended:
+        outcome, expected = harness.ended[name], alone(asked[name])
         if not isinstance(outcome.error, ExceedsPool):
             assert outcome.error is None
             got = harness.tokens[name]

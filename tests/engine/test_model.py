@@ -98,17 +98,39 @@ def test_no_bit_depends_on_batch_chunks_pages_or_prefix_hits(model: Model, data:
                 r.pages[:shared], r.start = hit[0].pages[:shared], shared * page_size
             left = r.length - r.start
             count = data.draw(st.integers(1, left) | st.just(1) | st.just(left), "chunk")
-            rows.append(Row(prompt(r.number)[r.start : r.start + count], r.start, r.pages, data.draw(st.booleans())))
+            wants = data.draw(st.sampled_from([0, 1, count]) | st.integers(0, count), "logits")
+            rows.append(Row(prompt(r.number)[r.start : r.start + count], r.start, r.pages, wants))
         logits = iter(model.forward(rows, pages))
         for r, row in zip(batch, rows, strict=True):
             r.start += len(row.tokens)
-            if row.want_logits:
-                assert np.array_equal(next(logits), expected(model, r.number)[0][r.start - 1])
+            for at in range(r.start - row.want_logits, r.start):
+                assert np.array_equal(next(logits), expected(model, r.number)[0][at])
         assert next(logits, None) is None
         done += [r for r in batch if r.start == r.length]
         running = [r for r in running if r.start < r.length]
     for r in done:
         assert np.array_equal(positions_of(pages, r.pages, r.length), expected(model, r.number)[1][..., : r.length, :])
+
+
+def test_logits_can_be_made_a_few_at_a_time(model: Model) -> None:
+    states = model.states([Row(prompt(2)[:50], 0, range(8), 50)], arena(model, 8, 16))
+    logits = np.concatenate([model.logits(states[at : at + 7]) for at in range(0, 50, 7)])
+    assert np.array_equal(logits, expected(model, 2)[0][:50])
+    assert 1 <= model.logits_at_once == (1 << 26) // model.config.vocab_size
+
+
+def test_a_copied_page_is_the_other_and_both_are_there(model: Model) -> None:
+    pages = arena(model, 4, 16)
+    model.forward([Row(prompt(2)[:10], 0, [1], False)], pages)
+    model.copy_page(pages, 1, 3)
+    row = Row(prompt(2)[10:11], 10, [3], True)
+    assert np.array_equal(model.forward([row], pages)[0], expected(model, 2)[0][10])
+    assert np.array_equal(positions_of(pages, [1], 10), expected(model, 2)[1][..., :10, :])
+    for source, target in ((-1, 0), (0, 4)):
+        with pytest.raises(ForwardFailed, match="there are 4"):
+            model.copy_page(pages, source, target)
+    with pytest.raises(ForwardFailed):
+        model.copy_page(pages[:, :1].copy(), 0, 1)
 
 
 def test_the_pages_are_all_there_is(model: Model) -> None:
@@ -178,6 +200,8 @@ GOOD: dict[str, Any] = {"tokens": [1, 2, 3], "start": 14, "pages": [0, 1], "want
         ({"pages": [0, -1]}, "page outside 0 to 3"),
         ({"tokens": [1, 128, 3]}, "token outside 0 to 127"),
         ({"tokens": [-1]}, "token outside 0 to 127"),
+        ({"want_logits": 4}, "wants the logits of more tokens than it has"),
+        ({"want_logits": -1}, "wants the logits of more tokens than it has"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kernels import sample_numpy
+from kernels.sampling import Batch, Drawn
 from services.engine.batch import Row
+from services.engine.choice import Computed, Result
+from services.engine.pagesource import PageCopy
 from services.engine.runner import Runner
 from services.engine.sampling import SamplingParams
 from services.engine.scheduler import Chunk
@@ -67,19 +72,112 @@ def test_the_memory_is_asked_for_at_every_step() -> None:
 def test_parameters_and_positions_go_to_the_sampler() -> None:
     seen: list[Any] = []
 
-    def sampler(logits: Any, params: Any, positions: Any) -> list[int]:
-        seen.append((logits.shape, params, positions))
-        return [4]
+    def draw(logits: Any, batch: Batch) -> Drawn:
+        seen.append((logits.shape, batch.rows["seed"].tolist(), batch.rows["position"].tolist()))
+        return sample_numpy.sample(logits, batch)
 
-    Runner(Model(), lambda: None, sampler).run([chunk([1, 2, 3]), chunk([1, 2, 3], 0, 2)])
-    assert seen == [((1, 10), [GREEDY], [3])]
+    Runner(Model(), lambda: None, draw).run([chunk([1, 2, 3]), chunk([1, 2, 3], 0, 2)])
+    assert seen == [((1, 10), [3], [3])]
 
 
 def test_nothing_is_sampled_when_nothing_is_wanted() -> None:
     assert Runner(Model(), lambda: None, None).run([chunk([1, 2, 3], 0, 2)]) == [None]  # type: ignore[arg-type]
 
 
-def kinds(results: Sequence[int | ServiceError | None]) -> list[Any]:
+class Deep(Model):
+    """States are the tokens; their logits point at the token plus one."""
+
+    logits_at_once = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slices: list[int] = []
+
+    def states(self, rows: Sequence[Row], pages: Any) -> Any:
+        self.calls.append((list(rows), pages))
+        return np.array([token for row in rows for token in list(row.tokens)[len(row.tokens) - row.want_logits :]])
+
+    def logits(self, states: Any) -> Any:
+        self.slices.append(len(states))
+        logits = np.zeros((len(states), 10), np.float32)
+        logits[range(len(states)), states + 1] = 5
+        return logits
+
+
+def telling(one: Chunk) -> Chunk:
+    sampling = dataclasses.replace(GREEDY, prompt_logprobs=1)
+    one.sequence.request = dataclasses.replace(one.sequence.request, sampling=sampling)
+    return one
+
+
+def test_a_prompts_log_probabilities_come_chunk_by_chunk_in_slices() -> None:
+    model = Deep()
+    runner = Runner(model, lambda: None)
+    first = telling(chunk([1, 2, 4, 5, 6], 0, 3))
+    one, other = runner.run([first, chunk([3])])
+    assert isinstance(one, Computed) and other == 4 and not one.drawn
+    assert [choice.token for choice in one.prompt] == [2, 4, 5] and [choice.rank for choice in one.prompt] == [1, 5, 1]
+    assert [choice.top[0][0] for choice in one.prompt] == [2, 3, 5]
+    assert [row.want_logits for row in model.calls[0][0]] == [3, 1] and model.slices == [2, 2]
+    first.sequence.prompt_logprobs.extend(one.prompt)
+    [rest] = runner.run([Chunk(first.sequence, 3, 2, samples=True)])
+    assert isinstance(rest, Computed) and [choice.token for choice in rest.prompt] == [6] and rest.drawn == (7,)
+    first.sequence.prompt_logprobs.extend(rest.prompt)
+    # The pages were lost: what is computed again is not told again.
+    assert runner.run([Chunk(first.sequence, 0, 5, samples=True)]) == [7]
+
+
+def test_a_prompts_row_that_is_not_finite_ends_its_request_alone() -> None:
+    class Broken(Deep):
+        def logits(self, states: Any) -> Any:
+            logits = super().logits(states)
+            logits[states == 2] = np.nan
+            return logits
+
+    results = Runner(Broken(), lambda: None).run([telling(chunk([1, 2, 3, 4])), chunk([5])])
+    assert kinds(results) == [ForwardFailed, 6]
+
+
+def test_the_first_token_is_drawn_for_every_sample_of_the_one_row() -> None:
+    one = chunk([1, 2])
+    forks = [chunk([1, 2]).sequence for _ in range(3)]
+    for at, fork in enumerate(forks):
+        sampling = dataclasses.replace(GREEDY, temperature=1.0, seed=at, logit_bias=((at, 90.0),))
+        fork.request = dataclasses.replace(fork.request, sampling=sampling)
+    one.sequence.forks.extend(forks)
+    model = Model()
+    assert Runner(model, lambda: None).run([chunk([4]), one]) == [5, Computed((), (3, 0, 1, 2))]
+    assert len(model.calls) == 1
+
+
+def test_ends_are_banned_until_min_tokens() -> None:
+    one = chunk([1, 2])
+    stopping = Stopping(9, 3, frozenset({3}), frozenset({0}))
+    one.sequence.request = dataclasses.replace(one.sequence.request, stopping=stopping)
+    drawn = []
+    for _ in range(4):
+        [token] = Runner(Model(), lambda: None).run([one])
+        drawn.append(token)
+        one.sequence.tokens.append(2)
+        one = Chunk(one.sequence, one.start, one.count + 1, samples=True)
+    assert drawn == [1, 1, 3, 3]
+
+
+def test_pages_are_copied_in_order_and_waited_for() -> None:
+    done: list[Any] = []
+
+    class Copies(Model):
+        def copy_page(self, pages: Any, source: int, target: int) -> None:
+            done.append((pages, source, target))
+
+    runner = Runner(Copies(), lambda: "memory", finish=lambda: done.append("over"))
+    runner.copy_pages([PageCopy(0, 1, 2), PageCopy(3, 2, 5)])
+    assert done == [("memory", 1, 2), ("memory", 2, 5), "over"]
+    with pytest.raises(GpuError, match="could not be copied"):
+        Runner(Model(), lambda: None).copy_pages([PageCopy(0, 1, 2)])
+
+
+def kinds(results: Sequence[Result]) -> list[Any]:
     return [type(result) if isinstance(result, ServiceError) else result for result in results]
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from services.engine.choice import Choice
 from services.engine.loop import Event
 from services.engine.sequence import FinishReason, Outcome, Sequence
 from services.engine.streams import REMEMBERED, REMEMBERED_S, Bundle, News, Stream, Streams
@@ -28,7 +29,7 @@ def test_news_are_merged_for_a_slow_caller() -> None:
         streams.deliver([Event("a", "x", (1,)), Event("b", "lost", (9,)), Event("a", "y", (2,))])
         assert await stream.next() == News("xy", (1, 2))
         streams.deliver([Event("a", "z", (3,)), Event("a", outcome=END)])
-        assert await stream.next() == News("z", (3,), END)
+        assert await stream.next() == News("z", (3,), END, over=True)
 
     asyncio.run(body())
 
@@ -115,15 +116,78 @@ def test_of_a_bundle_whoever_has_waited_longest_comes_first() -> None:
         assert await bundle.next() == (1, News("xz", (1, 3)))
         other.push(Event("b", outcome=END))
         assert await bundle.next() == (0, News("y", (2,)))
-        assert await bundle.next() == (2, News(outcome=Outcome(error=error)))
+        assert await bundle.next() == (2, News(outcome=Outcome(error=error), over=True))
         assert bundle.remaining == 2
-        assert await bundle.next() == (1, News(outcome=END))
+        assert await bundle.next() == (1, News(outcome=END, over=True))
         waiting = asyncio.ensure_future(bundle.next())
         await asyncio.sleep(0)
         assert not waiting.done() and bundle.remaining == 1
         one.push(Event("a", "", (4,)))
         one.push(Event("a", outcome=END))
-        assert await waiting == (0, News("", (4,), END))
+        assert await waiting == (0, News("", (4,), END, over=True))
         assert bundle.remaining == 0
+
+    asyncio.run(body())
+
+
+def sequence_of(request_id: str) -> Sequence:
+    return Sequence(make_request(request_id), 1)
+
+
+def test_news_of_several_samples_are_told_apart_and_over_with_the_last() -> None:
+    async def body() -> None:
+        streams = Streams()
+        stream = Stream(samples=2)
+        streams.open("a", stream, 2)
+        sequence = sequence_of("a")
+        one, other = Choice(1, -0.5, 1), Choice(2, -1.0, 2)
+        streams.deliver(
+            [
+                Event("a", "x", (1,), sample=1, logprobs=(one,)),
+                Event("a", "y", (2,), prompt_logprobs=(other,)),
+                Event("a", "z", (1,), sample=1, logprobs=(one,)),
+            ]
+        )
+        assert await stream.next() == News("xz", (1, 1), sample=1, logprobs=(one, one))
+        assert stream.has_news
+        assert await stream.next() == News("y", (2,), prompt_logprobs=(other,))
+        assert not stream.has_news
+        streams.deliver([Event("a", outcome=END, sequence=sequence)])
+        assert streams.is_live("a") and streams.samples == 1
+        assert await stream.next() == News(outcome=END, usage=sequence.usage)
+        streams.deliver([Event("a", outcome=END, sequence=sequence, sample=1)])
+        assert not streams.is_live("a")
+        assert await stream.next() == News(outcome=END, usage=sequence.usage, sample=1, over=True)
+
+    asyncio.run(body())
+
+
+def test_a_request_of_several_samples_that_is_refused_is_over_at_once() -> None:
+    async def body() -> None:
+        streams = Streams()
+        stream = Stream(samples=3)
+        streams.open("a", stream, 3)
+        error = Outcome(error=FieldInvalid("no"))
+        streams.deliver([Event("a", outcome=error)])
+        assert not streams.is_live("a") and len(streams) == streams.samples == 0
+        assert await stream.next() == News(outcome=error, over=True)
+
+    asyncio.run(body())
+
+
+def test_of_a_bundle_an_item_is_over_when_all_its_samples_are() -> None:
+    async def body() -> None:
+        bundle = Bundle(2)
+        several, single = bundle.stream(0, 2), bundle.stream(1)
+        sequence = sequence_of("a")
+        several.push(Event("a", "x", (1,), sample=1))
+        several.push(Event("a", outcome=END, sequence=sequence))
+        single.push(Event("b", outcome=END, sequence=sequence))
+        assert await bundle.next() == (0, News("x", (1,), sample=1))
+        assert (await bundle.next())[0] == 1 and bundle.remaining == 1
+        assert await bundle.next() == (0, News(outcome=END, usage=sequence.usage))
+        assert bundle.remaining == 1
+        several.push(Event("a", outcome=END, sequence=sequence, sample=1))
+        assert (await bundle.next())[1].over and bundle.remaining == 0
 
     asyncio.run(body())

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.pagesource import Demand, Opening
-from services.engine.sequence import FinishReason, Request
+from services.engine.sequence import FinishReason, Key, Request, key_of
 from services.errors import ExceedsPool, KvCacheDown, ServiceError, SessionExpired
 from tests.engine.fakes import Harness, alone, make_request
 
@@ -27,6 +27,7 @@ class Submit:
     seed: int
     salt: str
     eos: bool
+    n: int
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,14 @@ class LeaseLost:
     pass
 
 
+submits = st.builds(
+    Submit,
+    *(prompts, st.integers(1, 14), st.integers(0, 1), st.sampled_from(["", "", "s"]), st.booleans()),
+    st.sampled_from([1, 1, 2, 4]),
+)
 operations = st.one_of(
-    st.builds(Submit, prompts, st.integers(1, 14), st.integers(0, 1), st.sampled_from(["", "", "s"]), st.booleans()),
-    st.builds(Submit, prompts, st.integers(1, 14), st.integers(0, 1), st.sampled_from(["", "", "s"]), st.booleans()),
+    submits,
+    submits,
     st.builds(Cancel, st.integers(0, 20)),
     st.builds(Rounds, st.integers(1, 6), st.sampled_from([0.0, 0.2])),
     st.builds(Neighbour, st.integers(0, 12)),
@@ -83,15 +89,18 @@ def neighbour(harness: Harness, taken: list[str], pages: int) -> list[str]:
 
 
 def run_workload(harness: Harness, workload: list[object]) -> None:
-    requests: dict[str, Request] = {}
+    requests: dict[Key, Request] = {}
     cancelled = set()
     taken: list[str] = []
+    submitted = 0
     for operation in workload:
         match operation:
-            case Submit(prompt, max_tokens, seed, salt, eos):
-                name = f"r{len(requests)}"
-                requests[name] = make_request(name, prompt, max_tokens=max_tokens, seed=seed, salt=salt, eos=eos)
-                harness.submit(requests[name])
+            case Submit(prompt, max_tokens, seed, salt, eos, n):
+                name = f"r{submitted}"
+                submitted += 1
+                request = make_request(name, prompt, max_tokens=max_tokens, seed=seed, salt=salt, eos=eos, n=n)
+                requests.update((key_of(name, one.sample), one) for one in (request, *request.others))
+                harness.submit(request)
             case Cancel(nth):
                 harness.loop.cancel(f"r{nth}")
                 cancelled.add(f"r{nth}")
@@ -109,14 +118,19 @@ def run_workload(harness: Harness, workload: list[object]) -> None:
     while harness.loop._lost:  # with its session, the source still has what the lost one held
         harness.iterate()
     harness.check_empty()
-    assert set(harness.ended) == set(requests)
+    refused = {name for name, one in harness.ended.items() if isinstance(one.error, ExceedsPool)}
+    assert set(harness.ended) == {
+        name for name, one in requests.items() if not one.sample or one.request_id not in refused or name in refused
+    }
     for name, request in requests.items():
+        if name not in harness.ended:
+            continue
         expected, got, outcome = alone(request), harness.tokens[name], harness.ended[name]
         if isinstance(outcome.error, ExceedsPool):
             needed = -(-(len(request.prompt) + request.stopping.max_tokens - 1) // harness.local.page_size)
             assert needed > harness.local.total_pages and not got
         elif outcome.reason is FinishReason.CANCELLED:
-            assert name in cancelled and got == expected[: len(got)]
+            assert request.request_id in cancelled and got == expected[: len(got)]
         else:
             assert outcome.error is None, outcome.error
             assert got == expected

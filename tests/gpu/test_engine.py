@@ -83,3 +83,29 @@ def test_the_same_tokens_as_numpy_and_a_cache_that_engines_share(one: World) -> 
     assert tuple(tokens) == reference(LONG) and finish.usage.cached_tokens > 0
     assert_all_clean(daemon, third)
     assert third.stop() == 0 and daemon.stop() == 0
+
+
+def test_samples_copy_pages_on_the_gpu_and_log_probabilities_are_numpys(one: World) -> None:
+    daemon = one.daemon("--memory", "32MiB")
+    engine = one.serving(daemon, "first", "--dtype", "f32", "--max-step-tokens", "64")
+    asked = request(LONG, TOKENS, n=3, sampling={"logprobs": 1, "prompt_logprobs": 2})
+    tokens, logprobs = dict[int, list[int]](), dict[int, list[Any]]()
+    told: list[Any] = []
+    for response in stub(engine).Generate(asked):
+        tokens.setdefault(response.sample, []).extend(response.token_ids)
+        logprobs.setdefault(response.sample, []).extend(response.logprobs)
+        told += response.prompt_logprobs
+    # Greedy, so that every sample is the same, each in pages of its own behind the prompt.
+    assert {sample: tuple(found) for sample, found in tokens.items()} == dict.fromkeys(range(3), reference(LONG))
+    model = Model.load(MODEL)
+    ids = [*Tokenizer.load(MODEL, model.config.vocab_size).encode(LONG), *reference(LONG)]
+    pages = private_pages(model.geometry(16), 1 + len(ids) // 16)
+    logits = model.forward([Row(ids, 0, range(len(pages)), len(ids))], pages).astype(np.float64)
+    highest = logits.max(axis=1, keepdims=True)
+    expected = logits - highest - np.log(np.exp(logits - highest).sum(axis=1, keepdims=True))
+    for sample in range(3):
+        for at, found in enumerate([*told, *logprobs[sample]], 1):
+            assert found.token_id == ids[at]
+            assert found.logprob == pytest.approx(expected[at - 1, ids[at]], abs=1e-3)
+    assert_all_clean(daemon, engine)
+    assert engine.stop() == 0 and daemon.stop() == 0

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kernels import philox, sample_numpy, sampling
 from kernels.sampling import MAX_VOCAB, NOT_FINITE, NOTHING_LEFT, Batch, Drawn, Sampler, TokenCounts, entries, settings
+from services.engine.sampling import batch, certain
 from tests.kernels.devices import Device
 
 KINDS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -100,6 +101,19 @@ def test_logits_of_16_bits(device: Device, kind: str, padding: int) -> None:
     records = asked_of(generator, 40, logprobs=3, repetition_penalty=1.3, frequency_penalty=0.1)
     own = [entries(TokenCounts(range(i), [7, 7, i]), {i: 1.5}) for i in range(40)]
     agree(device, rows, Batch.of(records, range(40), own), kind, padding)
+
+
+def test_a_certain_token_is_drawn_whatever_the_logits_are_and_told_of_as_it_was(device: Device) -> None:
+    generator = np.random.default_rng(7)
+    rows = generator.standard_normal((6, 1003)) * np.array([[1.0], [1e-30], [1e4], [1e30], [1e37], [20.0]])
+    tokens = generator.integers(0, 1003, 6).tolist()
+    wanted = [certain(token, 3) for token in tokens]
+    drawn = agree(device, rows, batch(wanted, range(6)))
+    assert drawn.tokens.tolist() == tokens
+    highest = rows.max(axis=1)
+    exact = rows[range(6), tokens] - highest - np.log(np.exp(rows - highest[:, None]).sum(axis=1))
+    np.testing.assert_allclose(drawn.logprobs[[0, 1, 5]], exact[[0, 1, 5]], rtol=1e-5, atol=1e-5)
+    assert drawn.ranks.tolist() == [1 + int((row > row[token]).sum()) for row, token in zip(rows, tokens, strict=True)]
 
 
 def test_ties_are_cut_by_id(device: Device) -> None:

@@ -91,6 +91,7 @@ class Step:
     parts: list[Part]
     remove: int
     opening: OpenSequence | None = None
+    fork: ForkInStep | None = None
 
     def operation(self, machine: CacheMachine) -> Operation | None:
         first = machine.sequence(self.at)
@@ -105,7 +106,25 @@ class Step:
                 to = steps if part.in_columns else demands
                 to[sequence.key[1]] = part.demand(sequence, machine.model)
         opened = () if self.opening is None else (self.opening.demand(machine, session),)
+        if self.fork is not None:
+            opened = (self.fork.demand(machine, mine), *opened)
         return Allocate(session, (*demands.values(), *opened), removed, tuple(steps.values()))
+
+
+@dataclass(frozen=True)
+class ForkInStep:
+    """A demand that forks a sequence of its session, and asks for room at once."""
+
+    which: int
+    turn: bool
+    more: int  # pages beyond those that it shares
+
+    def demand(self, machine: CacheMachine, mine: list[ModelSequence]) -> Demand:
+        parent = mine[self.which % len(mine)]
+        child = machine.new_key(parent.key[0])
+        machine.model.turns[child] = self.turn
+        pages = -(-len(parent.tokens) // SIZE) + self.more
+        return Demand(child[1], None, "", 0, [], pages if self.more else 0, 0, parent=parent.key[1])
 
 
 @dataclass(frozen=True)
@@ -199,10 +218,11 @@ class UseRemoved:
         session = machine.session(self.at)
         if session is None:
             return None
-        session, name = gone[self.at % len(gone)] if gone and self.how < 5 else (session, "never")
+        session, name = gone[self.at % len(gone)] if gone and self.how < 6 else (session, "never")
         return [
             Allocate(session, (Demand(name, [1, 2, 3], "", 0, [], 1, 0),)),
             Allocate(session, steps=(Demand(name, None, "", 0, [1], 1, 0),)),
+            Allocate(session, (Demand("never-two", None, "", 0, [], 1, 0, parent=name),)),
             report((session, name), 0, (1,), self.at % 2 == 0),
             Fork(session, name, "never-too"),
             Get(session, name),
@@ -257,13 +277,18 @@ opens = st.builds(
     *(which, st.sampled_from(["", "s"]), st.integers(0, 2), st.integers(1, 13), st.integers(0, 5), retentions),
 )
 parts = st.builds(Part, which, st.integers(0, 9), st.integers(0, 2), st.integers(0, 3), st.booleans())
-steps = st.builds(Step, which, st.lists(parts, min_size=1, max_size=4), st.integers(0, 20), st.none() | opens)
+forks_in_steps = st.builds(ForkInStep, which, st.booleans(), st.integers(0, 2))
+steps = st.builds(
+    Step,
+    *(which, st.lists(parts, min_size=1, max_size=4), st.integers(0, 20), st.none() | opens),
+    st.none() | st.none() | forks_in_steps,
+)
 reports = st.builds(Report, which, st.integers(1, 5), st.booleans())
 misreports = st.builds(Misreport, which, st.integers(0, 8), st.booleans())
 forks = st.builds(ForkSequence, which, st.booleans())
 removals = st.builds(RemoveSequence, which)
 looks = st.builds(LookAt, which)
-late_uses = st.builds(UseRemoved, which, st.integers(0, 7))
+late_uses = st.builds(UseRemoved, which, st.integers(0, 8))
 renewals = st.builds(RenewLease, which)
 endings = st.one_of(
     st.builds(CloseSession, which),

@@ -226,6 +226,9 @@ class Model:
 
     def _demand(self, key: Key, demand: Demand, item: Grant | Refused, now: float) -> None:
         sequence = self.sequences.get(key)
+        if sequence is None and demand.parent and key not in self.removed:
+            self._fork_in_step(key, demand, item, now)
+            return
         if key in self.removed or (sequence is None and demand.prompt is None):
             refused(item, {"SEQUENCE_REMOVED" if key in self.removed else "SEQUENCE_UNKNOWN"})
             return
@@ -284,6 +287,8 @@ class Model:
         reasons = self._why_not_tokens(sequence, demand.start, demand.tokens)
         if demand.prompt is not None and (tuple(demand.prompt), demand.salt, demand.retention) != sequence.opening:
             reasons.add("SEQUENCE_MISMATCH")
+        if demand.parent and sequence.opening != ("fork", demand.parent):
+            reasons.add("SEQUENCE_MISMATCH")
         held = len(sequence.pages)
         total = max(held, demand.total_pages)
         if demand.known_pages > total:
@@ -298,14 +303,17 @@ class Model:
         unshares = self._unshares(sequence, demand)
         self._write(sequence, demand.tokens[len(sequence.tokens) - demand.start :])
         if unshares:
-            [(index, (source, _), (target, _))] = item.copies
-            assert sequence.pages[index] == source and index == len(sequence.tokens) // SIZE
-            self._take(target, sequence.key)
-            self.pages[target].content = dict(self.pages[source].content)  # the engine does as the grant says
-            sequence.pages[index], sequence.copy = target, source
+            self._unshare(sequence, item)
         for page, _ in item.pages[len(sequence.pages) - demand.known_pages :]:
             self._take(page, sequence.key)
             sequence.pages.append(page)
+
+    def _unshare(self, sequence: ModelSequence, item: Grant) -> None:
+        [(index, (source, _), (target, _))] = item.copies
+        assert sequence.pages[index] == source and index == len(sequence.tokens) // SIZE
+        self._take(target, sequence.key)
+        self.pages[target].content = dict(self.pages[source].content)  # the engine does as the grant says
+        sequence.pages[index], sequence.copy = target, source
 
     def _unshares(self, sequence: ModelSequence, demand: Demand) -> bool:
         """Room beyond what is resident means that the tail will be written."""
@@ -357,22 +365,59 @@ class Model:
             parent = self._live(parent_key, answer)
             if parent is None:
                 return
-            pages = parent.pages[: -(-len(parent.tokens) // SIZE)]
-            if parent.copy is not None:
-                pages[len(parent.tokens) // SIZE] = parent.copy
+            pages = self._to_share(parent)
             if reasons := self._why_not_grow(key[0], 0, len(pages), 0, 0):
                 refused(answer, reasons)
                 return
-            turn = self.turns.get(key, False)
-            text = parent.tokens + [token ^ turn for token in parent.text[len(parent.tokens) :]]
-            self.opened += 1
-            tokens, retention = list(parent.tokens), parent.retention
-            child = ModelSequence(key, self.opened, opening, parent.salt, text, tokens, pages, 0, retention)
-            for page in pages:
-                self.pages[page].holders.add(key)
-            self._touch(parent, now)
+            child = self._forked(parent, key, pages, now)
         self._touch(child, now)
         assert answer == Forked(self._grant(child, 0), len(child.tokens))
+        self.check_content(child)
+
+    def _to_share(self, parent: ModelSequence) -> list[int]:
+        pages = parent.pages[: -(-len(parent.tokens) // SIZE)]
+        if parent.copy is not None:
+            pages[len(parent.tokens) // SIZE] = parent.copy
+        return pages
+
+    def _forked(self, parent: ModelSequence, key: Key, pages: list[int], now: float) -> ModelSequence:
+        turn = self.turns.get(key, False)
+        text = parent.tokens + [token ^ turn for token in parent.text[len(parent.tokens) :]]
+        self.opened += 1
+        tokens, opening = list(parent.tokens), ("fork", parent.key[1])
+        child = ModelSequence(key, self.opened, opening, parent.salt, text, tokens, pages, 0, parent.retention)
+        for page in pages:
+            self.pages[page].holders.add(key)
+        self._touch(parent, now)
+        return child
+
+    def _fork_in_step(self, key: Key, demand: Demand, item: Grant | Refused, now: float) -> None:
+        """A fork, then growth; and where the growth cannot be, no fork."""
+        parent = self._live((key[0], demand.parent), item)
+        if parent is None:
+            return
+        pages = self._to_share(parent)
+        total = max(len(pages), demand.total_pages)
+        copies = len(parent.tokens) % SIZE > 0 and demand.total_pages * SIZE > len(parent.tokens)
+        more = total - len(pages) + copies
+        reasons = self._why_not_grow(key[0], total, total + copies, more, len(self.free()) + len(self.evictable()))
+        if reasons:
+            refused(item, reasons)
+            assert isinstance(item, Refused)
+            self.totals["refused_demands"] += item.reason in ("NO_PAGES", "QUOTA_EXCEEDED")
+            return
+        assert isinstance(item, Grant), item
+        child = self._forked(parent, key, pages, now)
+        self._touch(child, now)
+        assert demand.known_pages == 0 and not demand.tokens
+        granted = [page for page, _ in item.pages]
+        assert len(granted) == total
+        if copies:
+            self._unshare(child, item)
+        for page in granted[len(pages) :]:
+            self._take(page, key)
+            child.pages.append(page)
+        assert item == self._grant(child, 0)
         self.check_content(child)
 
     def _get(self, key: Key, answer: Answer, now: float) -> None:

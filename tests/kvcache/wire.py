@@ -295,6 +295,7 @@ def request_of(operation: Operation) -> tuple[str, Any]:
                     tokens=demand.tokens,
                     total_pages=demand.total_pages,
                     known_pages=demand.known_pages,
+                    parent_sequence_id=demand.parent,
                 )
             if steps:
                 request.steps.CopyFrom(_columns([(one.sequence_id, one.start, one.tokens) for one in steps]))

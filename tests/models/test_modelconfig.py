@@ -10,6 +10,7 @@ import pytest
 
 from services.engine.modelconfig import FAMILIES, ModelConfig
 from services.engine.rope import Linear, Llama3
+from services.engine.sampling import validate
 from services.errors import ModelInvalid
 from tests.models.checkpoints import llama_config
 
@@ -69,6 +70,14 @@ def test_what_older_configurations_leave_out_is_the_formats_default(tmp_path: Pa
     assert (config.rms_norm_eps, config.tied_embeddings, config.max_context) == (1e-6, False, 2048)
     assert (config.eos_token_ids, config.bos_token_id) == ((), None)
     assert (config.default_temperature, config.default_top_k, config.default_top_p) == (None, None, None)
+    assert config.default_repetition_penalty is None
+
+
+def test_a_repetition_penalty_is_a_default_as_well(tmp_path: Path) -> None:
+    config = read(tmp_path, {"repetition_penalty": 1.25})
+    assert config.default_repetition_penalty == 1.25
+    assert validate(None, None, None, None, 1, config).repetition_penalty == 1.25
+    assert validate(None, None, None, None, 1, config, repetition_penalty=1.0).repetition_penalty == 1.0
 
 
 @pytest.mark.parametrize(
@@ -298,6 +307,8 @@ def test_heads_that_do_not_divide_the_width_need_their_own(tmp_path: Path) -> No
         ("top_p", 1.5),
         ("top_k", -1),
         ("top_k", 0.5),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 101),
         ("eos_token_id", 999),
     ],
 )

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 
 
 def print_text(responses: Iterable[pb.GenerateResponse]) -> pb.Finish | None:
-    """Print text as it comes, with a line's end behind it; returns the finish, if one came."""
+    """Print text as it comes, with a line's end behind it; returns the finish, if one came.
+
+    How likely tokens were, if it is told, goes to standard error, a line for each.
+    """
     finish, ends_line = None, True
     try:
         for response in responses:
+            _print_logprobs(response)
             if response.text:
                 print(response.text, end="", flush=True)
                 ends_line = response.text.endswith("\n")
@@ -21,6 +27,40 @@ def print_text(responses: Iterable[pb.GenerateResponse]) -> pb.Finish | None:
         if not ends_line:
             print()
     return finish
+
+
+def print_samples(responses: Iterable[pb.GenerateResponse]) -> list[pb.Finish]:
+    """Print each sample's text under its number when it is done; returns how they ended, in this order."""
+    texts, finishes = dict[int, str](), list[pb.Finish]()
+    for response in responses:
+        _print_logprobs(response)
+        text = texts[response.sample] = texts.get(response.sample, "") + response.text
+        if response.HasField("finish"):
+            print(f"--- {response.sample}\n{text}", end="" if text.endswith("\n") else "\n", flush=True)
+            finishes.append(response.finish)
+    return finishes
+
+
+def _print_logprobs(response: pb.GenerateResponse) -> None:
+    for what, told in (("prompt", response.prompt_logprobs), (f"sample {response.sample}", response.logprobs)):
+        for one in told:
+            top = " ".join(f"{other.token_id}:{other.logprob:.4f}" for other in one.top)
+            print(
+                f"{what} token {one.token_id} logprob {one.logprob:.4f} rank {one.rank} {top}".rstrip(), file=sys.stderr
+            )
+
+
+def logprobs(told: Iterable[pb.TokenLogprob]) -> list[dict[str, Any]]:
+    """How likely tokens were, as a line of JSON has it."""
+    return [
+        {
+            "token_id": one.token_id,
+            "logprob": one.logprob,
+            "rank": one.rank,
+            "top": [{"token_id": other.token_id, "logprob": other.logprob} for other in one.top],
+        }
+        for one in told
+    ]
 
 
 def reason(finish: pb.Finish) -> str:

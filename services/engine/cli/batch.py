@@ -19,7 +19,7 @@ from services import rpc
 from services.engine.cli import call
 from services.engine.cli.lines import Item, Output, count, items, keep_what_is_done
 from services.engine.cli.progress import Progress
-from services.engine.cli.request import Unfit, add_chat, add_flags, from_fields, given
+from services.engine.cli.request import Unfit, add_chat, add_flags, add_samples, from_fields, given
 from services.errors import ServiceError
 
 NAME = "batch"
@@ -116,11 +116,9 @@ class Batch:
                     give_up_or_retry(one.index, rpc.error_from_status(one.error))
                     continue
                 item = left[one.index]
-                item.text.append(one.response.text)
-                item.token_ids.extend(one.response.token_ids)
-                if one.response.HasField("finish"):
+                if item.add(one.response):
                     del left[one.index]
-                    self._output.finished(item, one.response.finish)
+                    self._output.finished(item)
         except grpc.RpcError as failed:
             error = call.failure(failed, self._target)
             if self._stopped.is_set() or (error.code == "UNAVAILABLE" and error.retry_after_s is None):
@@ -238,4 +236,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--token-ids", action="store_true", help="write the tokens' ids, too")
     add_chat(parser)
     add_flags(parser)
+    add_samples(parser)
     return parser

@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 from services.engine.cli import call
-from services.engine.cli.answer import print_text, summary
-from services.engine.cli.request import Unfit, add_chat, add_flags, add_prompt, from_flags
+from services.engine.cli.answer import print_samples, print_text, summary
+from services.engine.cli.request import Unfit, add_chat, add_flags, add_prompt, add_samples, from_flags
 
 NAME = "generate"
 
@@ -28,9 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
     def body(stub: Any) -> int:
-        finish = print_text(stub.Generate(request, timeout=flags.timeout))
-        if flags.show_usage and finish is not None:
-            print(summary(finish), file=sys.stderr)
+        responses = stub.Generate(request, timeout=flags.timeout)
+        finishes = print_samples(responses) if request.n > 1 else [print_text(responses)]
+        for finish in finishes:
+            if flags.show_usage and finish is not None:
+                print(summary(finish), file=sys.stderr)
         return 0
 
     return call.run(NAME, flags.target, body)
@@ -41,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     add_prompt(parser)
     add_chat(parser)
     add_flags(parser)
+    add_samples(parser)
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds the whole call may take (default: no end)")
     parser.add_argument("--show-usage", action="store_true", help="tell counts, times and the seed on standard error")
     return parser

@@ -11,10 +11,21 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from rocmforge.engine.v1 import engine_pb2 as pb
-from services.engine.cli.answer import reason
+from services.engine.cli.answer import logprobs, reason
 from services.engine.cli.progress import Progress
 from services.engine.cli.request import Unfit, from_fields
 from services.errors import FieldInvalid, ServiceError
+
+
+@dataclass(slots=True)
+class Sample:
+    """What was said of one answer so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    prompt_logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish: pb.Finish | None = None
 
 
 @dataclass(slots=True)
@@ -25,12 +36,28 @@ class Item:
     name: str
     request: pb.GenerateRequest
     attempts: int = 0
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    samples: dict[int, Sample] = field(default_factory=dict)
 
     def restart(self) -> None:
         """Forget what an attempt said that came to nothing."""
-        self.text, self.token_ids = [], []
+        self.samples = {}
+
+    def add(self, response: pb.GenerateResponse) -> bool:
+        """Take a response; whether it was the last."""
+        sample = self.samples.setdefault(response.sample, Sample())
+        sample.text.append(response.text)
+        sample.token_ids.extend(response.token_ids)
+        sample.logprobs.extend(logprobs(response.logprobs))
+        sample.prompt_logprobs.extend(logprobs(response.prompt_logprobs))
+        if response.HasField("finish"):
+            sample.finish = response.finish
+        ended = [one for one in self.samples.values() if one.finish is not None]
+        return len(ended) == max(1, self.request.n)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far."""
+        return sum(len(sample.token_ids) for sample in self.samples.values())
 
 
 class Output:
@@ -42,34 +69,42 @@ class Output:
         self._with_tokens = with_tokens
         self._lock = threading.Lock()
 
-    def finished(self, item: Item, finish: pb.Finish) -> None:
-        """An item is done."""
-        usage = finish.usage
-        record = self._of(item) | {
-            "finish": reason(finish),
-            "seed": finish.seed,
-            "usage": {
-                "prompt_tokens": usage.prompt_tokens,
-                "cached_tokens": usage.cached_tokens,
-                "completion_tokens": usage.completion_tokens,
-            },
-        }
-        self._write(record, failed=False, tokens=len(item.token_ids))
+    def finished(self, item: Item) -> None:
+        """An item is done. Of several samples each is an object as a line of one is."""
+        told = [self._told(item.samples[at]) for at in sorted(item.samples)]
+        record = self._of(item) | ({"samples": told} if item.request.n > 1 else told[0])
+        self._write(record, failed=False, tokens=item.num_tokens)
 
     def failed(self, item: Item, error: ServiceError) -> None:
         """An item is given up."""
         told = {"code": error.code, "reason": error.reason, "message": error.message}
         if error.field:
             told["field"] = error.field
-        self._write(self._of(item) | {"error": told}, failed=True, tokens=len(item.token_ids))
+        said = [self._told(item.samples[at]) for at in sorted(item.samples)] or [self._told(Sample())]
+        record = self._of(item) | ({"samples": said} if item.request.n > 1 else said[0]) | {"error": told}
+        self._write(record, failed=True, tokens=item.num_tokens)
 
     def _of(self, item: Item) -> dict[str, Any]:
         record: dict[str, Any] = {"index": item.index}
         if item.name:
             record["id"] = item.name
-        record["text"] = "".join(item.text)
+        return record
+
+    def _told(self, sample: Sample) -> dict[str, Any]:
+        record: dict[str, Any] = {"text": "".join(sample.text)}
         if self._with_tokens:
-            record["token_ids"] = item.token_ids
+            record["token_ids"] = sample.token_ids
+        for name, told in (("logprobs", sample.logprobs), ("prompt_logprobs", sample.prompt_logprobs)):
+            if told:
+                record[name] = told
+        if sample.finish is not None:
+            usage = sample.finish.usage
+            record["finish"], record["seed"] = reason(sample.finish), sample.finish.seed
+            record["usage"] = {
+                "prompt_tokens": usage.prompt_tokens,
+                "cached_tokens": usage.cached_tokens,
+                "completion_tokens": usage.completion_tokens,
+            }
         return record
 
     def _write(self, record: dict[str, Any], *, failed: bool, tokens: int) -> None:
@@ -128,7 +163,7 @@ def keep_what_is_done(path: Path) -> set[int]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            index, over = record["index"], "finish" in record
+            index, over = record["index"], "error" not in record and ("finish" in record or "samples" in record)
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) and not line.endswith(b"\n"):
                 break

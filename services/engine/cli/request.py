@@ -15,12 +15,18 @@ from services.engine.cli import conversation
 #: name -> the message of a GenerateRequest that has it.
 _PLACES = {
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "seed"), "sampling"),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"), "sampling"),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), "sampling"),
     **dict.fromkeys(("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop"), "stopping"),
-    **dict.fromkeys(("cache_salt", "priority"), ""),
+    **dict.fromkeys(("cache_salt", "n", "priority"), ""),
 }
 _LISTS = ("stop", "stop_token_ids")
 _SWITCHES = ("ignore_eos", "include_stop")
-_FLAGS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "priority")
+_MAPS = ("logit_bias",)
+_FLAGS = (
+    *("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "priority"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "prompt_logprobs", "n"),
+)
 _CHAT_FLAGS = ("chat", "system", "template_arguments")
 #: How a prompt may be said in a line of JSON.
 _PROMPT = ("prompt", *conversation.NAMES)
@@ -42,6 +48,30 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None = None) ->
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text (default: random)")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT; repeatable")
     parser.add_argument("--priority", type=int, metavar="N", help="-100 to 100, higher goes first (default: 0)")
+    parser.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="make tokens that are there already less likely by X > 1"
+    )
+    parser.add_argument(
+        "--presence-penalty", type=float, metavar="X", help="subtracted from logits of generated tokens"
+    )
+    parser.add_argument(
+        "--frequency-penalty", type=float, metavar="X", help="the same, for each time one was generated"
+    )
+    parser.add_argument(
+        "--logit-bias", action="append", type=_bias, metavar="ID=X", help="add X to a token's logit; repeatable"
+    )
+    parser.add_argument("--logprobs", type=int, metavar="N", help="tell how likely tokens were, and the N likeliest")
+    parser.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same of the prompt's tokens")
+
+
+def add_samples(parser: argparse.ArgumentParser) -> None:
+    """How many answers, where there may be several."""
+    parser.add_argument("--n", type=int, metavar="N", help="samples of the one prompt (default: 1)")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    return int(token), float(bias)
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +188,13 @@ def put(request: pb.GenerateRequest, name: str, value: Any) -> None:
     if isinstance(value, bool) != (name in _SWITCHES):
         raise TypeError(f"{name}: {value}")
     place: Any = getattr(request, _PLACES[name]) if _PLACES[name] else request
-    if name in _LISTS:
+    if name in _MAPS:
+        pairs = value.items() if isinstance(value, Mapping) else value
+        for token, bias in pairs:
+            if isinstance(token, bool) or isinstance(bias, bool):
+                raise TypeError(f"{name}: {value}")
+            getattr(place, name)[int(token)] = bias
+    elif name in _LISTS:
         getattr(place, name).extend([value] if isinstance(value, str) else value)
     else:
         setattr(place, name, value)
