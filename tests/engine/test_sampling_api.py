@@ -229,7 +229,7 @@ def test_a_chunked_prompt_has_the_same_numbers(
     prompt = long_prompt(engine)
     ask = request(prompt, sampling={"prompt_logprobs": 3, "logprobs": 3})
     whole = told(engine.stub.Generate(ask))
-    small = RunningEngine(tmp_path, "--max-step-tokens", "16", "--local-pages", "64").start()
+    small = RunningEngine(tmp_path, "--max-batch", "8", "--max-step-tokens", "16", "--local-pages", "64").start()
     try:
         assert told(small.stub.Generate(ask)) == whole
         monkeypatch.setattr(engine_model, "MOST_LOGITS", 3 * 1024)
@@ -320,7 +320,7 @@ def test_with_everything_on_it_is_the_same_after_a_lost_session(
     single = request(long_prompt(engine), 30, sampling=EVERYTHING | {"prompt_logprobs": 0})
     alone = told(engine.stub.Generate(single))
     ask = request(long_prompt(engine), 30, sampling=EVERYTHING | {"prompt_logprobs": 0}, n=3)
-    with_daemon, daemon = served_by_a_daemon(tmp_path, "--max-step-tokens", "16")
+    with_daemon, daemon = served_by_a_daemon(tmp_path, "--max-batch", "8", "--max-step-tokens", "16")
     try:
         lost = threading.Event()
 
@@ -412,7 +412,9 @@ def test_the_prompt_is_computed_once_and_its_pages_are_held_once(engine: Running
         daemon.close()
 
 
-@pytest.mark.parametrize("flags", [("--local-pages", "20"), ("--max-batch", "2"), ("--max-step-tokens", "16")])
+@pytest.mark.parametrize(
+    "flags", [("--local-pages", "20"), ("--max-batch", "2"), ("--max-batch", "8", "--max-step-tokens", "16")]
+)
 def test_samples_are_the_same_where_there_is_little_room(
     engine: RunningEngine, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
