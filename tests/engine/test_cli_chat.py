@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -166,8 +167,16 @@ class Terminal:
         os.close(self._master)
 
 
-def test_an_interrupt_ends_the_answer_and_not_the_chat(engine: RunningEngine) -> None:
+def test_an_interrupt_ends_the_answer_and_not_the_chat(engine: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     before = engine.stub.GetStats(pb.GetStatsRequest()).cancelled_requests
+    loop, cancelled = engine.engine.loop, threading.Event()
+    cancel = loop.cancel
+
+    def noted(request_id: str) -> None:
+        cancel(request_id)
+        cancelled.set()
+
+    monkeypatch.setattr(loop, "cancel", noted)
     terminal = Terminal("chat", "--target", engine.address, "--stats", *GREEDY)
     try:
         terminal.until("Ctrl-D the chat.")
@@ -184,6 +193,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(engine: RunningEngine) ->
         assert engine.steps.reached.wait(60)
         terminal.interrupt()
         terminal.until("> ")
+        assert cancelled.wait(60)
         engine.steps.release()
         engine.idle()
         assert engine.stub.GetStats(pb.GetStatsRequest()).cancelled_requests == before + 1
