@@ -124,7 +124,7 @@ class Admission:
         self.opens_at = self._clock() + ADMISSION_RETRY_S
 
     def answered(self, granted: Items[Sequence], refused: Items[Sequence]) -> None:
-        """Openings that were asked for together were granted or refused."""
+        """Openings, those of forks too, that were asked for together were granted or refused."""
         self._overtaken.difference_update(granted)
         if refused:
             self.close()
@@ -163,16 +163,22 @@ class Admission:
             if sequence in self._overtaken:
                 return
 
-    def forks(self, wanted: Items[Sequence], running: Items[Sequence], held: int) -> tuple[list[Sequence], int]:
+    def forks(
+        self, wanted: Items[Sequence], running: Items[Sequence], held: int, ahead: Items[Sequence]
+    ) -> tuple[list[Sequence], int]:
         """Which of the sequences that would share all pages of their prompts may be opened now, and with how many pages
-        of their own; ``held`` pages stay with live requests.
+        of their own; ``held`` pages stay with live requests. There is place and room left for those ``ahead``, which
+        wait and come before them.
         """
-        if self._probing or self._clock() < self.opens_at:
+        if self._probing or self._clock() < self.opens_at or not self._overtaken.isdisjoint(ahead):
             return [], 0
         room = self.total_pages - held - sum(self._may_grow(sequence, len(sequence.pages)) for sequence in running)
+        for sequence in ahead:
+            pages = self.pages_for(sequence.resident_target)
+            room -= pages + self._may_grow(sequence, pages)
         room -= 1  # for the last page of whom they fork from, which it must not write while they copy it
         chosen, own = list[Sequence](), 0
-        for sequence in wanted[: max(0, self._limits.max_batch - len(running))]:
+        for sequence in wanted[: max(0, self._limits.max_batch - len(running) - len(ahead))]:
             pages = self.pages_for(sequence.resident_target)
             more = pages - len(sequence.request.prompt) // self._page_size
             room -= more + self._may_grow(sequence, pages)

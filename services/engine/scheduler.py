@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice, takewhile
 
 import structlog
 
@@ -85,6 +87,7 @@ class Scheduler:
     def __init__(
         self, limits: Limits, page_size: int, total_pages: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self._max_batch = limits.max_batch
         self._max_step_tokens = limits.max_step_tokens
         self._priority_step = limits.priority_step_s
         self._page_size = page_size
@@ -338,7 +341,7 @@ class Scheduler:
                 continue  # an answer further up has put it back to waiting
             if grant.error is None:
                 copies += self._take(sequence, demand, grant)
-                if demand.opening is not None:
+                if demand.opening is not None or demand.parent:
                     opened.append(sequence)
             elif sequence.state is State.WAITING and grant.error.code == "RESOURCE_EXHAUSTED":
                 if sequence.leader is not None:  # refused as a fork, it opens as any other
@@ -386,13 +389,15 @@ class Scheduler:
 
     def _forks(self, held: int) -> tuple[list[tuple[Demand, Sequence]], int]:
         """Demands of those whose prompt is computed, and how many pages of their own they take; ``held`` stay with live
-        requests. Who cannot be opened now will be on its own: the leader goes on and is no longer what it was.
+        requests. Who cannot be opened now will be on its own: the leader goes on and is no longer what it was. So will
+        whoever would take the place of one that waits and comes before it.
         """
         demands, own, opened = list[tuple[Demand, Sequence]](), 0, list(self.running)
-        for leader in [*self.running, *self.leaving.values()]:
-            if not leader.forks or not leader.num_generated_tokens:
-                continue
-            chosen, more = self._admission.forks(leader.forks, opened, held + own)
+        leaders = [one for one in (*self.running, *self.leaving.values()) if one.forks and one.num_generated_tokens]
+        for leader in sorted(leaders, key=lambda one: one.order):
+            before = takewhile(partial(_precedes, leader.forks[0]), self.waiting)
+            ahead = list(islice((one for one in before if one.leader is None), self._max_batch))
+            chosen, more = self._admission.forks(leader.forks, opened, held + own, ahead)
             opened += chosen
             own += more
             for sequence in leader.forks[len(chosen) :]:
@@ -505,3 +510,8 @@ class Scheduler:
                 self._go_alone(fork)
         self._holds.drop(sequence)
         sequence.forget_pages()
+
+
+def _precedes(sequence: Sequence, other: Sequence) -> bool:
+    """Whether the other comes before it."""
+    return other.order < sequence.order

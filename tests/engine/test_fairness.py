@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.admission import ADMISSION_RETRY_S, Limits
-from services.engine.pagesource import Demand, Grant, Opening
+from services.engine.pagesource import Demand, Exchange, Grant, Opening
 from services.engine.scheduler import Chunk, Scheduler
-from services.engine.sequence import FinishReason, Outcome, Sequence, State
+from services.engine.sequence import FinishReason, Key, Outcome, Sequence, State, key_of
 from services.errors import CapacityExceeded, DeadlineExceeded, KvCacheDown, ServiceError, SessionExpired
 from tests.engine.fakes import Clock, Harness, TokenMemory, alone, make_request
 
@@ -192,6 +192,58 @@ def test_a_refused_one_that_ends_holds_nobody_up() -> None:
     assert answer(scheduler) == ["b"]
 
 
+def test_samples_of_a_prompt_that_runs_do_not_take_the_place_of_one_that_comes_before_them() -> None:
+    scheduler, _ = started(max_batch=2)
+    scheduler.submit(make_request("short", [1], max_tokens=1))
+    family = scheduler.submit(make_request("family", [1] * 6, max_tokens=9, n=3))
+    answer(scheduler)
+    scheduler.submit(make_request("high", [2], priority=1))
+    assert step(scheduler) == {"short": 1, "family": 6}
+    assert answer(scheduler) == ["high"]
+    assert [sequence.key for sequence in scheduler.running] == ["high", "family"]
+    assert [sequence.key for sequence in scheduler.waiting] == [("family", 1), ("family", 2)]
+    assert not family.forks
+
+
+@pytest.mark.parametrize(("pages", "forked"), [(12, True), (6, False)])
+def test_samples_fork_beside_one_that_comes_before_them_where_there_is_room_for_all(pages: int, forked: bool) -> None:
+    scheduler, _ = started(pages=pages)
+    scheduler.submit(make_request("family", [1] * 6, max_tokens=5, n=2))
+    answer(scheduler)
+    scheduler.submit(make_request("high", [2] * 7, max_tokens=5, priority=1))
+    step(scheduler)
+    demands, _ = scheduler.demands()
+    assert any(demand.parent for demand in demands) == forked
+    assert any(demand.opening and demand.opening.prompt == (2,) * 7 for demand in demands)
+
+
+def test_samples_do_not_come_before_one_that_was_overtaken() -> None:
+    scheduler, clock = started(pages=500)
+    scheduler.submit(make_request("large", [1] * 40))
+    scheduler.submit(make_request("family", [2] * 6, max_tokens=9, n=3))
+    answer(scheduler, refused=frozenset({"large"}))
+    scheduler.submit(make_request("high", [2], priority=1))
+    clock.now += ADMISSION_RETRY_S
+    assert answer(scheduler) == ["high"]
+    step(scheduler)
+    assert answer(scheduler, refused=frozenset({"large"})) == ["large"]
+    assert [sequence.key for sequence in scheduler.running] == ["high", "family"]
+
+
+def test_samples_that_are_forked_in_front_of_one_that_is_refused_overtake_it_once() -> None:
+    scheduler, clock = started(pages=500)
+    scheduler.submit(make_request("family", [2] * 6, max_tokens=9, n=2))
+    answer(scheduler)
+    large = scheduler.submit(make_request("large", [1] * 40, priority=1))
+    step(scheduler)
+    assert answer(scheduler, refused=frozenset({"large"})) == ["large"]
+    assert [sequence.key for sequence in scheduler.running] == ["family", ("family", 1)]
+    assert scheduler._admission._overtaken == {large}
+    scheduler.submit(make_request("late", [3]))
+    clock.now += ADMISSION_RETRY_S
+    assert answer(scheduler, refused=frozenset({"large"})) == ["large"]
+
+
 # --- the budget of a step ---------------------------------------------------------------------------------------------
 
 
@@ -330,13 +382,13 @@ class WatchedMemory(TokenMemory):
 
     def run(self, step: object) -> list[int | ServiceError | None]:
         chunks: list[Chunk] = list(step)  # type: ignore[call-overload]
-        had = {chunk.sequence.id: chunk.count for chunk in chunks}
+        had = {chunk.sequence.key: chunk.count for chunk in chunks}
         assert sum(had.values()) <= self.budget
-        missing = {s.id: s.num_tokens - s.num_computed_tokens for s in self.running}
+        missing = {s.key: s.num_tokens - s.num_computed_tokens for s in self.running}
         ready = {
-            s.id: min(s.num_tokens, len(s.pages) * self.page_size) - s.num_computed_tokens
+            s.key: min(s.num_tokens, len(s.pages) * self.page_size) - s.num_computed_tokens
             for s in self.running
-            if len(s.pages) * self.page_size > s.num_computed_tokens
+            if len(s.pages) * self.page_size > s.num_computed_tokens and not s.held
         }
         decoding = [name for name in ready if missing[name] == 1]
         left = self.budget - len(decoding)
@@ -361,23 +413,31 @@ class FairHarness(Harness):
         self.loop.scheduler = self.loop._new_scheduler()
         self.memory.running = self.loop.scheduler.running
         self.came: dict[str, float] = {}
-        self.let_in: dict[str, int] = {}
-        self.could_be_let_in: dict[str, int] = {}
+        self.let_in: dict[Key, int] = {}
+        self.could_be_let_in: dict[Key, int] = {}
+        self.asked: list[set[Key]] = []  # whose openings, of forks too, each exchange has
+        send = self.source.exchange
 
-    def come(self, name: str, prompt: list[int], max_tokens: int, priority: int) -> None:
+        def exchange(demands: list[Demand], removed: list[str]) -> Exchange:
+            keys = {s.source_id: key for key, s in self.loop.scheduler.live.items()}
+            self.asked.append({keys[d.sequence_id] for d in demands if d.opening or d.parent})
+            return send(demands, removed)
+
+        self.source.exchange = exchange  # type: ignore[method-assign, assignment]
+
+    def come(self, name: str, prompt: list[int], max_tokens: int, priority: int, n: int) -> None:
         self.came[name] = self.clock.now
-        self.could_be_let_in[name] = len(self.source.exchanges)
-        self.submit(make_request(name, prompt, max_tokens=max_tokens, priority=priority))
+        self.could_be_let_in[name] = len(self.asked)
+        self.submit(make_request(name, prompt, max_tokens=max_tokens, priority=priority, n=n))
 
     def iterate(self, times: int = 1) -> None:
         for _ in range(times):
             super().iterate()
-            for event in self.events:
-                if event.sequence and event.sequence.admitted_at is not None:
-                    self.let_in.setdefault(event.request_id, len(self.source.exchanges) - 1)
-
-    def openings(self, exchange: int) -> set[str]:
-        return {d.sequence_id.partition(":")[2] for d in self.source.exchanges[exchange][0] if d.opening}
+            for sequence in self.loop.scheduler.running:
+                self.let_in.setdefault(sequence.key, len(self.asked) - 1)
+            for key, sequence in self.loop.scheduler.live.items():
+                if sequence.num_generated_tokens:  # before, its prompt is another's to compute
+                    self.could_be_let_in.setdefault(key, len(self.asked))
 
 
 @dataclass(frozen=True)
@@ -385,6 +445,7 @@ class Come:
     prompt: list[int]
     max_tokens: int
     priority: int
+    n: int
 
 
 @dataclass(frozen=True)
@@ -413,7 +474,11 @@ class Fault:
     served: bool
 
 
-comes = st.builds(Come, st.lists(st.integers(0, 2), min_size=1, max_size=16), st.integers(1, 9), st.integers(-3, 3))
+comes = st.builds(
+    Come,
+    st.lists(st.integers(0, 2), min_size=1, max_size=16),
+    *(st.integers(1, 9), st.integers(-3, 3), st.sampled_from([1, 1, 2, 4])),
+)
 operations = st.one_of(
     comes,
     comes,
@@ -445,9 +510,9 @@ def test_nobody_is_overtaken_but_by_those_that_may_and_all_come_to_an_end(
     taken: list[str] = []
     for operation in workload:
         match operation:
-            case Come(prompt, max_tokens, priority) if len(prompt) + max_tokens <= slots // page_size * page_size:
+            case Come(prompt, max_tokens, priority, n) if len(prompt) + max_tokens <= slots // page_size * page_size:
                 asked[f"r{len(asked)}"] = operation
-                harness.come(f"r{len(asked) - 1}", prompt, max_tokens, priority)
+                harness.come(f"r{len(asked) - 1}", prompt, max_tokens, priority, n)
             case Pass(rounds, seconds):
                 harness.iterate(rounds)
                 harness.clock.now += seconds
@@ -468,15 +533,25 @@ def test_nobody_is_overtaken_but_by_those_that_may_and_all_come_to_an_end(
     while harness.loop._lost:  # with its session, the source still has what the lost one held
         harness.iterate()
     harness.check_empty()
+    places = {
+        key_of(name, sample): (harness.came[name] - STEP_S * come.priority, int(name[1:]), sample)
+        for name, come in asked.items()
+        for sample in range(come.n)
+    }
     for name, come in asked.items():
-        if harness.reason(name) is FinishReason.CANCELLED:
-            continue
-        assert harness.tokens[name] == alone(make_request(name, come.prompt, max_tokens=come.max_tokens))
-        places = {other: (harness.came[other] - STEP_S * asked[other].priority, int(other[1:])) for other in asked}
-        strangers = {
-            exchange
-            for other, exchange in harness.let_in.items()
-            if harness.could_be_let_in[name] <= exchange < harness.let_in[name] and places[other] > places[name]
-        }
-        # They were asked for together with it, and it was refused.
-        assert len(strangers) <= 1 and all(name in harness.openings(exchange) for exchange in strangers)
+        request = make_request(name, come.prompt, max_tokens=come.max_tokens, n=come.n)
+        for one in (request, *request.others):
+            key = key_of(name, one.sample)
+            if harness.reason(key) is FinishReason.CANCELLED:
+                continue
+            assert harness.tokens[key] == alone(one)
+            if key not in harness.let_in:  # its one token came with the first sample's
+                assert one.sample and len(harness.tokens[key]) == 1
+                continue
+            strangers = {
+                exchange
+                for other, exchange in harness.let_in.items()
+                if harness.could_be_let_in[key] <= exchange < harness.let_in[key] and places[other] > places[key]
+            }
+            # They were asked for together with it, and it was refused.
+            assert len(strangers) <= 1 and all(key in harness.asked[exchange] for exchange in strangers)

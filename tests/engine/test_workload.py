@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.pagesource import Demand, Opening
+from services.engine.scheduler import Chunk
 from services.engine.sequence import FinishReason, Key, Request, key_of
-from services.errors import ExceedsPool, KvCacheDown, ServiceError, SessionExpired
+from services.errors import DeadlineExceeded, ExceedsPool, ForwardFailed, KvCacheDown, ServiceError, SessionExpired
 from tests.engine.fakes import Harness, alone, make_request
 
 prompts = st.builds(
@@ -28,6 +29,16 @@ class Submit:
     salt: str
     eos: bool
     n: int
+    priority: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Break:
+    """The model fails at a request's so-manieth token, of whichever sample comes to it first."""
+
+    nth: int
+    token: int
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,8 @@ submits = st.builds(
     Submit,
     *(prompts, st.integers(1, 14), st.integers(0, 1), st.sampled_from(["", "", "s"]), st.booleans()),
     st.sampled_from([1, 1, 2, 4]),
+    st.sampled_from([0, 0, 0, -2, 3]),
+    st.sampled_from([None, None, None, 0.02, 0.5]),
 )
 operations = st.one_of(
     submits,
@@ -69,6 +82,7 @@ operations = st.one_of(
     st.builds(Cancel, st.integers(0, 20)),
     st.builds(Rounds, st.integers(1, 6), st.sampled_from([0.0, 0.2])),
     st.builds(Neighbour, st.integers(0, 12)),
+    st.builds(Break, st.integers(0, 20), st.integers(0, 5)),
 )
 faults = st.one_of(
     st.builds(Fault, st.builds(KvCacheDown, st.just("down")), st.booleans()),
@@ -91,19 +105,34 @@ def neighbour(harness: Harness, taken: list[str], pages: int) -> list[str]:
 def run_workload(harness: Harness, workload: list[object]) -> None:
     requests: dict[Key, Request] = {}
     cancelled = set()
+    broken: dict[str, int] = {}
     taken: list[str] = []
     submitted = 0
+
+    def fault(chunk: Chunk) -> ServiceError | None:
+        breaks = chunk.samples and broken.get(chunk.sequence.id) == chunk.sequence.num_generated_tokens
+        return ForwardFailed("broken") if breaks else None
+
+    harness.memory.fault = fault
     for operation in workload:
         match operation:
-            case Submit(prompt, max_tokens, seed, salt, eos, n):
+            case Submit(prompt, max_tokens, seed, salt, eos, n, priority, seconds):
                 name = f"r{submitted}"
                 submitted += 1
-                request = make_request(name, prompt, max_tokens=max_tokens, seed=seed, salt=salt, eos=eos, n=n)
+                deadline = None if seconds is None else harness.clock.now + seconds
+                request = make_request(
+                    *(name, prompt),
+                    **{"max_tokens": max_tokens, "seed": seed, "salt": salt, "eos": eos, "n": n},
+                    deadline=deadline,
+                    priority=priority,
+                )
                 requests.update((key_of(name, one.sample), one) for one in (request, *request.others))
                 harness.submit(request)
             case Cancel(nth):
                 harness.loop.cancel(f"r{nth}")
                 cancelled.add(f"r{nth}")
+            case Break(nth, token):
+                broken[f"r{nth}"] = token
             case Rounds(count, seconds):
                 harness.iterate(count)
                 harness.clock.now += seconds
@@ -118,10 +147,10 @@ def run_workload(harness: Harness, workload: list[object]) -> None:
     while harness.loop._lost:  # with its session, the source still has what the lost one held
         harness.iterate()
     harness.check_empty()
+    totals, scheduler = harness.loop.totals, harness.loop.scheduler
     refused = {name for name, one in harness.ended.items() if isinstance(one.error, ExceedsPool)}
-    assert set(harness.ended) == {
-        name for name, one in requests.items() if not one.sample or one.request_id not in refused or name in refused
-    }
+    begun = [one for one in requests.values() if one.request_id not in refused]
+    assert set(harness.ended) == {key_of(one.request_id, one.sample) for one in begun} | refused
     for name, request in requests.items():
         if name not in harness.ended:
             continue
@@ -131,9 +160,24 @@ def run_workload(harness: Harness, workload: list[object]) -> None:
             assert needed > harness.local.total_pages and not got
         elif outcome.reason is FinishReason.CANCELLED:
             assert request.request_id in cancelled and got == expected[: len(got)]
+        elif isinstance(outcome.error, DeadlineExceeded):
+            assert request.deadline is not None and got == expected[: len(got)]
+        elif isinstance(outcome.error, ForwardFailed):
+            assert request.request_id in broken and got == expected[: len(got)]
         else:
             assert outcome.error is None, outcome.error
             assert got == expected
+    for one in begun:  # samples fail together, but for those that were done before
+        ends = [harness.ended[key_of(one.request_id, at)] for at in range(len(one.others) + 1)]
+        assert len({type(end.error) for end in ends if end.error is not None}) <= 1
+        assert all(end.error is None for end in ends) or all(end.reason is not FinishReason.CANCELLED for end in ends)
+    assert totals.prompt_tokens == sum(len(one.prompt) for one in begun)
+    assert totals.generated_tokens == sum(map(len, harness.tokens.values()))
+    assert totals.finished_requests + totals.cancelled_requests + totals.failed_requests == len(begun)
+    assert sum(totals.refused.values()) == len(refused)
+    assert scheduler.cached_tokens <= scheduler.looked_up_tokens <= totals.prompt_tokens
+    assert harness.loop.observations.first_token.count == sum(map(bool, harness.tokens.values()))
+    assert harness.loop.observations.request.count == len(begun)
 
 
 def shaped(steps: st.SearchStrategy[object]) -> Callable[[Callable[..., None]], Callable[[], None]]:
