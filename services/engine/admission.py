@@ -10,7 +10,7 @@ from itertools import islice
 from services.engine.sequence import Sequence
 from services.engine.turnover import Turnover
 from services.engine.waiting import Waiting
-from services.errors import ExceedsPool, QueueFull
+from services.errors import ExceedsPool, FieldInvalid, QueueFull
 
 #: Seconds until a refused opening is tried again when no request of ours ends before: another engine's may.
 ADMISSION_RETRY_S = 0.1
@@ -66,11 +66,17 @@ class Admission:
         return -(-tokens // self._page_size)
 
     def check_queue(self, waiting: Waiting, running: int, tokens: int, count: int = 1) -> None:
-        """Whether ``count`` more, of so many tokens each, may wait. Raises QueueFull, saying when to try again.
+        """Whether ``count`` more, of so many tokens each, may wait. Raises QueueFull, saying when to try again, and
+        FieldInvalid when they are more than may ever be here at once.
 
         What waits only for the next step does not count. An empty queue takes a request of any length.
         """
         limits = self._limits
+        places = limits.max_batch + limits.max_queue
+        if count > places:
+            raise FieldInvalid(
+                f"n is {count}, and as many requests as may run and wait here are {places}", field="n", limit=places
+            )
         slots = limits.max_batch - running if self._clock() >= self.opens_at else 0
         if len(waiting) + count <= slots:
             return

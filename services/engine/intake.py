@@ -38,7 +38,7 @@ _MORE_SAMPLING = ("repetition_penalty", "presence_penalty", "frequency_penalty",
 #: Text longer than this many bytes for each token of the context is refused before any work is put into it.
 TEXT_BYTES_PER_TOKEN = 64
 #: Longer text is tokenised away from the event loop, so that it holds up nobody else's call.
-INLINE_TEXT_BYTES = 16 * 1024
+INLINE_TEXT_BYTES = 4 * 1024
 
 
 async def read_request(
@@ -61,20 +61,12 @@ async def read_request(
         for name in (*_SAMPLING, *_MORE_SAMPLING)
         if message.sampling.HasField(name)
     }
-    bias = dict(message.sampling.logit_bias)
-    drawn = validate(**dict.fromkeys(_SAMPLING) | given, defaults=config, logit_bias=bias)
+    drawn = validate(**dict.fromkeys(_SAMPLING) | given, defaults=config, logit_bias=message.sampling.logit_bias)
     if message.n > MAX_SAMPLES:
         raise FieldInvalid(f"n is {message.n}; it must be at most {MAX_SAMPLES}", field="n", limit=MAX_SAMPLES)
     limits = _stopping(message.stopping, config)
     prompt = await _prompt(message.prompt, config, tokenizer, chat)
-    room = config.max_context - len(prompt)
-    if room < 1:
-        raise PromptTooLong(
-            f"the prompt has {len(prompt)} tokens and the context {config.max_context}, one of them for the completion",
-            field="prompt",
-            prompt_tokens=len(prompt),
-            limit=config.max_context - 1,
-        )
+    room = _room(len(prompt), config)
     limits = dataclasses.replace(limits, max_tokens=min(limits.max_tokens, room))
     _check_logprobs(drawn, len(prompt), limits.max_tokens)
 
@@ -104,6 +96,20 @@ async def read_request(
         for sample in range(1, message.n)
     ]
     return dataclasses.replace(request, others=tuple(others))
+
+
+def _room(prompt_tokens: int, config: ModelConfig) -> int:
+    """Tokens of the context that a prompt leaves to the completion, at least one. Raises PromptTooLong."""
+    room = config.max_context - prompt_tokens
+    if room < 1:
+        raise PromptTooLong(
+            f"the prompt has {prompt_tokens} tokens and the context {config.max_context}, one of them for the "
+            "completion",
+            field="prompt",
+            prompt_tokens=prompt_tokens,
+            limit=config.max_context - 1,
+        )
+    return room
 
 
 def _check_logprobs(sampling: SamplingParams, prompt_tokens: int, max_tokens: int) -> None:
@@ -168,6 +174,7 @@ async def _prompt(message: Any, config: ModelConfig, tokenizer: Tokenizer, chat:
         case "tokens":
             if not message.tokens.ids:
                 raise FieldInvalid("the prompt has no tokens; it needs one at least", field="prompt.tokens.ids")
+            _room(len(message.tokens.ids), config)  # first: to look at millions of ids takes a second
             check_tokens(message.tokens.ids, "prompt.tokens.ids", config.vocab_size)
             return tuple(message.tokens.ids)
         case "messages":

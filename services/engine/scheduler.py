@@ -134,7 +134,7 @@ class Scheduler:
     # --- requests come and go -----------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> Sequence:
-        """Queue a request. Raises RequestExists, QueueFull, ExceedsPool."""
+        """Queue a request. Raises RequestExists, QueueFull, ExceedsPool, and FieldInvalid for too many samples."""
         if self.samples(request.request_id):
             raise RequestExists(f"request {request.request_id!r} is live", field="request_id")
         virtual_arrival = self._clock() - request.priority * self._priority_step

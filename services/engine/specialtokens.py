@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from services.engine.tokenizer import Tokenizer
+from services.engine.tokenizer import Tokenizer, ids_of
 
 #: Noncharacters, which Unicode sets aside for a program's own use; text with one of these is not taken.
 GUARD, _MARK = "\ufdd1", "\ufdd0"
@@ -61,11 +61,11 @@ class SpecialTokens:
         cut and merged as it is beside a special token.
         """
         if GUARD not in text:
-            return list(self._tokenizer.inner.encode(text, add_special_tokens=False).ids)
+            return ids_of(self._tokenizer.inner, text, add_special_tokens=False)
         marking, numbers = self._copy()
         unguarded = rf"(?<!{GUARD})(?:{_one_of(self._spelled)})"
         marked = re.sub(unguarded, lambda match: f"{_MARK}{match[0]}", text)
-        ids = marking.encode(self.plain(marked), add_special_tokens=False).ids
+        ids = ids_of(marking, self.plain(marked), add_special_tokens=False)
         return [numbers.get(token, token) for token in ids]
 
     def _copy(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:

@@ -48,11 +48,18 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, with the special tokens the file says a text begins or ends with."""
-        return list(self.inner.encode(text).ids)
+        return ids_of(self.inner, text)
 
     def decode(self, ids: Sequence[int], keep_special: bool = False) -> str:
         """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
         return self.inner.decode(list(ids), skip_special_tokens=not keep_special)
+
+
+def ids_of(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the token ids of ``text``. Every thread goes on meanwhile: to encode a text that is no batch holds them up
+    for as long as it takes, seconds for a megabyte.
+    """
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 class TextStream:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +13,9 @@ import pytest
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine.chat import Chat
 from services.engine.config import BUNDLED_MODEL
-from services.engine.intake import DEFAULT_MAX_TOKENS, INLINE_TEXT_BYTES, read_request, tokenize
+from services.engine.intake import DEFAULT_MAX_TOKENS, INLINE_TEXT_BYTES, _prompt, read_request, tokenize
 from services.engine.modelconfig import ModelConfig
+from services.engine.sampling import validate
 from services.engine.sequence import Request
 from services.engine.tokenizer import TextStream, Tokenizer
 from services.errors import FieldInvalid, PromptTooLong
@@ -77,6 +81,45 @@ def test_long_text_is_tokenised_as_short_text_is() -> None:
     line = "Now is the winter of our discontent. "
     text = line * (2 * INLINE_TEXT_BYTES // len(line))
     assert asyncio.run(tokenize(text, TOKENIZER, "text")) == TOKENIZER.encode(text)
+
+
+def test_a_long_text_holds_nobody_up_while_it_is_tokenised() -> None:
+    text = "O that this too too solid flesh would melt, thaw and resolve itself into a dew! " * 13_000
+    turns: list[float] = []
+
+    async def body() -> float:
+        began = time.monotonic()
+        work = asyncio.ensure_future(tokenize(text, TOKENIZER, "text"))
+        while not work.done():
+            turns.append(time.monotonic())
+            await asyncio.sleep(0.001)
+        return time.monotonic() - began
+
+    took = asyncio.run(body())
+    longest = max(after - before for before, after in pairwise(turns))
+    assert longest < took / 3, f"it took {took:.3g} s, and others had no turn for {longest:.3g} s"
+
+
+class Untouched:
+    """A repeated field that may be asked for its length alone."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def test_what_is_too_long_is_refused_by_its_length() -> None:
+    ids = SimpleNamespace(WhichOneof=lambda name: "tokens", tokens=SimpleNamespace(ids=Untouched(5_000_000)))
+    with pytest.raises(PromptTooLong, match="the prompt has 5000000 tokens and the context"):
+        asyncio.run(_prompt(ids, CONFIG, TOKENIZER, CHAT))
+    with pytest.raises(FieldInvalid, match="logit_bias has 1000000 tokens; it may have 1024"):
+        validate(None, None, None, None, None, CONFIG, logit_bias=Untouched(1_000_000))  # type: ignore[arg-type]
+    # ... and the message's own map is what is asked.
+    sampling = pb.Sampling(logit_bias={token: 1.0 for token in range(1025)})
+    with pytest.raises(FieldInvalid, match="logit_bias has 1025 tokens"):
+        read(sampling=sampling)
 
 
 def test_stop_strings_match_only_what_comes_from_the_last_of_min_tokens_on() -> None:

@@ -10,6 +10,7 @@ from services.engine.sequence import FinishReason, Request, key_of
 from services.errors import (
     DeadlineExceeded,
     Draining,
+    FieldInvalid,
     ForwardFailed,
     KvCacheDown,
     QueueFull,
@@ -187,6 +188,18 @@ def test_the_queue_counts_every_sample() -> None:
     assert isinstance(harness.ended["b"].error, QueueFull)
     assert key_of("b", 1) not in harness.ended, "a request that is refused has one end"
     harness.until_idle()
+    harness.check_empty()
+
+
+def test_more_samples_than_ever_find_a_place_are_not_told_to_come_again() -> None:
+    harness = Harness(max_batch=2, max_queue=1)
+    for name, n in (("three", 3), ("four", 4)):
+        harness.submit(make_request(name, PROMPT, max_tokens=3, n=n))
+        harness.until_idle()
+    assert harness.ended["three"].error is None
+    error = harness.ended["four"].error
+    assert isinstance(error, FieldInvalid) and error.retry_after_s is None
+    assert (error.field, error.metadata) == ("n", {"limit": "3"})
     harness.check_empty()
 
 

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from services.engine.pagesource import Demand, Opening
 from services.engine.scheduler import Chunk
 from services.engine.sequence import FinishReason, Key, Request, key_of
-from services.errors import DeadlineExceeded, ExceedsPool, ForwardFailed, KvCacheDown, ServiceError, SessionExpired
+from services.errors import (
+    DeadlineExceeded,
+    Draining,
+    ExceedsPool,
+    ForwardFailed,
+    KvCacheDown,
+    ServiceError,
+    SessionExpired,
+)
 from tests.engine.fakes import Harness, alone, make_request
 
 prompts = st.builds(
@@ -69,6 +77,10 @@ class LeaseLost:
     pass
 
 
+class Drain:
+    pass
+
+
 submits = st.builds(
     Submit,
     *(prompts, st.integers(1, 14), st.integers(0, 1), st.sampled_from(["", "", "s"]), st.booleans()),
@@ -88,6 +100,7 @@ faults = st.one_of(
     st.builds(Fault, st.builds(KvCacheDown, st.just("down")), st.booleans()),
     st.builds(Fault, st.builds(SessionExpired, st.just("expired")), st.booleans()),
     st.builds(LeaseLost),
+    st.builds(Drain),
 )
 
 
@@ -107,7 +120,7 @@ def run_workload(harness: Harness, workload: list[object]) -> None:
     cancelled = set()
     broken: dict[str, int] = {}
     taken: list[str] = []
-    submitted = 0
+    submitted, refused_from = 0, 1000
 
     def fault(chunk: Chunk) -> ServiceError | None:
         breaks = chunk.samples and broken.get(chunk.sequence.id) == chunk.sequence.num_generated_tokens
@@ -140,6 +153,9 @@ def run_workload(harness: Harness, workload: list[object]) -> None:
                 taken = neighbour(harness, taken, pages)
             case Fault(error, served):
                 harness.source.faults.append((error, served))
+            case Drain():
+                harness.loop.drain(Draining("over"))
+                refused_from = min(refused_from, submitted)
             case LeaseLost():
                 harness.source.lease = False
     neighbour(harness, taken, 0)
@@ -148,7 +164,8 @@ def run_workload(harness: Harness, workload: list[object]) -> None:
         harness.iterate()
     harness.check_empty()
     totals, scheduler = harness.loop.totals, harness.loop.scheduler
-    refused = {name for name, one in harness.ended.items() if isinstance(one.error, ExceedsPool)}
+    late = {name for name in harness.ended if isinstance(name, str) and int(name[1:]) >= refused_from}
+    refused = late | {name for name, one in harness.ended.items() if isinstance(one.error, ExceedsPool)}
     begun = [one for one in requests.values() if one.request_id not in refused]
     assert set(harness.ended) == {key_of(one.request_id, one.sample) for one in begun} | refused
     for name, request in requests.items():
@@ -158,6 +175,8 @@ def run_workload(harness: Harness, workload: list[object]) -> None:
         if isinstance(outcome.error, ExceedsPool):
             needed = -(-(len(request.prompt) + request.stopping.max_tokens - 1) // harness.local.page_size)
             assert needed > harness.local.total_pages and not got
+        elif isinstance(outcome.error, Draining):
+            assert int(request.request_id[1:]) < submitted and refused_from < 1000 and not got
         elif outcome.reason is FinishReason.CANCELLED:
             assert request.request_id in cancelled and got == expected[: len(got)]
         elif isinstance(outcome.error, DeadlineExceeded):
