@@ -72,10 +72,10 @@ class Admission:
         What waits only for the next step does not count. An empty queue takes a request of any length.
         """
         limits = self._limits
-        places = limits.max_batch + limits.max_queue
-        if count > places:
+        most = limits.max_batch + limits.max_queue
+        if count > most:
             raise FieldInvalid(
-                f"n is {count}, and as many requests as may run and wait here are {places}", field="n", limit=places
+                f"n is {count}, and as many requests as may run and wait here are {most}", field="n", limit=most
             )
         slots = limits.max_batch - running if self._clock() >= self.opens_at else 0
         if len(waiting) + count <= slots:

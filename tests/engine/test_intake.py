@@ -117,7 +117,7 @@ def test_what_is_too_long_is_refused_by_its_length() -> None:
     with pytest.raises(FieldInvalid, match="logit_bias has 1000000 tokens; it may have 1024"):
         validate(None, None, None, None, None, CONFIG, logit_bias=Untouched(1_000_000))  # type: ignore[arg-type]
     # ... and the message's own map is what is asked.
-    sampling = pb.Sampling(logit_bias={token: 1.0 for token in range(1025)})
+    sampling = pb.Sampling(logit_bias=dict.fromkeys(range(1025), 1.0))
     with pytest.raises(FieldInvalid, match="logit_bias has 1025 tokens"):
         read(sampling=sampling)
 
