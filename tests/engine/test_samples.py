@@ -80,14 +80,15 @@ def test_one_token_each_needs_no_fork() -> None:
     assert harness.memory.computed == 7 and not harness.memory.copies
 
 
+@pytest.mark.parametrize("length", [3, 7])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_first_sample_that_ends_at_once_is_still_forked(seed: int) -> None:
+def test_a_first_sample_that_ends_at_once_is_still_forked(seed: int, length: int) -> None:
     harness = Harness()
-    request = make_request("a", PROMPT, max_tokens=6, n=3, seed=seed, eos=True)
+    request = make_request("a", PROMPT[:length], max_tokens=6, n=3, seed=seed, eos=True)
     harness.submit(request)
     harness.until_idle()
     check_done(harness, request)
-    assert harness.memory.computed == 7 + sum(len(alone(single)) - 1 for single in each(request))
+    assert harness.memory.computed == length + sum(len(alone(single)) - 1 for single in each(request))
 
 
 def test_samples_that_the_batch_has_no_room_for_come_later() -> None:

@@ -66,7 +66,7 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None = None) ->
 
 def add_samples(parser: argparse.ArgumentParser) -> None:
     """How many answers, where there may be several."""
-    parser.add_argument("--n", type=int, metavar="N", help="samples of the one prompt (default: 1)")
+    parser.add_argument("--n", type=int, metavar="N", help="samples of the one prompt, at most 16 (default: 1)")
 
 
 def _bias(text: str) -> tuple[int, float]:
