@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 
+from services.engine.pagesource import Demand, Grant
 from services.engine.sequence import FinishReason, Request, key_of
 from services.errors import (
+    CapacityExceeded,
     DeadlineExceeded,
     Draining,
     FieldInvalid,
@@ -236,6 +238,26 @@ def test_forks_of_what_the_source_gave_up_go_on_alone(rounds: int) -> None:
     harness.local.exchange([], [harness.loop.scheduler.live["a"].source_id])
     harness.until_idle()
     check_done(harness, request)
+
+
+def test_a_first_sample_that_is_refused_a_page_of_its_own_writes_in_nobody_elses() -> None:
+    harness = Harness()
+    serve, refusals = harness.local._serve, [CapacityExceeded("another engine was faster")] * 2
+
+    def short(demand: Demand) -> Grant:
+        if "a" in harness.loop.scheduler.live and demand.total_pages and not demand.opening and not demand.parent:
+            first = demand.sequence_id == harness.loop.scheduler.live["a"].source_id
+            if first and refusals:
+                return Grant(demand.sequence_id, error=refusals.pop())
+        return serve(demand)
+
+    harness.local._serve = short  # type: ignore[method-assign]
+    request = make_request("a", PROMPT, max_tokens=9, n=3)
+    later = [make_request(name, [3] * 5, max_tokens=20) for name in ("b", "c")]
+    harness.submit(request, *later)
+    harness.until_idle()
+    check_done(harness, request)
+    assert not refusals and harness.loop.scheduler.preemptions == 2
 
 
 def test_samples_find_what_is_cached_of_the_prompt() -> None:
