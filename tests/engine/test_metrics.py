@@ -269,6 +269,29 @@ def test_it_counts_what_was_asked(watched: Watched) -> None:
     assert 0 < grew("step_seconds_sum", phase="compute") < spent
 
 
+def test_samples_count_as_requests_whose_prompt_was_found(watched: Watched) -> None:
+    watched.start()
+    before = watched.look()
+    found = list(watched.stub.Generate(request(PROMPT, max_tokens=6, n=3)))
+    watched.engine.idle()
+    after = watched.look()
+
+    def grew(name: str, **labels: str) -> float:
+        return after.value(PREFIX + name, **labels) - before.value(PREFIX + name, **labels)
+
+    assert grew("prompt_tokens_total") == grew("request_prompt_tokens_sum") == 3 * 40
+    assert grew("prefix_cache_queries_total") == 3 * 40 and grew("prefix_cache_hits_total") == 2 * 40
+    assert grew("generation_tokens_total") == sum(len(one.token_ids) for one in found) == 3 * 6
+    assert grew("time_to_first_token_seconds_count") == grew("request_queue_time_seconds_count") == 3
+    assert grew("inter_token_latency_seconds_count") == 3 * 5
+    assert grew("request_success_total", finished_reason="length") == 3
+    assert grew("e2e_request_latency_seconds_count") == 3
+    assert grew("rpc_handled_total", method="Generate", code="OK") == 1
+    refusal = refused(lambda: watched.stub.Generate(request(PROMPT, n=4)))
+    assert (refusal.reason, refusal.field) == ("FIELD_INVALID", "n")
+    assert watched.look().value(f"{PREFIX}requests_refused_total", reason="FIELD_INVALID") == 1
+
+
 def test_refused_and_failed_calls_are_told_by_code_and_reason(watched: Watched) -> None:
     watched.start()
 
