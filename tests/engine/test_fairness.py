@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.admission import ADMISSION_RETRY_S, Limits
+from services.engine.choice import Computed
 from services.engine.pagesource import Demand, Exchange, Grant, Opening
 from services.engine.scheduler import Chunk, Scheduler
 from services.engine.sequence import FinishReason, Key, Outcome, Sequence, State, key_of
@@ -45,9 +46,10 @@ def answer(scheduler: Scheduler, *, refused: frozenset[str] = frozenset()) -> li
 
 
 def step(scheduler: Scheduler) -> dict[str, int]:
-    """Run a step; how many tokens each had of it."""
+    """Run a step, in which each sample draws its own number; how many tokens each had of it."""
     chunks = scheduler.schedule()
-    scheduler.apply(chunks, [0 if chunk.samples else None for chunk in chunks])
+    drawn = [Computed(drawn=tuple(range(1 + len(chunk.sequence.forks)))) for chunk in chunks]
+    scheduler.apply(chunks, [draw if chunk.samples else None for chunk, draw in zip(chunks, drawn, strict=True)])
     return {chunk.sequence.id: chunk.count for chunk in chunks}
 
 
@@ -215,6 +217,18 @@ def test_samples_fork_beside_one_that_comes_before_them_where_there_is_room_for_
     demands, _ = scheduler.demands()
     assert any(demand.parent for demand in demands) == forked
     assert any(demand.opening and demand.opening.prompt == (2,) * 7 for demand in demands)
+
+
+def test_samples_of_a_first_one_that_ended_keep_their_place() -> None:
+    scheduler, _ = started(max_batch=2)
+    scheduler.submit(make_request("early", [1] * 6, max_tokens=9, n=2, stop_token_ids=(0,)))
+    scheduler.submit(make_request("late", [2] * 6, max_tokens=9, n=2))
+    answer(scheduler)
+    step(scheduler)
+    assert [sequence.key for sequence in scheduler.leaving.values()] == ["early"]
+    answer(scheduler)
+    assert [sequence.key for sequence in scheduler.running] == [("early", 1), "late"]
+    assert [sequence.key for sequence in scheduler.waiting] == [("late", 1)]
 
 
 def test_samples_do_not_come_before_one_that_was_overtaken() -> None:

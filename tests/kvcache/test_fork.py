@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.errors import CapacityExceeded, PositionMismatch, QuotaExceeded, SequenceExists
-from services.kvcache.demand import Copy, Demand
+from services.errors import CapacityExceeded, FieldInvalid, PositionMismatch, QuotaExceeded, SequenceExists
+from services.kvcache.demand import Copy, Demand, Grant
 from services.kvcache.pages import PageState
 from services.kvcache.pool import Pool
 from services.kvcache.sessions import Session
@@ -127,3 +127,31 @@ def test_replayed_openings_do_not_confuse_forks() -> None:
     world, session, _ = forked()
     [result], _ = world.cache.allocate(session.id, [Demand("b", [1, 2, 3, 4, 5, 6], "", 0, [], 2, 0)], [])
     assert type(result).__name__ == "SequenceMismatch"
+
+
+def fork_of(parent: str, name: str, total_pages: int = 0, start: int = 0, tokens: list[int] | None = None) -> Demand:
+    return Demand(name, None, "", start, tokens or [], total_pages, 0, parent=parent)
+
+
+@pytest.mark.parametrize(("start", "tokens"), [(1, []), (0, [1]), (6, []), (6, [7])])
+def test_a_fork_in_a_step_reports_nothing(start: int, tokens: list[int]) -> None:
+    world, session, _ = forked()
+    [refused], _ = world.cache.allocate(session.id, [fork_of("a", "c", 2, start, tokens)], [])
+    assert isinstance(refused, FieldInvalid) and refused.field == "tokens"
+    assert "c" not in session.sequences
+
+
+def test_a_fork_that_is_to_write_pays_for_its_copy_at_once() -> None:
+    world, session, _ = forked(max_pages=6)  # 4 of them held
+    [refused], _ = world.cache.allocate(session.id, [fork_of("a", "c", 2)], [])
+    assert isinstance(refused, QuotaExceeded) and "3 more are wanted" in refused.message
+    [granted], _ = world.cache.allocate(session.id, [fork_of("a", "c")], [])
+    assert isinstance(granted, Grant) and granted.copies == [] and session.held_pages == 6
+    world.sound()
+
+
+def test_a_fork_that_is_to_write_needs_a_page_for_its_copy() -> None:
+    world, session, _ = forked(pages=2)
+    [refused], _ = world.cache.allocate(session.id, [fork_of("a", "c", 2)], [])
+    assert isinstance(refused, CapacityExceeded) and refused.metadata["needed_pages"] == "1"
+    world.sound()
