@@ -111,6 +111,17 @@ def test_samples_that_the_pool_has_no_room_for_change_no_output(pages: int) -> N
     check_done(harness, request)
 
 
+@pytest.mark.parametrize(("pages", "forked"), [(3, False), (4, True)])
+def test_nobody_forks_where_the_first_sample_would_have_no_page_of_its_own(pages: int, forked: bool) -> None:
+    harness = Harness(pages=pages)
+    request = make_request("a", PROMPT[:6], max_tokens=2, n=2)
+    harness.submit(request)
+    harness.until_idle()
+    check_done(harness, request)
+    assert any(demand.parent for demands, _ in harness.source.exchanges for demand in demands) == forked
+    assert harness.loop.scheduler.preemptions == 0
+
+
 def test_a_preempted_sample_goes_on_alone() -> None:
     harness = Harness(pages=16)
     request = make_request("a", PROMPT, max_tokens=20, n=4)
