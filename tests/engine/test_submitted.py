@@ -210,11 +210,26 @@ def test_a_lost_reply_and_the_same_again(engine: Engine) -> None:
 
 def test_another_request_under_the_same_id(engine: Engine) -> None:
     name = submit(engine, "mine", 6).request_id
-    for other in (submission("mine", 7), submission("mine", 6, timeout=5.0), submission("mine", 6, cache_salt="x")):
+    others = [submission("mine", 7), submission("mine", 6, timeout=5.0), submission("mine", 6, cache_salt="x")]
+    others += [submission("mine", 6, priority=1), submission("mine", 6, sampling={"logprobs": 0})]
+    others += [submission("mine", 6, sampling={"logit_bias": {1: bias}}) for bias in (0.0, 1.0)]
+    for other in others:
         error = refused(lambda asked=other: engine.stub.SubmitGeneration(asked))  # type: ignore[misc]
         assert (error.code, error.reason, error.field) == ("ALREADY_EXISTS", "REQUEST_EXISTS", "request.request_id")
         assert "another request" in error.message
     assert len(watched(watching(engine, name))[1]) == 6
+
+
+def test_biases_in_another_order_are_the_same_request(engine: Engine) -> None:
+    # What is written behind a message is merged into it, so the biases come as they stand here.
+    each = [pb.Sampling(logit_bias={token: token / 100}) for token in range(0, 1024, 64)]
+    written = [pb.SubmitGenerationRequest(request=pb.GenerateRequest(sampling=one)).SerializeToString() for one in each]
+    call = engine.channel.unary_unary("/rocmforge.engine.v1.EngineService/SubmitGeneration")
+    first = submission("mine", 3).SerializeToString()
+    for order in (written, written[::-1]):
+        assert pb.SubmitGenerationResponse.FromString(call(first + b"".join(order))).generation.request_id == "mine"
+    assert len(watched(watching(engine, "mine"))[1]) == 3
+    assert engine.stub.GetStats(pb.GetStatsRequest()).retained_generations == 1
 
 
 def test_ids_are_one_space_with_attached_requests(engine: Engine) -> None:
