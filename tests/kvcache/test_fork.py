@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from services.errors import CapacityExceeded, FieldInvalid, PositionMismatch, QuotaExceeded, SequenceExists
+from services.errors import (
+    CapacityExceeded,
+    FieldInvalid,
+    PositionMismatch,
+    QuotaExceeded,
+    SequenceExists,
+    SequenceMismatch,
+)
+from services.kvcache import sessions
 from services.kvcache.demand import Copy, Demand, Grant
 from services.kvcache.pages import PageState
 from services.kvcache.pool import Pool
 from services.kvcache.sessions import Session
+from services.kvcache.steps import Steps
 from tests.kvcache.fakes import World
 from tests.kvcache.test_cache import growth, opening, run, serve
 
@@ -155,3 +164,40 @@ def test_a_fork_that_is_to_write_needs_a_page_for_its_copy() -> None:
     [refused], _ = world.cache.allocate(session.id, [fork_of("a", "c", 2)], [])
     assert isinstance(refused, CapacityExceeded) and refused.metadata["needed_pages"] == "1"
     world.sound()
+
+
+def test_a_fork_in_a_step_is_idempotent_and_takes_nobodys_id() -> None:
+    world, session, _ = forked()
+    serve(world, session, opening("c", [1], 0))
+    [again, other, opened], _ = world.cache.allocate(
+        session.id, [fork_of("a", "b"), fork_of("c", "b"), fork_of("a", "c")], []
+    )
+    assert isinstance(again, Grant) and [page for page, _ in again.pages] == [0, 1]
+    for refused in (other, opened):
+        assert isinstance(refused, SequenceMismatch) and refused.field == "parent_sequence_id"
+    world.sound()
+
+
+def test_a_sequence_that_only_goes_on_is_told_of_a_copy_without_a_new_page() -> None:
+    world, session, _ = forked()
+    told, _ = world.cache.step(session.id, Steps(["b"], [6], [], [0], [2], [2]), [])
+    [(name, grant)] = told
+    assert name == "b" and isinstance(grant, Grant)
+    assert (grant.pages, grant.copies) == ([], [Copy(1, (1, 0), (2, 0))])
+    assert world.cache.step(session.id, Steps(["b"], [6], [7], [1], [2], [2]), [])[0] == []
+
+
+def test_an_id_that_is_removed_again_is_remembered_as_if_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "REMEMBERED_REMOVALS", 3)
+    world, session, _ = forked()
+    for names in (["b"], ["x"], ["y"], ["b"], ["z"]):
+        world.cache.remove(session.id, names)
+    assert list(session.removed) == ["y", "b", "z"]
+
+
+def test_pages_are_given_back_by_their_holders_alone() -> None:
+    _, _, pool = forked()
+    page = pool.table.take("one")
+    with pytest.raises(ValueError, match="not held by 'two'"):
+        pool.table.give_back([page], ["two"])
+    assert pool.table.state(page) is PageState.HELD and pool.table.holders(page) == {"one"}
