@@ -11,9 +11,12 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from kernels.tape import writing
 
 #: cudaDataType and hipDataType, which agree, by an array's dtype.
 _DATA_TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, np.dtype(np.uint16): 14}
@@ -25,6 +28,7 @@ _HIP_OP_N, _HIP_OP_T, _HIP_COMPUTE_32F, _HIP_ALGO = 111, 112, 2, 160
 _WORKSPACE_BYTES = 32 << 20
 
 _ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
+_ONE_AT, _ZERO_AT = _ONE.ctypes.data, _ZERO.ctypes.data
 
 
 class GemmError(Exception):
@@ -48,33 +52,46 @@ def linear(x: Any, weight: Any, out: Any) -> None:
         raise ValueError(f"x is {x.dtype}, weight {weight.dtype} and out {out.dtype}")
     if n == 0 or outputs == 0:
         return
+    library = _library()
     # Column by column, as these libraries read: out.T [outputs, n] = weight [outputs, inputs] @ x.T [inputs, n].
-    _product()(
-        outputs,
-        n,
-        inputs,
-        weight.data.ptr,
-        _DATA_TYPES[weight.dtype],
-        inputs,
-        x.data.ptr,
-        _DATA_TYPES[x.dtype],
-        inputs,
-        out.data.ptr,
-        _DATA_TYPES[out.dtype],
-        outputs,
-    )
+    arguments = (
+        library.handle(), *library.operations, outputs, n, inputs, _ONE_AT,
+        weight.data.ptr, _DATA_TYPES[weight.dtype], inputs,
+        x.data.ptr, _DATA_TYPES[x.dtype], inputs,
+        _ZERO_AT, out.data.ptr, _DATA_TYPES[out.dtype], outputs,
+        *library.how,
+    )  # fmt: skip
+    status = library.gemm_ex(*arguments)
+    if status:
+        raise GemmError(f"{library.name} of {outputs} x {inputs} with {inputs} x {n}: status {status}")
+    if writing.tape is not None:
+        writing.tape.product(library.gemm_ex, arguments)
 
 
-#: m, n, k; pointer, type and leading dimension of each of the three matrices.
-_Product = Callable[[int, int, int, int, int, int, int, int, int, int, int, int], None]
+def handle() -> int:
+    """The library's handle for this thread and the current device, whose products run on the current stream from now.
+
+    Raises GemmError.
+    """
+    return _library().handle()
+
+
+@dataclass(frozen=True, slots=True)
+class _Library:
+    """cuBLAS or hipBLAS: ``handle`` is `handle`; ``operations`` transposed and not; ``how`` type and algorithm."""
+
+    name: str
+    gemm_ex: Any
+    handle: Callable[[], int]
+    operations: tuple[int, int]
+    how: tuple[int, int]
 
 
 @functools.cache
-def _product() -> _Product:
-    """``out = weight.T @ x`` of column-major matrices."""
+def _library() -> _Library:
     import cupy
 
-    return _on_hip() if cupy.cuda.runtime.is_hip else _on_cuda()
+    return _hipblas() if cupy.cuda.runtime.is_hip else _cublas()
 
 
 class _Cublas:
@@ -92,7 +109,7 @@ class _Cublas:
         self._checked("cublasCreate", library.cublasCreate_v2(ctypes.byref(self._handle)))
         self._workspace = cupy.get_default_memory_pool().malloc(_WORKSPACE_BYTES)
         self._stream: int | None = None
-        self.value = self._handle.value
+        self.value = int(self._handle.value or 0)
 
     def follow(self, stream: int) -> None:
         """Have what comes run on a stream."""
@@ -108,90 +125,51 @@ class _Cublas:
             raise GemmError(f"{function}: status {status}")
 
 
-def _on_cuda() -> _Product:
+def _cublas() -> _Library:
     import cupy
     from cupy.cuda import device
 
     device.get_cublas_handle()  # CuPy loads the library when it is first asked for a handle
     library = _loaded("libcublas.so")
-    gemm_ex = library.cublasGemmEx
-    pointer, number = ctypes.c_void_p, ctypes.c_int
-    matrix = [pointer, number, number]
-    gemm_ex.restype = number
-    gemm_ex.argtypes = [
-        pointer, number, number, number, number, number, pointer, *matrix, *matrix, pointer, *matrix, number, number,
-    ]  # fmt: skip
-    one, zero = _ONE.ctypes.data, _ZERO.ctypes.data
     stream_of, device_of = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
     handles: dict[tuple[int, int], _Cublas] = {}  # a handle is for one thread at a time
 
-    def product(
-        m: int,
-        n: int,
-        k: int,
-        a: int,
-        a_type: int,
-        lda: int,
-        b: int,
-        b_type: int,
-        ldb: int,
-        c: int,
-        c_type: int,
-        ldc: int,
-    ) -> None:
+    def handle() -> int:
         key = threading.get_ident(), device_of()
         cublas = handles.get(key)
         if cublas is None:
             cublas = handles[key] = _Cublas(library)
         cublas.follow(stream_of().ptr)
-        status = gemm_ex(
-            cublas.value, _CUDA_OP_T, _CUDA_OP_N, m, n, k, one, a, a_type, lda, b, b_type, ldb, zero, c, c_type, ldc,
-            _CUDA_COMPUTE_32F, _CUDA_ALGO,
-        )  # fmt: skip
-        if status:
-            raise GemmError(f"cublasGemmEx of {m} x {k} with {k} x {n}: status {status}")
+        return cublas.value
 
-    return product
+    operations, how = (_CUDA_OP_T, _CUDA_OP_N), (_CUDA_COMPUTE_32F, _CUDA_ALGO)
+    return _Library("cublasGemmEx", _declared(library.cublasGemmEx), handle, operations, how)
 
 
-def _on_hip() -> _Product:
+def _hipblas() -> _Library:
     import cupy
     from cupy.cuda import device
     from cupy_backends.cuda.libs import cublas
 
-    gemm_ex = _loaded("libhipblas.so").hipblasGemmEx
+    library = _loaded("libhipblas.so")
+
+    def handle() -> int:
+        found = int(device.get_cublas_handle())
+        cublas.setStream(found, cupy.cuda.get_current_stream().ptr)
+        return found
+
+    operations, how = (_HIP_OP_T, _HIP_OP_N), (_HIP_COMPUTE_32F, _HIP_ALGO)
+    return _Library("hipblasGemmEx", _declared(library.hipblasGemmEx), handle, operations, how)
+
+
+def _declared(gemm_ex: Any) -> Any:
     pointer, number = ctypes.c_void_p, ctypes.c_int
     matrix = [pointer, number, number]
     gemm_ex.restype = number
     gemm_ex.argtypes = [
         pointer, number, number, number, number, number, pointer, *matrix, *matrix, pointer, *matrix, number, number,
     ]  # fmt: skip
-    one, zero = _ONE.ctypes.data, _ZERO.ctypes.data
-
-    def product(
-        m: int,
-        n: int,
-        k: int,
-        a: int,
-        a_type: int,
-        lda: int,
-        b: int,
-        b_type: int,
-        ldb: int,
-        c: int,
-        c_type: int,
-        ldc: int,
-    ) -> None:
-        handle = device.get_cublas_handle()
-        cublas.setStream(handle, cupy.cuda.get_current_stream().ptr)
-        status = gemm_ex(
-            handle, _HIP_OP_T, _HIP_OP_N, m, n, k, one, a, a_type, lda, b, b_type, ldb, zero, c, c_type, ldc,
-            _HIP_COMPUTE_32F, _HIP_ALGO,
-        )  # fmt: skip
-        if status:
-            raise GemmError(f"hipblasGemmEx of {m} x {k} with {k} x {n}: status {status}")
-
-    return product
+    return gemm_ex
 
 
 def _loaded(name: str) -> Any:

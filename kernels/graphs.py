@@ -1,8 +1,8 @@
 """Steps that come again, replayed as CUDA graphs: the host queues one launch instead of hundreds.
 
 A graph holds addresses. What its kernels read is put at the same place every time (`staging.Staging`); what they write
-is memory of a `Workspace`, which gives none of it back as long as it lives and serves nothing but captures. Replays
-follow each other on one stream, so all graphs may use the same of it.
+is memory of a `workspace.Workspace`, which gives none of it back as long as it lives and serves nothing but captures.
+Replays follow each other on one stream, so all graphs may use the same of it.
 """
 
 from __future__ import annotations
@@ -11,60 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-#: Bytes that a workspace takes from the device at a time, at least.
-SLAB = 64 << 20
-ALIGNED = 512
+from kernels.workspace import Workspace
+
 #: Graphs that are kept; the one unused for longest goes first.
 KEPT = 128
-
-
-class Workspace:
-    """Memory for captures: an allocator for CuPy whose blocks return to it, never to the device."""
-
-    def __init__(self, slab: int = SLAB) -> None:
-        self._slab = slab
-        self._slabs: list[Any] = []
-        self._used = 0  # bytes of the last slab
-        self._free: dict[int, list[tuple[int, int]]] = {}  # by size: (slab, offset)
-
-    @property
-    def held_bytes(self) -> int:
-        """What it has taken from the device."""
-        return sum(int(slab.nbytes) for slab in self._slabs)
-
-    def malloc(self, size: int) -> Any:
-        """Memory as `cupy.cuda.set_allocator` wants it."""
-        import cupy
-
-        size = max(1, -(-size // ALIGNED)) * ALIGNED
-        free = self._free.setdefault(size, [])
-        slab, offset = free.pop() if free else self._carve(size)
-        block = _Block(free, (slab, offset))
-        at = self._slabs[slab].data
-        memory = cupy.cuda.UnownedMemory(at.ptr + offset, size, block, at.device_id)
-        return cupy.cuda.MemoryPointer(memory, 0)
-
-    def _carve(self, size: int) -> tuple[int, int]:
-        import cupy
-
-        if not self._slabs or self._used + size > self._slabs[-1].nbytes:
-            whole = max(self._slab, size)
-            # Not by the allocator in force, which is this one.
-            memory = cupy.get_default_memory_pool().malloc(whole)
-            self._slabs.append(cupy.ndarray((whole,), cupy.uint8, memory))
-            self._used = 0
-        self._used += size
-        return len(self._slabs) - 1, self._used - size
-
-
-class _Block:
-    """What an array keeps alive; when it goes, its memory may be another's."""
-
-    def __init__(self, free: list[tuple[int, int]], place: tuple[int, int]) -> None:
-        self._free, self._place = free, place
-
-    def __del__(self) -> None:
-        self._free.append(self._place)
 
 
 class Graphs:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kernels import source
+from kernels.tape import writing
 
 Extent: TypeAlias = int | tuple[int, ...]
 
@@ -53,6 +54,8 @@ class Module:
         if min(*grid, *block) < 1:
             raise ValueError(f"a grid of {grid} and a block of {block}: each extent must be at least 1")
         function(grid, block, tuple([_NULL if one is None else one for one in args]), shared_mem=shared, stream=stream)
+        if writing.tape is not None:
+            writing.tape.kernel(function, grid, block, args, shared, _stream_of(stream))
 
 
 def load(name: str, defines: Mapping[str, str | int] | None = None) -> Module:
@@ -77,6 +80,12 @@ def wave(device: int) -> int:
     import cupy
 
     return int(cupy.cuda.runtime.getDeviceProperties(device)["warpSize"])
+
+
+def _stream_of(stream: Any) -> int:
+    import cupy
+
+    return int((stream or cupy.cuda.get_current_stream()).ptr)
 
 
 def _compile(cupy: Any, text: str, file: str, defines: Mapping[str, str]) -> Module:

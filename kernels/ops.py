@@ -5,7 +5,7 @@ Arrays are the backend's own, and so are plans, places, angles and pages: a call
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -28,10 +28,11 @@ class Ops(Protocol):
         ``single``: the step is one token of each of ``rows`` rows, all of whose logits are wanted.
         """
 
-    def computed(self, compute: Callable[[], Any], pages: Any) -> Any:
+    def computed(self, compute: Callable[[], Any], pages: Any, model: Hashable) -> Any:
         """Return what ``compute`` does, perhaps without calling it: of what the last `step` made, and of ``pages``.
 
-        It may have more rows than the step, behind the step's, and lasts until the next call.
+        ``model`` stands for the weights, which stay where they are. What is returned may have more rows than the step,
+        behind the step's, and lasts until the next call.
         """
 
     def indices(self, values: NDArray[np.int64]) -> Any:

@@ -8,9 +8,9 @@ the batch it is computed in: the libraries choose their products by shape.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from kernels import attention, gemm, module, ops_numpy
 from kernels.attention import Attention, Geometry, size_class
-from kernels.graphs import Graphs
 from kernels.sampling import Sampler
 from kernels.staging import Staging
 
@@ -98,23 +97,30 @@ class Planned:
         return (*counts, plan.partial_rows)
 
 
+class Replays(Protocol):
+    """What queues a step that comes again: `graphs.Graphs` or `tapes.Tapes`."""
+
+    def run(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """What ``compute`` returns, on data whose places and shapes ``key`` determines."""
+
+
 class CupyOps:
     """A backend for GPU ``device``: activations of ``dtype``, pages of ``page_size`` tokens in ``kv_dtype``.
 
     Types are ``f32``, ``f16`` and ``bf16``, for pages ``int8`` too. A thread's current device becomes this one in
-    `weight`, `rope_table` and `fitted`, which a forward pass begins with. With ``graphs``, steps of one token a row are
-    replayed. Raises ValueError for an unknown type, and for int8 pages with graphs. A kernel that does not compile
+    `weight`, `rope_table` and `fitted`, which a forward pass begins with. With ``replays``, steps of one token a row
+    are replayed. Raises ValueError for an unknown type, and for int8 pages with replays. A kernel that does not compile
     raises `module.KernelError`, a product that fails `gemm.GemmError`, a GPU that fails CuPy's own errors.
     """
 
-    def __init__(self, device: int, dtype: str, kv_dtype: str, page_size: int, graphs: Graphs | None = None) -> None:
+    def __init__(self, device: int, dtype: str, kv_dtype: str, page_size: int, replays: Replays | None = None) -> None:
         import cupy
 
         if dtype not in KINDS or dtype == "int8":
             raise ValueError(f"dtype is {dtype}; it must be f32, f16 or bf16")
         if kv_dtype not in KINDS:
             raise ValueError(f"kv_dtype is {kv_dtype}; it must be one of {', '.join(KINDS)}")
-        if graphs is not None and kv_dtype == "int8":
+        if replays is not None and kv_dtype == "int8":
             raise ValueError("kv_dtype is int8; with graphs it must be another")
         self._cupy = cupy
         self._device = cupy.cuda.Device(device)
@@ -124,7 +130,7 @@ class CupyOps:
         self._dtype = _DTYPES[self._kind]
         self._attentions: dict[tuple[int, int, int, int, float], Attention] = {}
         self._modules: dict[tuple[object, ...], module.Module] = {}
-        self._graphs = graphs
+        self._replays = replays
         # Of the step under way: its arrays, whether they are being made, and how many rows it is made up to.
         self._staging: Staging | None = None
         self._staged = False
@@ -159,7 +165,7 @@ class CupyOps:
         if self._staging is None:
             self._staging = Staging()
         self._staging.begin()
-        self._rows = size_class(rows) if single and self._graphs is not None else None
+        self._rows = size_class(rows) if single and self._replays is not None else None
         self._launches = []
         self._staged = True
         try:
@@ -168,13 +174,13 @@ class CupyOps:
             self._staged = False
         self._staging.send()
 
-    def computed(self, compute: Callable[[], Any], pages: Arena) -> Any:
-        """See `Ops.computed`: where there are graphs, a step of a token a row is replayed if one like it was before."""
+    def computed(self, compute: Callable[[], Any], pages: Arena, model: Hashable) -> Any:
+        """See `Ops.computed`: a step of a token a row is replayed if one like it was before."""
         staging = self._staging
-        if self._graphs is None or self._rows is None or staging is None or not staging.whole:
+        if self._replays is None or self._rows is None or staging is None or not staging.whole:
             return compute()
-        key = (staging.base, *staging.shapes, *self._launches, pages.memory.data.ptr, pages.memory.shape)
-        return self._graphs.run(key, compute)
+        key = (model, staging.base, *staging.shapes, *self._launches, pages.memory.data.ptr, pages.memory.shape)
+        return self._replays.run(key, compute)
 
     def _put(self, values: NDArray[Any]) -> Any:
         if self._staged and self._staging is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -59,7 +59,7 @@ def step(rows: int, single: bool) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def computed(compute: Callable[[], Any], pages: F32) -> Any:
+def computed(compute: Callable[[], Any], pages: F32, model: Hashable) -> Any:
     """Return what ``compute`` does."""
     return compute()
 

@@ -11,6 +11,7 @@ from kernels.graphs import Graphs
 from kernels.module import KernelError
 from kernels.ops import Ops
 from kernels.ops_cupy import CupyOps
+from kernels.tapes import Tapes
 from services.engine.arena import private_pages
 from services.engine.devicearena import DevicePages, private_device_pages
 from services.engine.modelconfig import ModelConfig
@@ -75,7 +76,9 @@ def on_gpu(
     """CuPy on GPU ``ordinal``, its functions by ``make_ops``. Raises InvalidConfiguration when it cannot be used."""
     gpu = Runtime.load().gpu(ordinal)
     try:
-        ops = make_ops(ordinal, dtype, kv_dtype or dtype, page_size, Graphs() if graphs else None)
+        # A step's pages of int8 are written by launches whose extents are the step's own.
+        tapes = None if kv_dtype == "int8" else Tapes()
+        ops = make_ops(ordinal, dtype, kv_dtype or dtype, page_size, Graphs() if graphs else tapes)
     except ValueError as error:
         raise InvalidConfiguration(f"--graphs on: {error}", field="--graphs") from error
 

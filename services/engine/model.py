@@ -72,6 +72,7 @@ class Model:
         weights = checkpoint.weights()
         self.parameters = weights.parameters
         self._ops = ops
+        self._weights = object()  # what tells them from another model's
         loading = Loading(weights, clock)
 
         def weight(*names: str) -> Any:
@@ -143,7 +144,7 @@ class Model:
             return np.empty((0, config.hidden_size), np.float32)
         batch = Batch.build(rows, page_size, total_pages, config.vocab_size, config.max_context)
         step = self._prepared(batch, pages)
-        states = ops.computed(lambda: self._computed(step, pages), pages)
+        states = ops.computed(lambda: self._computed(step, pages), pages, self._weights)
         return states[: len(batch.wanted)]
 
     def _prepared(self, batch: Batch, pages: Any) -> _Step:

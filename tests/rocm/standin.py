@@ -8,8 +8,9 @@ it::
     subprocess.run([sys.executable, "-m", "services.engine", ...], env=env)  # the same machine: memory can be shared
 
 Each call of `environment` is a machine of its own, and processes see each other's device memory on the same one only;
-`leftovers` says what memory of a machine is still there. From a shell: ``eval "$(python -m tests.rocm.standin)"``;
-``python -m tests.rocm.standin build`` builds it and no more, or says why it cannot.
+`leftovers` says what memory of a machine is still there. From a shell: ``eval "$(python -m tests.rocm.standin)"``, or
+``"$(python -m tests.rocm.standin idle)"`` for an idle one; ``python -m tests.rocm.standin build`` builds it and no
+more, or says why it cannot.
 
 **What it is.** CuPy's own code for ROCm runs: its calls of HIP, HIPRTC and hipBLAS, its compiler's options and caches,
 its error handling. Behind them, a kernel is compiled by g++ and run by the CPU executor of the kernels' tests, the
@@ -103,12 +104,13 @@ def build() -> Path:
 
 
 def environment(
-    *, wave: int = 64, devices: int = 1, memory: int = 1 << 30, machine: str | None = None
+    *, wave: int = 64, devices: int = 1, memory: int = 1 << 30, machine: str | None = None, idle: bool = False
 ) -> dict[str, str]:
     """Return the whole environment of a process that runs on the stand-in; builds it.
 
     ``wave``: 64 is a gfx942, 32 a gfx1100. ``devices`` of ``memory`` bytes each. ``machine`` names one that is there
-    already, as `machine_of` tells; by default it is a new one.
+    already, as `machine_of` tells; by default it is a new one. An ``idle`` one checks kernels and products as ever and
+    runs none: what is left is the time of the host.
     """
     folder = build()
     inherited = {
@@ -120,6 +122,7 @@ def environment(
         "HIPSTANDIN_WAVE": str(wave),
         "HIPSTANDIN_DEVICES": str(devices),
         "HIPSTANDIN_MEMORY": str(memory),
+        "HIPSTANDIN_IDLE": str(int(idle)),
         "LD_LIBRARY_PATH": _before(str(folder / "lib"), "LD_LIBRARY_PATH"),
         "PATH": _before(str(folder / "bin"), "PATH"),
         "PYTHONPATH": _before(str(_site()), "PYTHONPATH"),
@@ -262,13 +265,13 @@ def _symbols(which: str, files: list[Path], *flags: str) -> set[str]:
 
 
 def _main(arguments: list[str]) -> None:
-    if arguments not in ([], ["build"]):
-        raise SystemExit("usage: python -m tests.rocm.standin [build]")
+    if arguments not in ([], ["build"], ["idle"]):
+        raise SystemExit("usage: python -m tests.rocm.standin [build | idle]")
     try:
-        if arguments:
+        if arguments == ["build"]:
             build()
             return
-        for name, value in environment().items():
+        for name, value in environment(idle=bool(arguments)).items():
             if os.environ.get(name) != value:
                 print(f"export {name}={shlex.quote(value)}")
     except Unavailable as error:

@@ -1,4 +1,4 @@
-"""A model's steps on the stand-in as a GPU gets them: gathered inputs, and steps made up to a few sizes for graphs."""
+"""A model's steps on the stand-in as a GPU gets them: gathered inputs, steps made up to a few sizes, and replayed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from tests.rocm.processes import Process, Refused
 PREPARED = """
 from types import SimpleNamespace
 import numpy as np
+from kernels import gemm
+from kernels.tape import writing
 from benchmarks.shapes import RandomCheckpoint, TINY
 from kernels import ops_numpy, staging
-from kernels.graphs import Graphs, Workspace
+from kernels.graphs import Graphs
+from kernels.tapes import Tapes
+from kernels.workspace import Workspace
 from kernels.ops_cupy import CupyOps
 from services.engine.batch import Row
 from services.engine.model import Model
@@ -43,7 +47,10 @@ def rows_of(lengths, width):
         for r, length in enumerate(lengths)
     ]
 
-def compared(rows, host, device):
+def taped(tapes):
+    return Model(RandomCheckpoint.of(TINY), CupyOps(0, "f32", "f32", PAGE, tapes), "f32")
+
+def compared(rows, host, device, model=model):
     expected = plain.forward(rows, host)
     found = cp.asnumpy(model.forward(rows, device))
     assert found.shape == expected.shape, (found.shape, expected.shape)
@@ -85,6 +92,62 @@ def test_a_step_that_staging_has_no_room_for(process: Process) -> None:
     assert not process.get("model._ops._staging.whole")
     assert process.get("compared(rows, host, device)") < 1e-4  # it has grown by then
     assert process.get("model._ops._staging.whole")
+
+
+def test_steps_from_tapes_give_the_logits_of_the_step_itself(process: Process) -> None:
+    process.run("tapes = Tapes(slab=1 << 20); played = taped(tapes); host, device = arenas(11 * 40)")
+    process.run("lengths = [3, 150, 17, 1, 40, 9, 64, 2, 30, 5, 12]; rows = rows_of(lengths, 40)")
+    assert process.get("compared(rows, host, device, played)") < 1e-4
+    assert process.get("(tapes.writes, tapes.plays)") == (0, 0)  # a step of prompts comes once
+    for count in (11, 10, 3, 11, 3, 10, 1, 1, 3, 11):
+        # Each time other tokens at other positions, and in between a prompt, which is not replayed.
+        process.run("nexts = [Row([7 + n], n, row.pages, True) for n, row in zip(lengths, rows)]")
+        assert process.get("compared(nexts[:count], host, device, played)", count=count) < 1e-4
+        process.run("lengths[:count] = [n + 1 for n in lengths[:count]]", count=count)
+        assert process.get("compared([Row([5, 6, 7], 0, rows[5].pages, True)], host, device, played)") < 1e-4
+    writes, plays = process.get("(tapes.writes, tapes.plays)")
+    assert writes + plays == 10 and plays >= 5
+    process.run("moved = device.copy(); compared(nexts, host, moved, played)")
+    assert process.get("tapes.writes") == writes + 1
+
+
+def test_a_tape_is_a_models_a_streams_and_a_threads(process: Process) -> None:
+    process.run("tapes = Tapes(slab=1 << 20); played = taped(tapes); host, device = arenas(12)")
+    process.run("rows = rows_of([9, 20], 6); compared(rows, host, device, played)")
+    process.run("ones = [Row([3], n, row.pages, True) for n, row in zip([9, 20], rows)]")
+    for turn in range(2):
+        assert process.get("compared(ones, host, device, played)") < 1e-4
+        assert process.get("(tapes.writes, tapes.plays)") == (1, turn)
+    process.run("with cp.cuda.Stream(non_blocking=True):\n    far = compared(ones, host, device, played)")
+    assert process.get("far") < 1e-4 and process.get("tapes.writes") == 2
+    assert process.get("in_thread(lambda: compared(ones, host, device, played))") < 1e-4
+    assert process.get("tapes.writes") == 3
+    # Another model on the same backend has other weights.
+    process.run("other = Model(checkpoint, played._ops, 'f32'); other._norm = other._norm * 2")
+    process.run("mine, its = (cp.asnumpy(m.forward(ones, device)) for m in (played, other))")
+    assert process.get("float(np.abs(its - 2 * mine).max() / np.abs(mine).max())") < 1e-4
+    assert process.get("(tapes.writes, tapes.plays)") == (4, 2)
+
+
+def test_tapes_that_are_kept_and_what_fails(process: Process) -> None:
+    process.run("tapes = Tapes(kept=2, slab=1 << 20)")
+    process.run("x, w = cp.ones((1, 64), np.float32), cp.ones((32, 64), np.float32)")
+    process.run(
+        "def product(n):\n"
+        "    def compute():\n"
+        "        out = cp.ndarray((1, 32), np.float32)\n"
+        "        gemm.linear(x, w, out)\n"
+        "        return out\n"
+        "    return float(tapes.run(n, compute).sum())"
+    )
+    for number in (1, 2, 1, 3, 1, 2):
+        assert process.get("product(number)", number=number) == 64 * 32
+    assert process.get("(tapes.writes, tapes.plays)") == (4, 2)  # 2 had gone for 3
+    process.run("x *= 2")
+    assert process.get("product(1)") == 2 * 64 * 32
+    with pytest.raises(Refused, match="KeyError"):
+        process.run("tapes.run(9, lambda: {}['none'])")
+    assert process.get("(writing.tape, tapes.run(9, lambda: 5))") == (None, 5)
 
 
 def test_a_workspace_gives_memory_again_and_none_away(process: Process) -> None:

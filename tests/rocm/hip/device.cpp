@@ -173,6 +173,11 @@ size_t device_memory() {
     return bytes;
 }
 
+bool standin_idle() {
+    static const bool idle = setting("HIPSTANDIN_IDLE", 0, 0, 1);
+    return idle;
+}
+
 HIP_API int hipGetDeviceCount(int *count) {
     HIP_BEGIN;
     if (!count) return told(INVALID_VALUE);

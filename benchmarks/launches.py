@@ -1,0 +1,186 @@
+"""What starting a step's kernels and products costs the host, whatever they cost the GPU: an operation, and a step.
+
+    eval "$(python -m tests.rocm.standin idle)"; python -m benchmarks.launches
+
+measures it without a GPU, by CuPy's own wheel for ROCm on a runtime that checks what is launched and runs none of it;
+without the first line it is measured on this machine's GPU. Times are the processor's, of the thread that queues. On a
+stand-in ratios alone mean anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import dataclasses
+import logging
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import structlog
+
+from benchmarks import rows, shapes
+from benchmarks.rows import Row as Found
+from benchmarks.stand import PAGE_SIZE, Pages, Stand
+from benchmarks.step import GREEDY
+from kernels import gemm, module
+from kernels.tape import Tape, writing
+from services.engine.batch import Row
+from services.engine.sampling import sample
+
+BATCHES, CONTEXT, WARM, STEPS, ROUNDS, LAYERS = (1, 16), 1024, 5, 200, 5, 4
+#: An embedding's size costs the host nothing.
+VOCAB_SIZE = 8192
+
+
+class TimedOps(shapes.RandomOps):
+    """A backend that tells how long the host took to queue the layers of the last step."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.queued_s = 0.0
+
+    def computed(self, compute: Callable[[], Any], pages: Any, model: Hashable) -> Any:
+        """A step."""
+        began = time.thread_time()
+        try:
+            return super().computed(compute, pages, model)
+        finally:
+            self.queued_s = time.thread_time() - began
+
+
+class OneByOneOps(TimedOps):
+    """The same, that queues every step anew."""
+
+    def __init__(self, device: int, dtype: str, kv_dtype: str, page_size: int, replays: Any = None) -> None:
+        super().__init__(device, dtype, kv_dtype, page_size)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Took:
+    """Medians of steps, in seconds: to queue the layers, and all until there are tokens."""
+
+    queued_s: float
+    step_s: float
+
+
+class Decoding:
+    """Decoding steps of ``batch`` rows, of `CONTEXT` keys and more: ``steps`` of them at most."""
+
+    def __init__(self, stand: Stand, pages: Pages, batch: int, steps: int) -> None:
+        """``stand`` is of `TimedOps`."""
+        self._stand, self._ops, self._pages = stand, cast(TimedOps, stand.backend.ops), pages
+        each = pages_of(1, steps)
+        self._tables = [range(row * each, (row + 1) * each) for row in range(batch)]
+        self._done = 0
+
+    def step(self) -> Took:
+        """One step."""
+        at, batch, model = CONTEXT + self._done, len(self._tables), self._stand.model
+        step = [Row([(7 * row + at) % 1000], at, table, 1) for row, table in enumerate(self._tables)]
+        began = time.thread_time()
+        logits = model.forward(step, self._pages.memory())
+        sample(logits, [GREEDY] * batch, [at + 1] * batch, draw=self._stand.draw)
+        self._stand.backend.finish()
+        self._done += 1
+        return Took(self._ops.queued_s, time.thread_time() - began)
+
+    def steps(self, count: int) -> Took:
+        """The medians of so many."""
+        took = [self.step() for _ in range(count)]
+        return Took(statistics.median(one.queued_s for one in took), statistics.median(one.step_s for one in took))
+
+
+def pages_of(batch: int, steps: int) -> int:
+    """Pages for `Decoding`."""
+    return batch * -(-(CONTEXT + steps) // PAGE_SIZE)
+
+
+def operations(decoding: Decoding) -> int:
+    """Kernels and products of a step that is queued one by one: of its layers, the logits and the drawing."""
+    writing.tape = Tape()
+    try:
+        decoding.step()
+        return len(writing.tape)
+    finally:
+        writing.tape = None
+
+
+def bare() -> Iterator[Found]:
+    """A kernel and a product by themselves, as eager steps start them."""
+    import cupy
+
+    x, weight, out = (cupy.empty(shape, cupy.uint16) for shape in ((1, 2048), (1024, 1024), (1, 1024)))
+    compiled, few = module.load("activation", {"RF_TYPE": "BF16"}), x[:, :1024]
+    for name, call in (
+        ("a kernel", lambda: compiled.launch("silu_mul", (1, 1), 256, [x, out, np.int32(1024)])),
+        ("a product", lambda: gemm.linear(few, weight, out)),
+    ):
+        yield Found("launches", f"{name} alone", _least(call) * 1e6, "us")
+
+
+def _least(call: Callable[[], None], times: int = 500, runs: int = 9) -> float:
+    """Seconds of a call."""
+    took = []
+    for _ in range(runs):
+        began = time.thread_time()
+        for _ in range(times):
+            call()
+        took.append((time.thread_time() - began) / times)
+    return min(took)
+
+
+def measure(layers: int, steps: int, profile: cProfile.Profile | None = None) -> Iterator[Found]:
+    """Rows of each batch: steps queued one by one and from tapes, alternately. ``profile`` is of those from tapes."""
+    shape = dataclasses.replace(shapes.QWEN3_600M, layers=layers, vocab_size=VOCAB_SIZE)
+    eager, taped = Stand.on_gpu(shape, make_ops=OneByOneOps), Stand.on_gpu(shape, make_ops=TimedOps)
+    each = -(-steps // ROUNDS)
+    for batch in BATCHES:
+        with eager.local(pages_of(batch, most := 2 + WARM + ROUNDS * each)) as pages:
+            plain, replayed = Decoding(eager, pages, batch, most), Decoding(taped, pages, batch, most)
+            plain.steps(WARM)
+            count = operations(plain)
+            replayed.steps(1 + WARM)
+            before, after = list[Took](), list[Took]()
+            for _ in range(ROUNDS):
+                before.append(plain.steps(each))
+                with profile or contextlib.nullcontext():
+                    after.append(replayed.steps(each))
+        slow, fast = _least_of(before), _least_of(after)
+        name = f"decode of {batch}, {layers} layers"
+        for how, took in (("one by one", slow), ("from tapes", fast)):
+            per, detail = took.queued_s / count * 1e6, f"{count} operations; a whole step {took.step_s * 1e6:.0f} us"
+            yield Found("launches", f"{name}, {how}", per, "us", slow.queued_s / took.queued_s, detail=detail)
+
+
+def _least_of(took: Sequence[Took]) -> Took:
+    return Took(min(one.queued_s for one in took), min(one.step_s for one in took))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.launches", description=__doc__)
+    parser.add_argument("--layers", type=int, default=LAYERS, metavar="N", help=f"of the model (default {LAYERS})")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of each kind (default {STEPS})")
+    parser.add_argument("--profile", action="store_true", help="tell where the time of the replayed steps goes, too")
+    parser.add_argument("--json", action="store_true", help="one JSON object a row instead of a table")
+    flags = parser.parse_args(arguments)
+    for name in ("layers", "steps"):
+        if getattr(flags, name) < 1:
+            parser.error(f"--{name} {getattr(flags, name)}: must be at least 1")
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    profile = cProfile.Profile() if flags.profile else None
+    for found in (*bare(), *measure(flags.layers, flags.steps, profile)):
+        print(rows.as_json(found) if flags.json else rows.line(found), flush=True)
+    if profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""What a step queued, written down, to be queued again.
+
+Python and CuPy take the host longer to start a kernel than the driver does, several times over. A tape has each
+kernel's handle, extents and arguments as the driver takes them, and each product's arguments as the library does, so
+that queuing all of it again is a loop of calls. `tapes.Tapes` says when it is the same again.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Tape:
+    """Launches and products in their order, for the stream and the library's handle that they were first queued with.
+
+    It keeps no array alive: whoever plays it sees to that.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], int | None]] = []
+        self._arguments: list[NDArray[np.uint64]] = []
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def kernel(
+        self, function: Any, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int, stream: int
+    ) -> None:
+        """Write down a launch of CuPy's ``function``; ``args`` as of `module.Module.launch`."""
+        from cupy_backends.cuda.api import driver
+
+        values = np.zeros(2 * len(args), np.uint64)
+        bits = values.view(np.uint8)
+        for at, one in enumerate(args):
+            stored = one if isinstance(one, np.generic) else np.uint64(0 if one is None else one.data.ptr)
+            bits[8 * at : 8 * at + stored.itemsize] = np.frombuffer(stored.tobytes(), np.uint8)
+        # Behind the values, where each of them is: the driver reads both before a launch returns.
+        where = values.ctypes.data
+        values[len(args) :] = [where + 8 * at for at in range(len(args))]
+        self._arguments.append(values)
+        extents = (*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block)))
+        parameters = where + 8 * len(args)
+        self._calls.append(
+            functools.partial(driver.launchKernel, function.ptr, *extents, shared, stream, parameters, 0)
+        )
+
+    def product(self, function: Any, args: Sequence[Any]) -> None:
+        """Write down a call of a library, which returns a status."""
+        # Of ctypes' own types already, which it need not make of numbers again.
+        self._calls.append(
+            functools.partial(function, *(of(one) for of, one in zip(function.argtypes, args, strict=True)))
+        )
+
+    def play(self) -> int:
+        """Queue all of it; the status of the first product that was refused, or 0. Raises CuPy's own errors."""
+        for call in self._calls:
+            status = call()
+            if status:
+                return status
+        return 0
+
+
+class _Written(threading.local):
+    """The tape that a thread's launches are written to, if any."""
+
+    tape: Tape | None = None
+
+
+writing = _Written()
