@@ -21,7 +21,7 @@ from pathlib import Path
 import structlog
 from threadpoolctl import threadpool_limits
 
-from benchmarks import ablation, peer, prefix, rows, shapes, steps, workload
+from benchmarks import ablation, flips, peer, prefix, rows, shapes, steps, workload
 from benchmarks.rows import Row
 from benchmarks.stand import PAGE_SIZE, ROOT, Pages, Stand
 from benchmarks.workload import Job, Run
@@ -32,7 +32,7 @@ from services.kvcache.arena import default_directory
 CPU, GPU = "cpu", "gpu"
 PARTS = {
     CPU: ("workload", "ablation", "prefix"),
-    GPU: ("steps", "arena", "workload", "transformers", "prefix", "ablation"),
+    GPU: ("steps", "arena", "workload", "transformers", "prefix", "ablation", "flips"),
 }
 #: In-process pages and the daemon's, the same requests: at least so much; and so many times transformers.
 PAGES_BAR, PEER_BAR = 0.98, 2.0
@@ -211,6 +211,8 @@ def on_gpu(
                     yield part, transformers_rows(stand, name, scale, limit_s)
                 case "prefix" if not number:
                     yield part, prefix_rows(GPU, shapes.SHAPES[name], scale, graphs)
+                case "flips":
+                    yield part, flips_rows(stand, name, scale, None if number else BUNDLED)
                 case "ablation" if not number:
                     yield part, device_ablation_rows(stand, name)
                     yield part, ablation_rows(stand, scale)
@@ -233,6 +235,22 @@ def arena_rows(
             detail = f"to in-process pages, {private * 1e3:.2f} ms; {keys} keys a row"
             what = f"{name}, decode of {batch}"
             yield Row("arena", what, mapped * 1e3, "ms", private / mapped, PAGES_BAR, detail=detail)
+
+
+def flips_rows(stand: Stand, name: str, scale: Scale, trained: Path | None) -> Iterator[Row]:
+    """Greedy tokens in company against alone, as the engine computes and invariantly, and what the latter costs."""
+    count = scale.count
+    batches = [batch for batch in flips.BATCHES if batch <= count]
+    prompts = flips.arbitrary(stand, count, flips.PROMPT)
+    invariant = Stand.on_gpu(shapes.SHAPES[name], make_ops=flips.InvariantRandomOps)
+    yield from flips.measure(stand, name, prompts, flips.TOKENS, batches)
+    yield from flips.measure(invariant, f"{name}, invariant", prompts, flips.TOKENS, batches)
+    yield from flips.costs(invariant, stand, name, [1, *batches], steps.CONTEXT)
+    if trained is not None:
+        stand, invariant = Stand.on_gpu(trained), Stand.on_gpu(trained, make_ops=flips.InvariantOps)
+        prompts = flips.natural(stand, count, flips.PROMPT)
+        yield from flips.measure(stand, trained.name, prompts, flips.TOKENS, batches)
+        yield from flips.measure(invariant, f"{trained.name}, invariant", prompts, flips.TOKENS, batches)
 
 
 def main(arguments: list[str] | None = None) -> int:

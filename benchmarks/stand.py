@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import RandomCheckpoint, RandomOps, UnreadTensor
+from kernels.ops_cupy import CupyOps
 from services.engine.backend import Backend, on_gpu, on_host
 from services.engine.checkpoint import Checkpoint
 from services.engine.devicearena import DevicePages
@@ -54,12 +55,24 @@ class Stand:
 
     @classmethod
     def on_gpu(
-        cls, shape: ModelConfig, memory: str = "48GiB", graphs: bool = False, make_ops: Callable[..., Any] = RandomOps
+        cls,
+        model: Path | ModelConfig,
+        memory: str = "48GiB",
+        graphs: bool = False,
+        make_ops: Callable[..., Any] | None = None,
     ) -> Stand:
-        """GPU 0, in bfloat16, on random weights that its ops make there; daemons get so much ``memory``."""
-        backend = on_gpu(0, "bf16", None, PAGE_SIZE, graphs, make_ops)
-        model = Model(RandomCheckpoint.of(shape, UnreadTensor), backend.ops, "bf16")
-        return cls(model, backend, backend.prepare(shape), ("--device", "gpu", "--memory", memory))
+        """GPU 0, in bfloat16: a checkpoint, or a shape, whose random weights its ops make there.
+
+        ``make_ops`` makes a `CupyOps`, of a shape a `RandomOps`. Daemons get so much ``memory``.
+        """
+        checkpoint, ops = (
+            (RandomCheckpoint.of(model, UnreadTensor), RandomOps)
+            if isinstance(model, ModelConfig)
+            else (Checkpoint.open(model), CupyOps)
+        )
+        backend = on_gpu(0, "bf16", None, PAGE_SIZE, graphs, make_ops or ops)
+        loaded = Model(checkpoint, backend.ops, "bf16")
+        return cls(loaded, backend, backend.prepare(checkpoint.config), ("--device", "gpu", "--memory", memory))
 
     @property
     def on_device(self) -> bool:

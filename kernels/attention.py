@@ -152,11 +152,16 @@ class _Tiles:
     keys: NDArray[np.int64]
 
 
-def plan(geometry: Geometry, gpu: Gpu, starts: NDArray[Any], lengths: NDArray[Any]) -> Plan:
+def plan(
+    geometry: Geometry, gpu: Gpu, starts: NDArray[Any], lengths: NDArray[Any], item_keys: int | None = None
+) -> Plan:
     """Plan a batch: row r has ``lengths[r]`` >= 1 tokens at the positions from ``starts[r]`` >= 0 on.
 
-    Raises ValueError.
+    Keys are cut such that the whole batch is over soonest, or, with ``item_keys``, into items of so many at most
+    whatever else the batch has. Raises ValueError.
     """
+    if item_keys is not None and (item_keys < 1 or item_keys % ITEM_KEYS):
+        raise ValueError(f"item_keys={item_keys}: must be a multiple of {ITEM_KEYS}, and at least that")
     starts, lengths = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
     if starts.ndim != 1 or starts.shape != lengths.shape:
         raise ValueError(f"starts {starts.shape} and lengths {lengths.shape}: must be one number a row each")
@@ -169,9 +174,9 @@ def plan(geometry: Geometry, gpu: Gpu, starts: NDArray[Any], lengths: NDArray[An
     few = (lengths == 1) | (lengths * group <= most)
     rows = decode_rows(geometry, gpu, int(np.max(lengths[few] * group, initial=1)))
     tiles = _tiles(np.flatnonzero(few), starts, lengths, group, rows)
-    decode, entries, partial_rows = _items(tiles, geometry, gpu, decode_cost(geometry, gpu, rows), 0)
+    decode, entries, partial_rows = _items(tiles, geometry, gpu, decode_cost(geometry, gpu, rows), 0, item_keys)
     tiles = _tiles(np.flatnonzero(~few), starts, lengths, group, geometry.prefill_tile)
-    prefill, more, partial_rows = _items(tiles, geometry, gpu, prefill_cost(), partial_rows)
+    prefill, more, partial_rows = _items(tiles, geometry, gpu, prefill_cost(), partial_rows, item_keys)
     entries = np.concatenate([entries, more])
 
     arrays = [starts, np.concatenate([[0], np.cumsum(lengths)]), decode, prefill, entries]
@@ -301,7 +306,7 @@ def _tiles(rows: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any], grou
 
 
 def _items(
-    tiles: _Tiles, geometry: Geometry, gpu: Gpu, cost: Cost, partial_rows: int
+    tiles: _Tiles, geometry: Geometry, gpu: Gpu, cost: Cost, partial_rows: int, item_keys: int | None
 ) -> tuple[NDArray[Any], NDArray[Any], int]:
     """Cut tiles into items; their partial results are from row ``partial_rows`` on.
 
@@ -310,7 +315,10 @@ def _items(
     if not tiles.keys.size:
         none = np.empty((0, 5), np.int64)
         return none, none, partial_rows
-    pieces = _pieces(tiles.keys, geometry.kv_heads, gpu.processors, cost)
+    if item_keys is None:
+        pieces = _pieces(tiles.keys, geometry.kv_heads, gpu.processors, cost)
+    else:
+        pieces = -(-tiles.keys // item_keys)
     # Pieces of a tile are alike, but for the last, which may be shorter, or not be there.
     size = -(-tiles.keys // (pieces * ITEM_KEYS)) * ITEM_KEYS
     pieces = -(-tiles.keys // size)

@@ -316,7 +316,7 @@ class CupyOps:
     def attention_plan(self, block_tables: I64, starts: I64, lengths: I64, pages: Arena, query_heads: int) -> Planned:
         """See `ops_numpy.attention_plan`."""
         geometry = self._geometry(query_heads, pages.layers, pages.kv_heads, pages.head_dim)
-        plan = attention.plan(geometry, self._gpu, starts, lengths)
+        plan = self._plan(geometry, starts, lengths)
         if self._staged and self._rows is not None:
             plan = attention.padded(plan, self._rows)
             rows, columns = block_tables.shape
@@ -327,6 +327,9 @@ class CupyOps:
         planned = Planned(plan, tuple(packed[part] for part in plan.parts), self._put(block_tables), [])
         self._launches.append(planned.launches)
         return planned
+
+    def _plan(self, geometry: Geometry, starts: I64, lengths: I64) -> attention.Plan:
+        return attention.plan(geometry, self._gpu, starts, lengths)
 
     def paged_attention(self, q: Any, pages: Arena, layer: int, plan: Planned, scale: float) -> Any:
         """See `ops_numpy.paged_attention`."""

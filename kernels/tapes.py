@@ -17,7 +17,7 @@ from kernels.workspace import Workspace
 #: Tapes that are kept; the one unused for longest goes first.
 KEPT = 128
 #: Bytes that their workspace takes from the device at a time, at least.
-SLAB = 16 << 20
+SLAB = 1 << 18
 
 
 class Tapes:

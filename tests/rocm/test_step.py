@@ -95,7 +95,7 @@ def test_a_step_that_staging_has_no_room_for(process: Process) -> None:
 
 
 def test_steps_from_tapes_give_the_logits_of_the_step_itself(process: Process) -> None:
-    process.run("tapes = Tapes(slab=1 << 20); played = taped(tapes); host, device = arenas(11 * 40)")
+    process.run("tapes = Tapes(); played = taped(tapes); host, device = arenas(11 * 40)")
     process.run("lengths = [3, 150, 17, 1, 40, 9, 64, 2, 30, 5, 12]; rows = rows_of(lengths, 40)")
     assert process.get("compared(rows, host, device, played)") < 1e-4
     assert process.get("(tapes.writes, tapes.plays)") == (0, 0)  # a step of prompts comes once
@@ -112,7 +112,7 @@ def test_steps_from_tapes_give_the_logits_of_the_step_itself(process: Process) -
 
 
 def test_a_tape_is_a_models_a_streams_and_a_threads(process: Process) -> None:
-    process.run("tapes = Tapes(slab=1 << 20); played = taped(tapes); host, device = arenas(12)")
+    process.run("tapes = Tapes(); played = taped(tapes); host, device = arenas(12)")
     process.run("rows = rows_of([9, 20], 6); compared(rows, host, device, played)")
     process.run("ones = [Row([3], n, row.pages, True) for n, row in zip([9, 20], rows)]")
     for turn in range(2):
@@ -130,7 +130,7 @@ def test_a_tape_is_a_models_a_streams_and_a_threads(process: Process) -> None:
 
 
 def test_tapes_that_are_kept_and_what_fails(process: Process) -> None:
-    process.run("tapes = Tapes(kept=2, slab=1 << 20)")
+    process.run("tapes = Tapes(kept=2)")
     process.run("x, w = cp.ones((1, 64), np.float32), cp.ones((32, 64), np.float32)")
     process.run(
         "def product(n):\n"
