@@ -189,10 +189,11 @@ def measure(stand: Stand, name: str, prompts: I32, count: int, batches: Sequence
         requests = Requests(stand, pages, prompts, count)
         alone = requests.run(ALONE)
         for way in (replace(ALONE, name="alone again"), *ways(batches, prompts.shape[1])):
-            yield _compared(f"{name}, {way.name}", alone, requests.run(way))
+            yield compared(f"{name}, {way.name}", alone, requests.run(way))
 
 
-def _compared(name: str, alone: Written, other: Written) -> Found:
+def compared(name: str, alone: Written, other: Written) -> Found:
+    """What share of requests differ, and from where on."""
     different = alone.tokens != other.tokens
     flipped = np.flatnonzero(different.any(axis=1))
     said = f"% of {len(alone.tokens)} requests of {alone.tokens.shape[1]} tokens"

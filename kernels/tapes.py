@@ -16,7 +16,7 @@ from kernels.workspace import Workspace
 
 #: Tapes that are kept; the one unused for longest goes first.
 KEPT = 128
-#: Bytes that their workspace takes from the device at a time, at least.
+#: Bytes that their workspace takes from the device at a time, at least: few, since what is larger gets its own.
 SLAB = 1 << 18
 
 

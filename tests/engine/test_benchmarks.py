@@ -6,9 +6,10 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks import ablation, engine, prefix, rows, shapes, steps, workload
+from benchmarks import ablation, engine, flips, prefix, rows, shapes, steps, workload
 from benchmarks.rows import Row
 from benchmarks.shapes import TINY
 from benchmarks.stand import PAGE_SIZE, ROOT, Stand
@@ -55,6 +56,29 @@ def test_a_steps_bytes_and_operations(stand: Stand) -> None:
     assert steps.kv_bytes(stand, 48) == 48 * 2 * 2 * 2 * 64 * 4
     attention = 2 * 4 * 64 * 4 * 10 * 11 / 2
     assert steps.operations(stand, 3, 10) == 3 * (2 * (products + norms) * 10 + 2 * 1024 * 128 + attention)
+
+
+def test_on_a_cpu_no_token_depends_on_its_company(stand: Stand) -> None:
+    found = list(flips.measure(stand, "tiny", flips.arbitrary(stand, 5, 40), 6, (2, 5)))
+    assert [row.name.removeprefix("tiny, ") for row in found] == [
+        "alone again", "batches of 2", "batches of 5", "prompts in chunks of 13", "after a prefix hit",
+    ]  # fmt: skip
+    assert all((row.value, row.unit, row.detail) == (0, "%", "of 5 requests of 6 tokens") for row in found)
+
+
+def test_requests_whose_tokens_differ_are_told_with_the_gap_where_they_first_did() -> None:
+    alone = flips.Written(np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]], np.int32), np.full((3, 3), 2.0, np.float32))
+    alone.gaps[1, 1], alone.gaps[2] = 0.25, [0.5, 0.75, 0.125]
+    other = flips.Written(np.array([[1, 2, 3], [4, 0, 0], [0, 8, 9]], np.int32), np.zeros((3, 3), np.float32))
+    row = flips.compared("all", alone, other)
+    assert row.value == pytest.approx(200 / 3)
+    said = "first at 0.5 (median); gap there 0.3750, at most 0.5000, as 33.33% of all tokens have"
+    assert row.detail == f"of 3 requests of 3 tokens; {said}"
+
+
+def test_a_models_own_writing(stand: Stand) -> None:
+    written = flips.natural(stand, 3, 8)
+    assert written.shape == (3, 8) and len(np.unique(written, axis=0)) == 3
 
 
 def test_a_request_that_fails_is_told(stand: Stand) -> None:

@@ -121,6 +121,16 @@ def test_one_long_row_among_short_ones_is_cut_to_their_measure() -> None:
     assert (decode[:, 3] - decode[:, 2]).max() < 3000
 
 
+def test_items_of_a_number_of_keys_do_not_depend_on_the_batch() -> None:
+    alone, _, _ = items_of(plan(geometry(), H200, np.array([1999]), np.array([1]), 512))
+    among, _, _ = items_of(plan(geometry(), H200, np.array([700] * 255 + [1999]), np.ones(256, int), 512))
+    assert sorted(alone[:, 2:4].tolist()) == [[0, 512], [512, 1024], [1024, 1536], [1536, 2000]]
+    assert sorted(among[among[:, 0] == 255][:, 2:4].tolist()) == sorted(alone[:, 2:4].tolist())
+    for keys in (0, -64, 100):
+        with pytest.raises(ValueError, match=f"item_keys={keys}: must be a multiple of 64, and at least that"):
+            plan(geometry(), H200, np.array([5]), np.array([1]), keys)
+
+
 def test_rows_of_a_few_tokens_are_decoded_together() -> None:
     found = plan(geometry(), H200, np.full(3, 100), np.array([1, 4, 5]))
     decode, prefill, _ = items_of(found)

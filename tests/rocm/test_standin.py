@@ -93,6 +93,26 @@ hip.hipDeviceGetAttribute(ctypes.byref(ctypes.c_int()), 87, 0)
     assert said in done.stderr
 
 
+def test_an_idle_one_checks_and_runs_nothing(machine: dict[str, str]) -> None:
+    code = """
+import cupy, numpy
+from kernels import gemm, module
+x = cupy.zeros((1, 64), numpy.float32)
+x.set(numpy.ones((1, 64), numpy.float32))
+out = cupy.empty((1, 32), numpy.float32)
+out.set(numpy.full((1, 32), 7, numpy.float32))
+loaded = module.load("activation", {"RF_TYPE": "F32"})
+loaded.launch("silu_mul", (1, 1), 256, [x, out, numpy.int32(32)])
+gemm.linear(x, cupy.empty((32, 64), numpy.float32), out)
+print(cupy.asnumpy(out).tolist() == [[7.0] * 32])
+loaded.launch("silu_mul", (1, 1), 2048, [x, out, numpy.int32(32)])
+"""
+    done = python(code, {**machine, "HIPSTANDIN_IDLE": "1"})
+    assert done.stdout == "True\n", done.stderr
+    assert "hipErrorInvalidConfiguration" in done.stderr
+    assert standin.environment(idle=True)["HIPSTANDIN_IDLE"] == "1"
+
+
 def test_it_is_built_once() -> None:
     folder = standin.build()
     before = (folder / "lib" / "libamdhip64.so.7").stat()

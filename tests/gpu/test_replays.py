@@ -1,6 +1,8 @@
-"""CUDA graphs on a GPU: the same tokens as without, whatever batch a graph was captured with."""
+"""Replayed steps on a GPU: the same tokens as without, whatever batch a graph or a tape was made with."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from benchmarks.shapes import TINY, RandomCheckpoint
 from kernels.graphs import Graphs
 from kernels.ops_cupy import CupyOps
+from kernels.tapes import Tapes
 from services.engine.arena import page_bytes_of
 from services.engine.batch import Row
 from services.engine.model import Model
@@ -34,18 +37,34 @@ def steps(model: Model, batches: list[int], start: int) -> list[list[int]]:
     return tokens
 
 
-def test_the_same_tokens_as_without() -> None:
+# Batches of one size class are replayed as one; some go and are made anew.
+BATCHES = [12] * 9 + [9] * 4 + [1] * 6 + [5, 3] * 5 + [2] * 3 + [12] * 5
+
+
+def same_share(replays: Any) -> float:
+    """The share of tokens before any difference from those of steps that are not replayed."""
+    mine, theirs = (
+        steps(Model(RandomCheckpoint.of(TINY), CupyOps(0, "bf16", "bf16", PAGE, given), "bf16"), BATCHES, 200)
+        for given in (None, replays)
+    )
+    # Products of another number of rows may round otherwise: a near tie may fall the other way, and then all after it.
+    same = [
+        len(one) if one == other else int(np.argmin([a == b for a, b in zip(one, other, strict=True)]))
+        for one, other in zip(mine, theirs, strict=True)
+    ]
+    return sum(same) / sum(map(len, mine))
+
+
+def test_graphs_give_the_same_tokens_as_without() -> None:
     if gpu_or_skip().runtime.is_hip:
         pytest.skip("no GPU that CuPy has graphs for: this is ROCm")
     graphs = Graphs(kept=6)
-    # Batches of one size class share graphs; some go and are captured anew.
-    batches = [12] * 9 + [9] * 4 + [1] * 6 + [5, 3] * 5 + [2] * 3 + [12] * 5
-    found = [
-        steps(Model(RandomCheckpoint.of(TINY), CupyOps(0, "bf16", "bf16", PAGE, given), "bf16"), batches, 200)
-        for given in (None, graphs)
-    ]
+    assert same_share(graphs) >= 0.9
     assert graphs.captures >= 4 and graphs.replays >= 15
-    # Products of another number of rows may round otherwise: a near tie may fall the other way, and then all after it.
-    same = [len(mine) if mine == theirs else int(np.argmin([a == b for a, b in zip(mine, theirs, strict=True)]))
-            for mine, theirs in zip(*found, strict=True)]  # fmt: skip
-    assert sum(same) >= 0.9 * sum(map(len, found[0]))
+
+
+def test_tapes_give_the_same_tokens_as_without() -> None:
+    gpu_or_skip()
+    tapes = Tapes(kept=6)
+    assert same_share(tapes) >= 0.9
+    assert tapes.writes >= 4 and tapes.plays >= 15
