@@ -21,7 +21,7 @@ from pathlib import Path
 import structlog
 from threadpoolctl import threadpool_limits
 
-from benchmarks import ablation, flips, peer, prefix, rows, shapes, steps, workload
+from benchmarks import ablation, flips, launches, peer, prefix, rows, shapes, steps, workload
 from benchmarks.rows import Row
 from benchmarks.stand import PAGE_SIZE, ROOT, Pages, Stand
 from benchmarks.workload import Job, Run
@@ -159,7 +159,9 @@ def device_ablation_rows(stand: Stand, name: str) -> Iterator[Row]:
     """What is switched where the model is made: graphs, and the keys of a long row shared out."""
     shape = shapes.SHAPES[name]
     graphed = [(batch, steps.CONTEXT) for batch in steps.BATCHES]
-    yield from ablated_steps(Stand.on_gpu(shape, graphs=True), stand, graphed, "CUDA graphs")
+    eager = Stand.on_gpu(shape, make_ops=launches.OneByOneOps)
+    yield from ablated_steps(Stand.on_gpu(shape, graphs=True), eager, graphed, "CUDA graphs")
+    yield from ablated_steps(Stand.on_gpu(shape), eager, graphed, "tapes")
     uncut = Stand.on_gpu(shape, make_ops=shapes.UncutOps)
     yield from ablated_steps(stand, uncut, [(1, 16384), (4, 16384)], "keys of a row shared out")
 
