@@ -214,7 +214,7 @@ def on_gpu(
                 case "prefix" if not number:
                     yield part, prefix_rows(GPU, shapes.SHAPES[name], scale, graphs)
                 case "flips":
-                    yield part, flips_rows(stand, name, scale, None if number else BUNDLED)
+                    yield part, flips_rows(stand, name, scale, None if number else BUNDLED, graphs)
                 case "ablation" if not number:
                     yield part, device_ablation_rows(stand, name)
                     yield part, ablation_rows(stand, scale)
@@ -239,17 +239,18 @@ def arena_rows(
             yield Row("arena", what, mapped * 1e3, "ms", private / mapped, PAGES_BAR, detail=detail)
 
 
-def flips_rows(stand: Stand, name: str, scale: Scale, trained: Path | None) -> Iterator[Row]:
+def flips_rows(stand: Stand, name: str, scale: Scale, trained: Path | None, graphs: bool = False) -> Iterator[Row]:
     """Greedy tokens in company against alone, as the engine computes and invariantly, and what the latter costs."""
     count = scale.count
     batches = [batch for batch in flips.BATCHES if batch <= count]
     prompts = flips.arbitrary(stand, count, flips.PROMPT)
-    invariant = Stand.on_gpu(shapes.SHAPES[name], make_ops=flips.InvariantRandomOps)
+    invariant = Stand.on_gpu(shapes.SHAPES[name], graphs=graphs, make_ops=flips.InvariantRandomOps)
     yield from flips.measure(stand, name, prompts, flips.TOKENS, batches)
     yield from flips.measure(invariant, f"{name}, invariant", prompts, flips.TOKENS, batches)
     yield from flips.costs(invariant, stand, name, [1, *batches], steps.CONTEXT)
     if trained is not None:
-        stand, invariant = Stand.on_gpu(trained), Stand.on_gpu(trained, make_ops=flips.InvariantOps)
+        stand = Stand.on_gpu(trained, graphs=graphs)
+        invariant = Stand.on_gpu(trained, graphs=graphs, make_ops=flips.InvariantOps)
         prompts = flips.natural(stand, count, flips.PROMPT)
         yield from flips.measure(stand, trained.name, prompts, flips.TOKENS, batches)
         yield from flips.measure(invariant, f"{trained.name}, invariant", prompts, flips.TOKENS, batches)

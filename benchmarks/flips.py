@@ -36,7 +36,7 @@ I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 
 #: Requests at a time, tokens of a prompt, and tokens that each request gets.
-BATCHES, PROMPT, TOKENS = (16, 64, 256), 200, 64
+BATCHES, PROMPT, TOKENS = (16, 64, 256), 200, 32
 #: Greedy, with what tells the gap between the two likeliest: of log probabilities it is that of logits.
 _TOLD = replace(GREEDY, logprobs=2)
 #: Requests that compute the pages which another one then finds.
