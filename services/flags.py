@@ -7,7 +7,6 @@ which beats the default. Every bad value is an error that names the flag, the va
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from typing import Any
 from services import configfile
 from services.errors import InvalidConfiguration
 from services.serving import Listener, Tls
+from services.usage import Parser
 
 #: What an offset in a file can be.
 MAX_BYTES = 2**63 - 1
@@ -152,8 +152,7 @@ class FlagParser:
     """An argparse parser whose options can also be set as ``<prefix>_<NAME>`` in the environment and in a file."""
 
     def __init__(self, prog: str, description: str, prefix: str) -> None:
-        # Without abbreviations: what `--me` means today must not be another flag's to take tomorrow.
-        self.parser = argparse.ArgumentParser(
+        self.parser = Parser(
             prog=prog,
             description=description,
             epilog=f"Every flag can be set in the environment: --some-flag as {prefix}_SOME_FLAG\n"
@@ -161,8 +160,6 @@ class FlagParser:
             "spelt as here without the dashes in front: some-flag = 8 (seconds and counts as numbers, sizes\n"
             "as numbers or strings, switches as true or false, a flag that may be repeated as an array of\n"
             "strings, all else as strings). A flag beats the environment, which beats the file.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
         )
         self.parser.add_argument("--config", metavar="FILE", help="a TOML file of settings")
         self._prefix = prefix
@@ -185,7 +182,7 @@ class FlagParser:
             self.parser.add_argument(flag, action=action, metavar=metavar, help=text.replace("%", "%%"))
 
     def parse(self, arguments: list[str] | None, environ: Mapping[str, str]) -> Settings:
-        """All settings. Raises InvalidConfiguration; an unknown flag ends the process as argparse does."""
+        """All settings. Raises InvalidConfiguration; an unknown flag ends the process (``services.usage``)."""
         given = vars(self.parser.parse_args(arguments))
         known = {self._variable("config"), *(option.variable for option in self._options.values())}
         for found in environ:

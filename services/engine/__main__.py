@@ -28,6 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     if words and words[0] in cli.COMMANDS:
         return cli.run(words[0], words[1:])
+    if words and not words[0].startswith("-") and words[0] not in ("serve", "doctor"):
+        known = ", ".join(("serve", "doctor", *cli.COMMANDS))
+        print(f"rocmforge engine: {words[0]}: no such command; there are {known}", file=sys.stderr)
+        return 2
     # These bring the arrays with them, which take longer to import than most clients to run.
     from services.engine import doctor
     from services.engine.config import Config

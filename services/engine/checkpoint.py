@@ -13,6 +13,7 @@ from services.engine.modelconfig import ModelConfig
 from services.engine.safetensorfiles import read_headers
 from services.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 from services.engine.weights import Weights
+from services.errors import ModelInvalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Checkpoint:
     def open(cls, path: Path | str, max_context: int | None = None) -> Checkpoint:
         """Read a model's configuration; ``max_context`` asks for less than its own. Raises ``ModelInvalid``."""
         path = Path(path)
+        if not path.exists():
+            raise ModelInvalid(f"--model {path}: there is no such folder or file")
         if not is_gguf(path):
             return cls(path, ModelConfig.from_folder(path, max_context), None)
         gguf = GgufFile.read(path)

@@ -44,6 +44,12 @@ OPEN_RETRY_S = 0.2
 STOP_S = 10.0
 #: How often generations whose retention is over are looked for, in seconds, when nobody calls.
 SWEEP_S = 10.0
+#: What the operator changes when the daemon does not let the engine start, by reason.
+_CHANGE = {
+    "KVCACHE_DOWN": "start it with `python -m services.kvcache`, or say with --kvcache where it is",
+    "LAYOUT_MISMATCH": "give this engine the pool's --page-size, --kv-dtype and --pool-pages, or another --pool-id",
+    "EXCEEDS_BUDGET": "start the daemon with a --memory that holds it, or this engine with fewer --pool-pages",
+}
 
 
 class Engine:
@@ -190,10 +196,14 @@ class Engine:
                 return source, lambda: source.memory, lambda: source.epoch
             except ServiceError as error:
                 # Only what may pass by itself is waited for.
+                change = _CHANGE.get(error.reason)
                 if error.retry_after_s is None or running.time() >= deadline:
+                    error.message += f"; {change}" if change else ""
                     raise
                 if attempt.bit_count() == 1:  # ever more rarely
-                    log.warning("kvcache_not_ready", attempt=attempt, reason=error.reason, detail=error.message)
+                    log.warning(
+                        "kvcache_not_ready", attempt=attempt, reason=error.reason, detail=error.message, change=change
+                    )
             await asyncio.sleep(OPEN_RETRY_S)
 
     def _say(self, serving: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from services.preflight import check
 from services.preflight.check import Check, Finding, Status
 from services.preflight.machine import Machine
+from services.usage import Parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +28,14 @@ class Options:
 
 
 def options(module: str, other: str, words: Sequence[str]) -> Options:
-    """Read the doctor's own flags; an impossible one ends the process as argparse does."""
-    parser = argparse.ArgumentParser(
+    """Read the doctor's own flags; an impossible one ends the process (``services.usage``)."""
+    parser = Parser(
         prog=f"python -m {module} doctor",
         description="Checks whether this machine can run the service, and says what to change where it cannot.\n"
         "Changes nothing and leaves nothing behind.",
         epilog=f"All other flags, and the environment, are those of `python -m {module}`:\n"
         "give those that the service is started with.\n\n"
         "Exit status: 0 when no check failed, 1 when one did, 2 for flags that cannot be.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--peer", type=_pid, metavar="PID", help=f"process id of the {other}: can the two share memory?"

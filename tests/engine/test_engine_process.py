@@ -169,14 +169,20 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     ("arguments", "says"),
     [
         (["--max-batch", "0"], "--max-batch 0: want a whole number from 1 to 1024"),
-        (["--model", "/nonexistent", "--kvcache", "local", "--listen", "127.0.0.1:0"], "/nonexistent"),
+        (
+            ["--model", "/nonexistent", "--kvcache", "local", "--listen", "127.0.0.1:0"],
+            "--model /nonexistent: there is no",
+        ),
         (["--listen", "0.0.0.0:0"], "--insecure"),
         (
             ["--listen", "127.0.0.1:0", "--metrics", "192.0.2.1:9464", "--insecure"],
             "--metrics 192.0.2.1:9464: cannot bind",
         ),
         (["--max-batch", "512"], "--max-step-tokens 512: must be more than --max-batch, 512"),
-        (["--listen", "127.0.0.1:0", "--kvcache", "unix:/nonexistent.sock", "--kvcache-patience", "0"], "nonexistent"),
+        (
+            ["--listen", "127.0.0.1:0", "--kvcache", "unix:/nonexistent.sock", "--kvcache-patience", "0"],
+            "start it with",
+        ),
         (["--listen", "127.0.0.1:0", "--kvcache", "local", "--page-size", "4096", "--local-pages", "16777216"], "room"),
     ],
     ids=["flag", "model", "exposure", "metrics", "budget", "daemon", "memory"],
@@ -186,6 +192,37 @@ def test_it_says_in_one_line_why_it_cannot_start(arguments: list[str], says: str
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2 and last.startswith("rocmforge engine: ") and says in last
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--max-bath", "8"], "python -m services.engine [serve]: unrecognized arguments: --max-bath 8; see --help\n"),
+        (
+            ["serve", "--model"],
+            "python -m services.engine [serve]: argument --model: expected one argument; see --help\n",
+        ),
+        (
+            ["generate", "x", "--colour"],
+            "python -m services.engine generate: unrecognized arguments: --colour; see --help\n",
+        ),
+        (["sing"], f"rocmforge engine: sing: no such command; there are serve, doctor, {', '.join(COMMANDS)}\n"),
+    ],
+)
+def test_a_command_line_that_cannot_be_is_told_in_a_line(arguments: list[str], says: str) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", says)
+
+
+def test_a_pool_of_another_layout_and_what_to_change(directory: Path) -> None:
+    with kvcache(directory) as daemon:
+        with engine(directory, daemon.address, "--pool-id", "one", model=BUNDLED_MODEL):
+            second = run(
+                "--listen", "127.0.0.1:0", "--kvcache", daemon.address, "--pool-id", "one", "--page-size", "32"
+            )
+    last = second.stderr.splitlines()[-1]
+    assert second.returncode == 2 and last.startswith("rocmforge engine: layout: pool 'one' has page_size=16 ")
+    assert last.endswith("give this engine the pool's --page-size, --kv-dtype and --pool-pages, or another --pool-id")
 
 
 def test_a_misspelt_variable_is_an_error() -> None:

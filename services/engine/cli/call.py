@@ -15,12 +15,13 @@ from rocmforge.engine.v1 import engine_pb2_grpc
 from services import rpc
 from services.errors import ServiceError
 from services.flags import runtime_dir
+from services.usage import Parser
 
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
     """A parser with the flags that all commands have."""
     prog = f"python -m services.engine {command}"
-    made = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    made = Parser(prog=prog, description=description)
     made.add_argument(
         "--target",
         default=f"unix:{runtime_dir() / 'engine.sock'}",
@@ -47,7 +48,7 @@ def failure(error: grpc.RpcError, target: str) -> ServiceError:
         name = error.code().name
         found = type("Lost", (ServiceError,), {"code": name, "reason": name})(found.message)
         if name == "UNAVAILABLE":
-            found.message = f"no engine at {target}: {found.message}"
+            found.message = f"no engine at {target}: {found.message}; is it running? --target says where it is"
     return found
 
 
