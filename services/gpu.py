@@ -48,8 +48,8 @@ class Runtime:
             import cupy
         except ModuleNotFoundError as error:
             raise InvalidConfiguration(
-                f"GPU memory needs CuPy, and {error.name} is not installed: pip install 'rocmforge[rocm]' for ROCm 7, "
-                "'rocmforge[cuda]' for CUDA 13"
+                f"GPU memory needs CuPy, and {error.name} is not installed: "
+                "pip install -c constraints.txt -e '.[rocm]' for ROCm 7, -e '.[cuda]' for CUDA 13"
             ) from error
         except ImportError as error:
             raise InvalidConfiguration(

@@ -22,4 +22,5 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
+        """End the process with status 2, and a line."""
         self.exit(2, f"{self.prog}: {message}; see --help\n")

@@ -73,8 +73,8 @@ def cupy(stack: Stack, needed: bool) -> Finding:
         return fault(
             needed,
             stack.error,
-            "install CuPy: `pip install 'rocmforge[rocm]'` for ROCm 7, `'rocmforge[cuda]'` for CUDA 13; the runtime's "
-            "libraries have to be where the loader finds them (LD_LIBRARY_PATH=/opt/rocm/lib)",
+            "install CuPy in the checkout: `pip install -c constraints.txt -e '.[rocm]'` for ROCm 7, `-e '.[cuda]'` "
+            "for CUDA 13; the runtime's libraries have to be where the loader finds them (LD_LIBRARY_PATH=/opt/rocm/lib)",
         )
     return ok(f"CuPy {stack.cupy} for {'ROCm' if stack.is_hip else 'CUDA'}, built for {_version(stack, stack.build)}")
 

@@ -255,7 +255,7 @@ def test_without_a_gpu(tmp_path: Path) -> None:
 def test_without_cupy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     message = daemon_error(tmp_path, Runtime.load).message
-    assert "cupy is not installed: pip install 'rocmforge[rocm]'" in message
+    assert "cupy is not installed: pip install -c constraints.txt -e '.[rocm]'" in message
 
 
 def test_with_a_cupy_that_finds_no_rocm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
