@@ -74,7 +74,8 @@ def cupy(stack: Stack, needed: bool) -> Finding:
             needed,
             stack.error,
             "install CuPy in the checkout: `pip install -c constraints.txt -e '.[rocm]'` for ROCm 7, `-e '.[cuda]'` "
-            "for CUDA 13; the runtime's libraries have to be where the loader finds them (LD_LIBRARY_PATH=/opt/rocm/lib)",
+            "for CUDA 13; the runtime's libraries have to be where the loader finds them "
+            "(LD_LIBRARY_PATH=/opt/rocm/lib)",
         )
     return ok(f"CuPy {stack.cupy} for {'ROCm' if stack.is_hip else 'CUDA'}, built for {_version(stack, stack.build)}")
 

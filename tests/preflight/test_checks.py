@@ -89,7 +89,7 @@ CASES: list[Case] = [
     ("CuPy not asked", lambda: stack.cupy(stack.NOT_ASKED, False), SKIPPED, "none is asked for", ""),
     ("CuPy for ROCm", lambda: stack.cupy(ROCM, True), OK, r"CuPy 14.2.0 for ROCm, built for 7\.0", ""),
     ("CuPy for CUDA", lambda: stack.cupy(CUDA, True), OK, r"CuPy 14.2.0 for CUDA, built for 13\.0", ""),
-    ("CuPy broken", lambda: stack.cupy(BROKEN, True), FAILED, "libamdhip64.so.7", r"pip install 'rocmforge\[rocm\]'.*LD_LIBRARY_PATH=/opt/rocm/lib"),
+    ("CuPy broken", lambda: stack.cupy(BROKEN, True), FAILED, "libamdhip64.so.7", r"pip install -c constraints.txt -e '\.\[rocm\]'.*LD_LIBRARY_PATH=/opt/rocm/lib"),
     ("CuPy broken, not wanted", lambda: stack.cupy(BROKEN, False), WARNING, "libamdhip64.so.7", "pip install"),
     ("runtime, no CuPy", lambda: stack.runtime(BROKEN, True), SKIPPED, "no CuPy", ""),
     ("HIP", lambda: stack.runtime(ROCM, True), OK, "HIP 7.0, driver 7.0; 0: AMD Instinct MI300X gfx942 at 0000:03:00.0", ""),
