@@ -24,7 +24,8 @@ _LISTS = ("stop", "stop_token_ids")
 _SWITCHES = ("ignore_eos", "include_stop")
 _MAPS = ("logit_bias",)
 _FLAGS = (
-    *("max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "priority"),
+    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "priority"),
+    *("ignore_eos", "include_stop", "cache_salt"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "prompt_logprobs", "n"),
 )
 _CHAT_FLAGS = ("chat", "system", "template_arguments")
@@ -42,11 +43,17 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None = None) ->
     parser.add_argument(
         "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"tokens at most (default: {default})"
     )
+    parser.add_argument("--min-tokens", type=int, metavar="N", help="tokens before anything ends the text (default: 0)")
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: the model's)")
     parser.add_argument("--top-k", type=int, metavar="N", help="only the N likeliest tokens")
     parser.add_argument("--top-p", type=float, metavar="X", help="only the likeliest tokens that together have X")
+    parser.add_argument("--min-p", type=float, metavar="X", help="only tokens with X of the likeliest one's chance")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text (default: random)")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT; repeatable")
+    # None where it was not said, so that a line of JSON can say otherwise.
+    parser.add_argument("--include-stop", action="store_const", const=True, help="leave the stop in the text")
+    parser.add_argument("--ignore-eos", action="store_const", const=True, help="go on behind the model's own end")
+    parser.add_argument("--cache-salt", metavar="TEXT", help="share cached pages with requests of this salt only")
     parser.add_argument("--priority", type=int, metavar="N", help="-100 to 100, higher goes first (default: 0)")
     parser.add_argument(
         "--repetition-penalty", type=float, metavar="X", help="make tokens that are there already less likely by X > 1"
