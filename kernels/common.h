@@ -160,6 +160,12 @@ template <class Type, int Count> struct alignas(sizeof(typename Type::Bits) * Co
     typename Type::Bits bits[Count];
 };
 
+// Registers, moved as one access to or from where numbers of any type lie, aligned to their size: at most 16 bytes. An
+// access as u32 through a cast pointer would do the same until a compiler orders it behind those of the numbers' type.
+template <int Count> struct alignas(4 * Count) Registers {
+    u32 of[Count];
+} __attribute__((may_alias));
+
 // Two 16-bit numbers in a register, the first in its low half.
 template <class Type> RF_INLINE u32 two_of(float low, float high) {
     return (u32)Type::store(low) | (u32)Type::store(high) << 16;
