@@ -367,7 +367,7 @@ RF_INLINE void load_tiles_transposed(u32 (&tiles)[4], const void *row) {
 #if defined(RF_CPU) || (defined(RF_HIP) && (defined(__gfx90a__) || defined(__gfx942__) || defined(__gfx950__) || \
                                             defined(__GFX11__) || defined(__GFX12__)))
 #define RF_COLUMNS 1
-#if defined(RF_HIP) && defined(__GFX11__)
+#if (defined(RF_HIP) && defined(__GFX11__)) || defined(RF_CPU_GFX11)
 // Its c has rows 2 e + u, so that rows of a must come in another order.
 RF_INLINE int matrix_row(int i) { return i % 2 * 8 + i / 2; }
 #else
@@ -386,7 +386,12 @@ RF_INLINE void multiply_16x16x16(float (&c)[256 / RF_WAVE], const u32 (&a)[128 /
         for (int k = 0; k < each / 2; k += 2) {
             u64 of_b = shuffle((u64)b[k + 1] << 32 | b[k], 16 * part + lane % 16);
             for (int row = 0; row < each; row++) {
-                u64 of_a = shuffle((u64)a[k + 1] << 32 | a[k], 16 * part + lane / 16 * each + row);
+#if defined(RF_CPU_GFX11)
+                int from = 2 * row + lane / 16;
+#else
+                int from = lane / 16 * each + row;
+#endif
+                u64 of_a = shuffle((u64)a[k + 1] << 32 | a[k], 16 * part + from);
                 for (int i = 0; i < 64; i += 16) c[row] += Type::load((u16)(of_a >> i)) * Type::load((u16)(of_b >> i));
             }
         }

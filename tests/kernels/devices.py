@@ -112,9 +112,11 @@ DEVICES: dict[str, Callable[[], Device]] = {
     "cpu-w64-sanitised": lambda: Cpu(64, sanitised=True),
     "cpu-w64-optimised": lambda: Cpu(64, optimised=True),
     "cpu-w32-optimised": lambda: Cpu(32, optimised=True),
+    "cpu-gfx11": lambda: Cpu(32, permuted=True, gfx11=True),
     "cupy": _gpu,
 }
-NAMES = list(DEVICES)
+#: Those that every test of a kernel runs on: the others are for matrix units.
+NAMES = [name for name in DEVICES if name not in ("cpu-w32-optimised", "cpu-gfx11")]
 
 
 @functools.cache

@@ -5,7 +5,8 @@ Barriers, shuffles and ballots behave as on a GPU whose waves have ``wave`` lane
 error: a barrier or an operation of a wave that not all threads reach, memory out of bounds, more than 48 KB of shared
 memory. Shared memory is NaN when a block begins. ``permuted`` takes threads, waves and blocks in another order each
 time, which shows a barrier that is missing. ``sanitised`` compiles with ASan and UBSan, ``optimised`` as far as a GPU's
-compiler would, which shows what the language leaves undefined: locals are not poisoned then.
+compiler would, which shows what the language leaves undefined: locals are not poisoned then. ``gfx11`` has the rows of
+a product in the order of RDNA 3.
 
 A kernel whose macros make its entry points must still spell each as ``RF_KERNEL name(``.
 """
@@ -115,16 +116,20 @@ class Cpu:
         permuted: bool = False,
         sanitised: bool = False,
         optimised: bool = False,
+        gfx11: bool = False,
         ucontext: bool = False,
         seed: int = 1,
     ) -> None:
         if sanitised and optimised:
             raise ValueError("sanitised and optimised: one of them at a time")
+        if gfx11 and wave != 32:
+            raise ValueError(f"wave={wave}: must be 32 for gfx11")
         self.wave = wave
         self.sanitised = sanitised
         self._permuted = permuted
         self._seed = seed
-        self._flags = SANITISED if sanitised else OPTIMISED if optimised else PLAIN
+        level = SANITISED if sanitised else OPTIMISED if optimised else PLAIN
+        self._flags = [*level, *(["-DRF_CPU_GFX11"] if gfx11 else [])]
         self._worker_flags = [*(SANITISED if sanitised else PLAIN), *(["-DEXECUTOR_UCONTEXT"] if ucontext else [])]
         self._running: _Worker | None = None
 

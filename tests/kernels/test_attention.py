@@ -226,11 +226,12 @@ def test_nothing_else_is_touched(name: str, kv_dtype: str) -> None:
     [
         ("cpu-w32-permuted", NO_MATRIX, "BF16"),
         ("cpu-w32-permuted", MATRIX_16X16X16, "INT8"),
+        ("cpu-gfx11", MATRIX_16X16X16, "BF16"),
         ("cpu-w64-permuted", NO_MATRIX, "INT8"),
     ],
 )
 def test_other_matrix_units(name: str, matrix: int, kv_dtype: str) -> None:
-    """Waves of 32 lanes without a matrix unit, as of RDNA 2, and with AMD's; of 64 lanes without."""
+    """Waves of 32 lanes without a matrix unit, as of RDNA 2, and with AMD's, and RDNA 3's; of 64 lanes without."""
     device = devices.get(name)
     case = Case(MIXED, 14, 2, 96, 16, "BF16", kv_dtype, processors=4)
     check(device, case, Gpu(device.wave, case.processors, matrix))
@@ -257,7 +258,7 @@ def test_pages_of_another_type_are_converted(name: str, matrix: int, kv_dtype: s
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), list(zip(HEAD_DIMS, itertools.cycle(["F16", "BF16"]), strict=False)))
-@pytest.mark.parametrize("name", ["cpu-w64-permuted", "cpu-w32-permuted"])
+@pytest.mark.parametrize("name", ["cpu-w64-permuted", "cpu-w32-permuted", "cpu-gfx11"])
 def test_int8_pages_on_amd_matrix_units(name: str, head_dim: int, dtype: str) -> None:
     """Every head size, whole tiles and partial results of several items of a row."""
     device = devices.get(name)

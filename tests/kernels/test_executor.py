@@ -256,7 +256,7 @@ def punned(access: str, word: str) -> str:
     return source.inlined(PUNNED.replace("AS", access).replace("WORD", word), "bad.hip")
 
 
-@pytest.mark.parametrize("name", ["cpu-w64", "cpu-w64-sanitised", "cpu-w32-optimised"])
+@pytest.mark.parametrize("name", ["cpu-w64", "cpu-w64-sanitised", "cpu-w64-optimised"])
 def test_numbers_of_one_type_are_not_accessed_as_another(name: str) -> None:
     """It may be right at one level of optimisation and wrong at the next, so it does not compile at any."""
     cpu = CPUS[name]
@@ -267,9 +267,11 @@ def test_numbers_of_one_type_are_not_accessed_as_another(name: str) -> None:
     assert cpu.get(y).tolist() == [i << 10 for i in range(64)]
 
 
-def test_a_cpu_is_not_optimised_and_sanitised() -> None:
+def test_a_cpu_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="sanitised and optimised"):
         Cpu(64, sanitised=True, optimised=True)
+    with pytest.raises(ValueError, match="wave=64: must be 32 for gfx11"):
+        Cpu(64, gfx11=True)
 
 
 def test_a_missing_barrier_shows_in_permuted_order() -> None:
