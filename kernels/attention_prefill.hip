@@ -403,7 +403,10 @@ struct Tile {
             int column = Pages::unit_of(i) * UNIT;
             Bits *to = shared + place(Pages::row_of(i), column / CHUNK) + column % CHUNK;
             if constexpr (Same<RF_TYPE, RF_KV>::IS) {
-                *(Pack<RF_KV, UNIT> *)to = packs[i];
+                Pack<RF_TYPE, UNIT> same;
+#pragma unroll
+                for (int j = 0; j < UNIT; j++) same.bits[j] = packs[i].bits[j];
+                *(Pack<RF_TYPE, UNIT> *)to = same;
             } else {
                 float numbers[UNIT];
 #pragma unroll
