@@ -184,9 +184,7 @@ RF_INLINE int number_of_column(int j) {
     return (piece * PIECE + within % count) * EACH + within / count;
 }
 
-struct alignas(2 * EACH) Words {
-    u32 of[EACH / 2];
-};
+typedef Registers<EACH / 2> Words;
 struct QueryPart {
     Words of[M];
 };
@@ -402,27 +400,24 @@ struct Tile {
 #pragma unroll
         for (int i = 0; i < MOVES; i++) {
             if (!Pages::has(i)) continue;
-            Pack<RF_TYPE, UNIT> converted;
+            int column = Pages::unit_of(i) * UNIT;
+            Bits *to = shared + place(Pages::row_of(i), column / CHUNK) + column % CHUNK;
             if constexpr (Same<RF_TYPE, RF_KV>::IS) {
+                Pack<RF_TYPE, UNIT> same;
 #pragma unroll
-                for (int j = 0; j < UNIT; j++) converted.bits[j] = packs[i].bits[j];
+                for (int j = 0; j < UNIT; j++) same.bits[j] = packs[i].bits[j];
+                *(Pack<RF_TYPE, UNIT> *)to = same;
             } else {
                 float numbers[UNIT];
 #pragma unroll
                 for (int j = 0; j < UNIT; j++)
                     numbers[j] = number_of(packs[i], j) * (SCALED ? scale[SCALED ? i : 0] : 1.0f);
+                Registers<UNIT * (int)sizeof(Bits) / 4> converted;
 #pragma unroll
-                for (int j = 0; j < UNIT; j += 2) {
-                    if constexpr (sizeof(Bits) == 2) {
-                        ((u32 *)converted.bits)[j / 2] = two_of<RF_TYPE>(numbers[j], numbers[j + 1]);
-                    } else {
-                        converted.bits[j] = RF_TYPE::store(numbers[j]);
-                        converted.bits[j + 1] = RF_TYPE::store(numbers[j + 1]);
-                    }
-                }
+                for (int j = 0; j < UNIT * (int)sizeof(Bits) / 4; j++)
+                    converted.of[j] = register_of(RF_TYPE(), numbers, j);
+                *(Registers<UNIT * (int)sizeof(Bits) / 4> *)to = converted;
             }
-            int column = Pages::unit_of(i) * UNIT;
-            *(Pack<RF_TYPE, UNIT> *)(shared + place(Pages::row_of(i), column / CHUNK) + column % CHUNK) = converted;
         }
     }
     RF_INLINE void copy(const Pages &pages, int first) {

@@ -160,6 +160,12 @@ template <class Type, int Count> struct alignas(sizeof(typename Type::Bits) * Co
     typename Type::Bits bits[Count];
 };
 
+// Registers, moved as one access to or from where numbers of any type lie, aligned to their size: at most 16 bytes. An
+// access as u32 through a cast pointer would do the same until a compiler orders it behind those of the numbers' type.
+template <int Count> struct alignas(4 * Count) Registers {
+    u32 of[Count];
+} __attribute__((may_alias));
+
 // Two 16-bit numbers in a register, the first in its low half.
 template <class Type> RF_INLINE u32 two_of(float low, float high) {
     return (u32)Type::store(low) | (u32)Type::store(high) << 16;
@@ -361,7 +367,7 @@ RF_INLINE void load_tiles_transposed(u32 (&tiles)[4], const void *row) {
 #if defined(RF_CPU) || (defined(RF_HIP) && (defined(__gfx90a__) || defined(__gfx942__) || defined(__gfx950__) || \
                                             defined(__GFX11__) || defined(__GFX12__)))
 #define RF_COLUMNS 1
-#if defined(RF_HIP) && defined(__GFX11__)
+#if (defined(RF_HIP) && defined(__GFX11__)) || defined(RF_CPU_GFX11)
 // Its c has rows 2 e + u, so that rows of a must come in another order.
 RF_INLINE int matrix_row(int i) { return i % 2 * 8 + i / 2; }
 #else
@@ -380,7 +386,12 @@ RF_INLINE void multiply_16x16x16(float (&c)[256 / RF_WAVE], const u32 (&a)[128 /
         for (int k = 0; k < each / 2; k += 2) {
             u64 of_b = shuffle((u64)b[k + 1] << 32 | b[k], 16 * part + lane % 16);
             for (int row = 0; row < each; row++) {
-                u64 of_a = shuffle((u64)a[k + 1] << 32 | a[k], 16 * part + lane / 16 * each + row);
+#if defined(RF_CPU_GFX11)
+                int from = 2 * row + lane / 16;
+#else
+                int from = lane / 16 * each + row;
+#endif
+                u64 of_a = shuffle((u64)a[k + 1] << 32 | a[k], 16 * part + from);
                 for (int i = 0; i < 64; i += 16) c[row] += Type::load((u16)(of_a >> i)) * Type::load((u16)(of_b >> i));
             }
         }

@@ -102,16 +102,21 @@ def _gpu() -> Device:
     return Gpu()
 
 
-#: By name. Permuted order finds a missing barrier, the sanitised build what is read or written beside an array.
+#: By name. Permuted order finds a missing barrier, the sanitised build what is read or written beside an array, the
+#: optimised one what is right for as long as a compiler leaves it alone.
 DEVICES: dict[str, Callable[[], Device]] = {
     "cpu-w64": lambda: Cpu(64),
     "cpu-w32": lambda: Cpu(32),
     "cpu-w64-permuted": lambda: Cpu(64, permuted=True),
     "cpu-w32-permuted": lambda: Cpu(32, permuted=True),
     "cpu-w64-sanitised": lambda: Cpu(64, sanitised=True),
+    "cpu-w64-optimised": lambda: Cpu(64, optimised=True),
+    "cpu-w32-optimised": lambda: Cpu(32, optimised=True),
+    "cpu-gfx11": lambda: Cpu(32, permuted=True, gfx11=True),
     "cupy": _gpu,
 }
-NAMES = list(DEVICES)
+#: Those that every test of a kernel runs on: the others are for matrix units.
+NAMES = [name for name in DEVICES if name not in ("cpu-w32-optimised", "cpu-gfx11")]
 
 
 @functools.cache

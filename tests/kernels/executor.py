@@ -4,7 +4,9 @@
 Barriers, shuffles and ballots behave as on a GPU whose waves have ``wave`` lanes, and what a GPU leaves undefined is an
 error: a barrier or an operation of a wave that not all threads reach, memory out of bounds, more than 48 KB of shared
 memory. Shared memory is NaN when a block begins. ``permuted`` takes threads, waves and blocks in another order each
-time, which shows a barrier that is missing. ``sanitised`` compiles with ASan and UBSan.
+time, which shows a barrier that is missing. ``sanitised`` compiles with ASan and UBSan, ``optimised`` as far as a GPU's
+compiler would, which shows what the language leaves undefined: locals are not poisoned then. ``gfx11`` has the rows of
+a product in the order of RDNA 3.
 
 A kernel whose macros make its entry points must still spell each as ``RF_KERNEL name(``.
 """
@@ -33,9 +35,13 @@ FOLDER = Path(__file__).parent / "cpu"
 BUILD = Path(__file__).parents[2] / "build" / "kernels"
 COMPILER = os.environ.get("CXX", "g++")
 PLAIN = ["-O1", "-ftrivial-auto-var-init=pattern"]
+OPTIMISED = ["-O2"]
 SANITISED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 #: Kernels are compiled without these, so that no value depends on them.
 COMMON = ["-std=c++17", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+#: Written as one type and read as another is undefined, and may or may not be right. The level comes behind the error,
+#: which has one of its own.
+ALIASING = ["-fstrict-aliasing", "-Werror=strict-aliasing", "-Wstrict-aliasing=2"]
 
 _KERNEL = re.compile(r'extern\s+"C"\s+__attribute__\(\(executor_kernel\)\)\s+void\s+')
 _BOUNDS = "__attribute__((executor_launch_bounds("
@@ -104,14 +110,27 @@ class Cpu:
     """A device: compiles sources, holds arrays, launches kernels."""
 
     def __init__(
-        self, wave: int, *, permuted: bool = False, sanitised: bool = False, ucontext: bool = False, seed: int = 1
+        self,
+        wave: int,
+        *,
+        permuted: bool = False,
+        sanitised: bool = False,
+        optimised: bool = False,
+        gfx11: bool = False,
+        ucontext: bool = False,
+        seed: int = 1,
     ) -> None:
+        if sanitised and optimised:
+            raise ValueError("sanitised and optimised: one of them at a time")
+        if gfx11 and wave != 32:
+            raise ValueError(f"wave={wave}: must be 32 for gfx11")
         self.wave = wave
         self.sanitised = sanitised
         self._permuted = permuted
         self._seed = seed
-        self._flags = SANITISED if sanitised else PLAIN
-        self._worker_flags = [*self._flags, *(["-DEXECUTOR_UCONTEXT"] if ucontext else [])]
+        level = SANITISED if sanitised else OPTIMISED if optimised else PLAIN
+        self._flags = [*level, *(["-DRF_CPU_GFX11"] if gfx11 else [])]
+        self._worker_flags = [*(SANITISED if sanitised else PLAIN), *(["-DEXECUTOR_UCONTEXT"] if ucontext else [])]
         self._running: _Worker | None = None
 
     def compile(self, name: str, defines: Mapping[str, str | int] | None = None) -> Module:
@@ -121,7 +140,7 @@ class Cpu:
     def compile_text(self, text: str, defines: Mapping[str, str | int] | None = None, file: str = "test.hip") -> Module:
         """Compile a text that has its common.h already (`source.inlined`)."""
         words = [f"-D{name}={value}" for name, value in source.checked(text, defines or {}, file).items()]
-        words = [*COMMON, *self._flags, f"-DRF_WAVE={self.wave}", *words]
+        words = [*COMMON, *ALIASING, *self._flags, f"-DRF_WAVE={self.wave}", *words]
         return Module(self, _library(text, tuple(words)), file)
 
     def array(self, values: ArrayLike) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from kernels import source
 from kernels.attention import (
+    HEAD_DIMS,
     MATRIX_16X8X16,
     MATRIX_16X16X16,
     NO_MATRIX,
@@ -213,9 +215,10 @@ def test_attention_on_a_gpu(case: Case) -> None:
     check(device, case, replace(this_gpu(), processors=case.processors), seed=3)
 
 
+@pytest.mark.parametrize("kv_dtype", ["BF16", "INT8"])
 @pytest.mark.parametrize("name", ["cpu-w64-sanitised", "cpu-w32"])
-def test_nothing_else_is_touched(name: str) -> None:
-    check(devices.get(name), Case(MIXED, 14, 2, 80, 16, **HALF, processors=4))
+def test_nothing_else_is_touched(name: str, kv_dtype: str) -> None:
+    check(devices.get(name), Case(MIXED, 14, 2, 80, 16, "BF16", kv_dtype, processors=4))
 
 
 @pytest.mark.parametrize(
@@ -223,14 +226,44 @@ def test_nothing_else_is_touched(name: str) -> None:
     [
         ("cpu-w32-permuted", NO_MATRIX, "BF16"),
         ("cpu-w32-permuted", MATRIX_16X16X16, "INT8"),
+        ("cpu-gfx11", MATRIX_16X16X16, "BF16"),
         ("cpu-w64-permuted", NO_MATRIX, "INT8"),
     ],
 )
 def test_other_matrix_units(name: str, matrix: int, kv_dtype: str) -> None:
-    """Waves of 32 lanes without a matrix unit, as of RDNA 2, and with AMD's; of 64 lanes without."""
+    """Waves of 32 lanes without a matrix unit, as of RDNA 2, and with AMD's, and RDNA 3's; of 64 lanes without."""
     device = devices.get(name)
     case = Case(MIXED, 14, 2, 96, 16, "BF16", kv_dtype, processors=4)
     check(device, case, Gpu(device.wave, case.processors, matrix))
+
+
+@pytest.mark.parametrize("kv_dtype", ["F32", "F16", "INT8"])
+@pytest.mark.parametrize(
+    ("name", "matrix"),
+    [
+        ("cpu-w64-optimised", MATRIX_16X16X16),
+        ("cpu-w64-optimised", NO_MATRIX),
+        ("cpu-w32-optimised", MATRIX_16X16X16),
+        ("cpu-w32-optimised", MATRIX_16X8X16),
+    ],
+)
+def test_pages_of_another_type_are_converted(name: str, matrix: int, kv_dtype: str) -> None:
+    """On the way to each matrix unit, by a compiler that may move accesses of one type past those of another.
+
+    Prompts that begin anywhere in a page and end in the middle of one, in tiles that they do not fill.
+    """
+    device = devices.get(name)
+    case = Case(((0, 20), (20, 29), (75, 40)), 14, 2, 64, 16, "BF16", kv_dtype)
+    check(device, case, Gpu(device.wave, case.processors, matrix))
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), list(zip(HEAD_DIMS, itertools.cycle(["F16", "BF16"]), strict=False)))
+@pytest.mark.parametrize("name", ["cpu-w64-permuted", "cpu-w32-permuted", "cpu-gfx11"])
+def test_int8_pages_on_amd_matrix_units(name: str, head_dim: int, dtype: str) -> None:
+    """Every head size, whole tiles and partial results of several items of a row."""
+    device = devices.get(name)
+    case = Case(((130, 21), (47, 18)), 6, 2, head_dim, 24, dtype, "INT8", processors=8)
+    check(device, case, Gpu(device.wave, case.processors, MATRIX_16X16X16))
 
 
 @pytest.mark.parametrize("processors", [1, 24])

@@ -243,6 +243,37 @@ def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what a GPU does not allow ---------------------------------------------------------------------------------------
 
 
+PUNNED = """#include "common.h"
+RF_KERNEL halves(i32 *y) {
+    Pack<BF16, 2> two;
+    (*(AS *)two.bits)WORD = y[threadIdx.x];
+    y[threadIdx.x] = two.bits[0] | two.bits[1] << 16;
+}
+"""
+
+
+def punned(access: str, word: str) -> str:
+    return source.inlined(PUNNED.replace("AS", access).replace("WORD", word), "bad.hip")
+
+
+@pytest.mark.parametrize("name", ["cpu-w64", "cpu-w64-sanitised", "cpu-w64-optimised"])
+def test_numbers_of_one_type_are_not_accessed_as_another(name: str) -> None:
+    """It may be right at one level of optimisation and wrong at the next, so it does not compile at any."""
+    cpu = CPUS[name]
+    with pytest.raises(KernelError, match=r"bad.hip:4:\d+: error: dereferencing type-punned pointer"):
+        cpu.compile_text(punned("u32", ""), {}, "bad.hip")
+    y = cpu.array(np.arange(64, dtype=np.int32) << 10)
+    cpu.compile_text(punned("Registers<1>", ".of[0]"), {}, "bad.hip").launch("halves", 1, 64, [y])
+    assert cpu.get(y).tolist() == [i << 10 for i in range(64)]
+
+
+def test_a_cpu_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="sanitised and optimised"):
+        Cpu(64, sanitised=True, optimised=True)
+    with pytest.raises(ValueError, match="wave=64: must be 32 for gfx11"):
+        Cpu(64, gfx11=True)
+
+
 def test_a_missing_barrier_shows_in_permuted_order() -> None:
     """In order of the threads this kernel gives the right values, by luck."""
     x = np.arange(256, dtype=np.float32)
