@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from services.engine import cli
 from services.engine.cli import load
 from services.engine.cli.load import Lengths, Plan, Sample
 from services.engine.cli.report import lines, percentile, report, spread
-from services.engine.streams import Listener
 from services.errors import QueueFull
 from tests.engine.running import RunningEngine
+from tests.generation import collect, request
 from tests.processes import ROOT
 
 Captured = pytest.CaptureFixture[str]
@@ -200,20 +199,10 @@ def test_against_an_engine(engine: RunningEngine, capsys: Captured) -> None:
     assert capsys.readouterr().out.startswith("requests    2 in ")
 
 
-def test_what_the_engine_refuses_is_counted(
-    engine: RunningEngine, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_engine_refuses_is_counted(engine: RunningEngine, capsys: Captured) -> None:
     engine.steps.hold()
-    streams, opened, all_came = engine.engine.streams, list[str](), threading.Event()
-    open_stream = streams.open
-
-    def noted(request_id: str, listener: Listener) -> None:
-        open_stream(request_id, listener)
-        opened.append(request_id)
-        if len(opened) == 12:
-            all_came.set()
-
-    monkeypatch.setattr(streams, "open", noted)
+    blocker = engine.stub.Generate(request(max_tokens=2))
+    assert engine.steps.reached.wait(60)  # what comes now is looked at when the step is over
     flags = ["--requests", "12", "--concurrency", "12", "--input-len", "4", "--output-len", "2"]
     process = subprocess.Popen(
         [sys.executable, "-m", "services.engine", "bench", *flags, "--json", "--target", engine.address],
@@ -222,8 +211,10 @@ def test_what_the_engine_refuses_is_counted(
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert all_came.wait(60)
+    while len(engine.engine.streams) < 13:
+        assert process.poll() is None
     engine.steps.release()
+    collect(blocker)
     out, err = process.communicate(timeout=60)
     told = json.loads(out)
     assert process.returncode == 1 and told["failed"] > 0
