@@ -333,7 +333,7 @@ def test_a_truncated_file_is_refused(tmp_path_factory: pytest.TempPathFactory, s
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ModelInvalid, match=r"it\.gguf cannot be read: No such file"):
+    with pytest.raises(ModelInvalid, match=r"it\.gguf: there is no such folder or file"):
         Checkpoint.open(tmp_path / "it.gguf")
     (tmp_path / "it.gguf").mkdir()
     with pytest.raises(ModelInvalid, match="is not a regular file"):
