@@ -8,8 +8,6 @@ from collections.abc import Sequence as Items
 
 from services.kvcache.retention import Retention
 
-UINT32_MAX = 0xFFFFFFFF
-
 
 def token_array(tokens: Items[int]) -> array[int]:
     """Tokens as an array of uint32. Raises OverflowError when one does not fit."""

@@ -1,4 +1,8 @@
-"""Logged events are caught instead of printed; a test that wants them asks for ``logged``."""
+"""What the engine's tests share.
+
+Logged events are caught instead of printed; a test that wants them asks for ``logged``. A module whose tests share an
+engine makes it as ``shared``; they ask for ``engine``.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,17 @@ from typing import Any
 import pytest
 import structlog
 
+from tests.engine.running import RunningEngine
+
 
 @pytest.fixture(autouse=True)
 def logged() -> Iterator[list[MutableMapping[str, Any]]]:
     with structlog.testing.capture_logs() as events:
         yield events
+
+
+@pytest.fixture
+def engine(shared: RunningEngine) -> Iterator[RunningEngine]:
+    """The engine of this module; each test leaves it idle."""
+    yield shared
+    shared.settle()

@@ -97,6 +97,12 @@ class RunningEngine:
         stats = self.stub.GetStats(pb.GetStatsRequest())
         assert (stats.running_requests, stats.queued_requests, stats.held_pages) == (0, 0, 0)
 
+    def settle(self) -> None:
+        """Undo what a test did to the steps, and wait until no request is live."""
+        self.steps.fault = lambda step: None
+        self.steps.release()
+        self.idle()
+
     def stop(self, grace_s: float = 5.0) -> None:
         if not self.stopped:
             self.stopped = True

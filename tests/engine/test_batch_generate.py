@@ -27,15 +27,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     one.close()
 
 
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    """Shared by this module's tests; each leaves it idle."""
-    yield shared
-    shared.steps.fault = lambda step: None
-    shared.steps.release()
-    shared.idle()
-
-
 def batch(engine: Engine, *requests: pb.GenerateRequest, **options: Any) -> Any:
     return engine.stub.BatchGenerate(pb.BatchGenerateRequest(requests=requests), **options)
 

@@ -36,14 +36,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     one.close()
 
 
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    """Shared by this module's tests; each leaves it idle."""
-    yield shared
-    shared.steps.release()
-    shared.idle()
-
-
 def run(engine: Engine, command: str, *arguments: str) -> int:
     return cli.run(command, [*arguments, "--target", engine.address])
 

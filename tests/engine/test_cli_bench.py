@@ -34,13 +34,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     one.close()
 
 
-@pytest.fixture
-def engine(shared: RunningEngine) -> Iterator[RunningEngine]:
-    yield shared
-    shared.steps.release()
-    shared.idle()
-
-
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 

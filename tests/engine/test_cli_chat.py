@@ -40,14 +40,6 @@ def shared() -> Iterator[RunningEngine]:
         one.close()
 
 
-@pytest.fixture
-def engine(shared: RunningEngine) -> Iterator[RunningEngine]:
-    """Shared by this module's tests; each leaves it idle."""
-    yield shared
-    shared.steps.release()
-    shared.idle()
-
-
 def run(engine: RunningEngine, command: str, *arguments: str) -> int:
     return cli.run(command, [*arguments, "--target", engine.address])
 
@@ -204,6 +196,37 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(engine: RunningEngine, mo
         assert terminal.process.wait(60) == 0
     finally:
         terminal.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_interrupt_while_the_call_begins(
+    engine: RunningEngine, capsys: Captured, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """It ends that answer, wherever gRPC is; the chat goes on as if the question was not asked."""
+    began: list[Any] = []
+
+    class Stub:
+        GetModel = engine.stub.GetModel
+
+        def Generate(self, request: pb.GenerateRequest) -> Any:
+            if began:
+                assert began[0].cancelled() and len(request.prompt.messages.items) == 1
+                engine.steps.release()
+                return engine.stub.Generate(request)
+            if moment == "before":
+                signal.raise_signal(signal.SIGINT)
+            engine.steps.hold()
+            began.append(engine.stub.Generate(request))
+            assert engine.steps.reached.wait(60)
+            if moment == "after":
+                signal.raise_signal(signal.SIGINT)
+            return began[0]
+
+    expected = printed(answer(engine, "the"))
+    typed(monkeypatch, "Hi!", "the")
+    monkeypatch.setattr("services.engine.cli.call.engine_pb2_grpc.EngineServiceStub", lambda channel: Stub())
+    assert run(engine, "chat", *GREEDY) == 0
+    assert len(began) == 1 and capsys.readouterr().out == expected
 
 
 # --- conversations for the other commands -----------------------------------------------------------------------------

@@ -85,9 +85,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
     """Shared by this module's tests; it has a generation ``done``, and each test leaves it idle."""
     shared.idle()
     yield shared
-    shared.steps.fault = lambda step: None
-    shared.steps.release()
-    shared.idle()
+    shared.settle()
 
 
 def told(engine: Engine, method: str, message: Any | None = None) -> ServiceError:

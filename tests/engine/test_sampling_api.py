@@ -44,14 +44,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     one.close()
 
 
-@pytest.fixture
-def engine(shared: RunningEngine) -> Iterator[RunningEngine]:
-    yield shared
-    shared.steps.fault = lambda step: None
-    shared.steps.release()
-    shared.idle()
-
-
 @pytest.fixture(scope="module")
 def model() -> Model:
     return Model.load(BUNDLED_MODEL)

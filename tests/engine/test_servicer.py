@@ -27,15 +27,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     one.close()
 
 
-@pytest.fixture
-def engine(shared: RunningEngine) -> Iterator[RunningEngine]:
-    """Shared by this module's tests; each leaves it idle."""
-    yield shared
-    shared.steps.fault = lambda step: None
-    shared.steps.release()
-    shared.idle()
-
-
 def health(channel: grpc.Channel, service: str = "") -> int:
     answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
     return int(answer.status)

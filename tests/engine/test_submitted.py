@@ -35,9 +35,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
     """Shared by this module's tests; each leaves it idle, and finds it without generations."""
     shared.stub.PurgeGenerations(pb.PurgeGenerationsRequest(older_than=span(0)))
     yield shared
-    shared.steps.fault = lambda step: None
-    shared.steps.release()
-    shared.idle()
+    shared.settle()
 
 
 def span(seconds: float) -> duration_pb2.Duration:

@@ -84,6 +84,27 @@ def run(command: str, target: str, body: Callable[[Any], int]) -> int:
             return 130
 
 
+def each_id(command: str, flags: argparse.Namespace, method: str, message: Callable[..., Any]) -> int:
+    """Call ``method`` with a ``message`` for each request of ``flags.id``; return the exit status, 1 if any failed."""
+    try:
+        messages = [message(request_id=name) for name in flags.id]
+    except UnicodeError:
+        say(command, "ID must be UTF-8")
+        return 2
+
+    def body(stub: Any) -> int:
+        status = 0
+        for one in messages:
+            try:
+                getattr(stub, method)(one)
+            except grpc.RpcError as error:
+                say(command, describe(failure(error, flags.target)))
+                status = 1
+        return status
+
+    return run(command, flags.target, body)
+
+
 def drop_output() -> None:
     """Let what is still to be flushed at the interpreter's end go nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

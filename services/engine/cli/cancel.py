@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
-
-import grpc
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine.cli import call
@@ -15,24 +12,7 @@ NAME = "cancel"
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status; 1 if one of them could not be cancelled."""
-    flags = _parser().parse_args(arguments)
-    try:
-        messages = [pb.CancelGenerationRequest(request_id=name) for name in flags.id]
-    except UnicodeError:
-        call.say(NAME, "ID must be UTF-8")
-        return 2
-
-    def body(stub: Any) -> int:
-        status = 0
-        for message in messages:
-            try:
-                stub.CancelGeneration(message)
-            except grpc.RpcError as error:
-                call.say(NAME, call.describe(call.failure(error, flags.target)))
-                status = 1
-        return status
-
-    return call.run(NAME, flags.target, body)
+    return call.each_id(NAME, _parser().parse_args(arguments), "CancelGeneration", pb.CancelGenerationRequest)
 
 
 def _parser() -> argparse.ArgumentParser:

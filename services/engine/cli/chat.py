@@ -8,7 +8,7 @@ import io
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -117,8 +117,7 @@ def _talk(stub: Any, talk: Conversation, terminal: bool, flags: argparse.Namespa
             elif word.startswith("/") and not word.startswith("//"):
                 call.say(NAME, f"there is no {word}. {_HELP}")
             else:
-                talk.ask(line.strip().removeprefix("/") if word.startswith("//") else line)
-                _answer(stub, talk, flags)
+                _answer(stub, talk, line.strip().removeprefix("/") if word.startswith("//") else line, flags)
         except KeyboardInterrupt:  # between an answer and the next line
             if not terminal:
                 raise
@@ -133,51 +132,64 @@ def _talk(stub: Any, talk: Conversation, terminal: bool, flags: argparse.Namespa
     return 0
 
 
-def _answer(stub: Any, talk: Conversation, flags: argparse.Namespace) -> None:
-    """Print an answer as it comes, and remember it. An interrupt ends it."""
+def _answer(stub: Any, talk: Conversation, text: str, flags: argparse.Namespace) -> None:
+    """Ask, print the answer as it comes, and remember both. An interrupt ends the answer."""
     said: list[str] = []
-    stream = stub.Generate(talk.request)
+    with _Interrupt() as interrupt:
+        talk.ask(text)
+        try:
+            stream = stub.Generate(talk.request)
+            interrupt.then(stream.cancel)
 
-    def heard() -> Iterator[pb.GenerateResponse]:
-        for response in stream:
-            said.append(response.text)
-            yield response
+            def heard() -> Iterator[pb.GenerateResponse]:
+                for response in stream:
+                    said.append(response.text)
+                    yield response
 
-    try:
-        with _interrupts(stream.cancel) as interrupted:
             try:
                 finish = print_text(heard())
             except grpc.RpcError:
-                if not interrupted.is_set():
+                if not interrupt.came:
                     raise
                 return
-        if flags.stats and finish is not None:
-            print(summary(finish), file=sys.stderr)
-    finally:
-        stream.cancel()
-        talk.answered("".join(said))
+            finally:
+                stream.cancel()
+            if flags.stats and finish is not None:
+                print(summary(finish), file=sys.stderr)
+        finally:
+            talk.answered("".join(said))
 
 
-@contextlib.contextmanager
-def _interrupts(action: Any) -> Iterator[threading.Event]:
-    """Have an interrupt do something instead of raising; what it sets tells that it did.
+class _Interrupt:
+    """Inside it an interrupt is noted and acted on, and never raised: nothing here or in gRPC is left half done.
 
-    Nothing of this module or of gRPC is left half done then.
+    One that comes before it is known what to do is acted on as soon as it is.
     """
-    seen = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield seen  # only the main thread hears of interrupts
-        return
 
-    def interrupt(number: int, frame: Any) -> None:
-        seen.set()
-        action()
+    def __init__(self) -> None:
+        self.came = False
+        self._action: Callable[[], object] | None = None
+        self._before: Any = None
 
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)
+    def then(self, action: Callable[[], object]) -> None:
+        """What an interrupt does; may be called by each, and at once."""
+        self._action = action
+        if self.came:
+            action()
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        self.came = True
+        if self._action is not None:
+            self._action()
+
+    def __enter__(self) -> _Interrupt:
+        if threading.current_thread() is threading.main_thread():  # no other thread hears of interrupts
+            self._before = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *failed: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
 
 
 def _lines(terminal: bool) -> Iterator[str]:
