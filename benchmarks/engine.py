@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import statistics
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 from threadpoolctl import threadpool_limits
@@ -85,18 +87,23 @@ def workload_rows(stand: Stand, name: str, scale: Scale) -> Iterator[Row]:
     jobs = scale.jobs(stand.model.config.vocab_size)
     total = workload.pages_for(jobs, PAGE_SIZE) * 9 // 8
     sides: tuple[list[Run], list[Run]] = ([], [])
+    again = [[0, 0], [0, 0]]
     with stand.daemon(total) as theirs, stand.local(total) as own:
         once(stand, own, jobs[: max(2, len(jobs) // 8)], scale, "warm")
         for pair in range(scale.pairs):
             order: list[tuple[int, Pages]] = [(0, theirs), (1, own)]
             for side, pages in order if pair % 2 else order[::-1]:
+                before = stand.replayed
                 sides[side].append(once(stand, pages, jobs, scale, f"w{pair}"))
+                again[side] = [n + now - then for n, now, then in zip(again[side], stand.replayed, before, strict=True)]
     run, local = (workload.median_of(side) for side in sides)
-    per_step = run.took_s / run.steps * 1e3
-    compute = f"{run.steps} steps of {per_step:.2f} ms, {run.compute_s / run.steps * 1e3:.2f} of them compute"
-    ratio, detail = run.tokens_per_s / local.tokens_per_s, f"to in-process pages; {scale.said}; {compute}"
+    ratio, detail = run.tokens_per_s / local.tokens_per_s, f"to in-process pages; {scale.said}; {steps_of(run)}"
     yield Row("workload", f"{name}, the daemon's pages", run.tokens_per_s, "tokens/s", ratio, PAGES_BAR, detail=detail)
-    yield Row("workload", f"{name}, in-process pages", local.tokens_per_s, "tokens/s")
+    yield Row("workload", f"{name}, in-process pages", local.tokens_per_s, "tokens/s", detail=steps_of(local))
+    if stand.on_device:
+        for kind, (recorded, replayed) in zip(("the daemon's", "in-process"), again, strict=True):
+            detail = f"of {sum(one.steps for one in sides[0])}; {recorded} recorded"
+            yield Row("workload", f"{name}, replayed on {kind} pages", replayed, "steps", detail=detail)
     outside = (run.took_s - run.compute_s - run.page_wait_s) / run.steps * 1e6
     yield Row("workload", f"{name}, scheduling", outside, "us a step", run.schedule_share, detail="share of all time")
     waited = run.page_wait_s / run.steps * 1e6
@@ -104,6 +111,12 @@ def workload_rows(stand: Stand, name: str, scale: Scale) -> Iterator[Row]:
     yield Row(
         "workload", f"{name}, waiting for pages", waited, "us a step", run.page_wait_s / run.took_s, detail=detail
     )
+
+
+def steps_of(run: Run) -> str:
+    """How many steps, and how long."""
+    compute = run.compute_s / run.steps * 1e3
+    return f"{run.steps} steps of {run.took_s / run.steps * 1e3:.2f} ms, {compute:.2f} of them compute"
 
 
 def once(stand: Stand, pages: Pages, jobs: list[Job], scale: Scale, name: str) -> Run:
@@ -229,14 +242,37 @@ def steps_rows(stand: Stand, name: str, copy: float) -> Iterator[Row]:
 def arena_rows(
     stand: Stand, name: str, batches: Sequence[int] = (1, 64, 256), keys: int = steps.CONTEXT
 ) -> Iterator[Row]:
-    """Decoding steps on memory that the daemon has and this process mapped, and on its own: no call is under way."""
+    """Decoding steps on memory that the daemon has and this process mapped, and on its own: no call is under way.
+
+    On a GPU also copies within that memory: whether reading it is slower by itself.
+    """
     total = steps.pages_of(max(batches), keys)
     with stand.daemon(total) as theirs, stand.local(total) as own:
+        if stand.on_device:
+            mapped, private = (copied_per_s(pages.memory()) for pages in (theirs, own))
+            detail = f"to in-process pages, {private / 1e12:.2f} TB/s; pages to pages, read and written"
+            yield Row("arena", f"{name}, copy", mapped / 1e12, "TB/s", mapped / private, PAGES_BAR, detail=detail)
         for batch in batches:
             mapped, private = (steps.decode_seconds(stand, pages, batch, keys)[0] for pages in (theirs, own))
             detail = f"to in-process pages, {private * 1e3:.2f} ms; {keys} keys a row"
             what = f"{name}, decode of {batch}"
             yield Row("arena", what, mapped * 1e3, "ms", private / mapped, PAGES_BAR, detail=detail)
+
+
+def copied_per_s(memory: Any) -> float:
+    """Bytes a second that a copy of the first half of pages ``[pages, bytes]`` to the others reads and writes."""
+    import cupy
+
+    half = len(memory) // 2
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    took = []
+    for _ in range(12):
+        start.record()
+        cupy.copyto(memory[half : 2 * half], memory[:half])
+        end.record()
+        end.synchronize()
+        took.append(cupy.cuda.get_elapsed_time(start, end) / 1e3)
+    return 2 * half * memory.shape[1] / statistics.median(took[2:])
 
 
 def flips_rows(stand: Stand, name: str, scale: Scale, trained: Path | None, graphs: bool = False) -> Iterator[Row]:

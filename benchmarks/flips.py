@@ -11,7 +11,6 @@ cut by its own keys. A step of it beside one without is the price.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -50,14 +49,6 @@ class InvariantOps(CupyOps):
 
     ROWS = 256
 
-    @contextlib.contextmanager
-    def step(self, rows: int, single: bool) -> Iterator[None]:
-        """A step that is replayed is made up to whole ``ROWS``, so that its products need not be."""
-        with super().step(rows, single):
-            if self._rows is not None:
-                self._rows = self._whole(self._rows)
-            yield
-
     def linear(self, x: Any, weight: Any, widen: bool = False) -> Any:
         """See `ops_numpy.linear`."""
         n = len(x)
@@ -72,8 +63,12 @@ class InvariantOps(CupyOps):
     def _whole(self, rows: int) -> int:
         return -(-rows // self.ROWS) * self.ROWS
 
+    def _size(self, count: int) -> int:
+        # A step that is replayed is made up to whole products: no product of it needs to be.
+        return self._whole(count)
+
     def _plan(self, geometry: Geometry, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Plan:
-        return attention.plan(geometry, self._gpu, starts, lengths, ITEM_KEYS)
+        return attention.plan(geometry, self._gpu, starts, lengths, ITEM_KEYS, self._made_to_size)
 
 
 class InvariantRandomOps(InvariantOps, RandomOps):

@@ -33,7 +33,9 @@ from kernels.tape import Tape, writing
 from services.engine.batch import Row
 from services.engine.sampling import sample
 
-BATCHES, CONTEXT, WARM, STEPS, ROUNDS, LAYERS = (1, 16), 1024, 5, 200, 5, 4
+CONTEXT, WARM, STEPS, ROUNDS, LAYERS = 1024, 5, 200, 5, 4
+#: Rows of a step, and tokens of each.
+KINDS = {"decode of 1": (1, 1), "decode of 16": (16, 1), "a prompt's last 16 tokens": (1, 16)}
 #: An embedding's size costs the host nothing.
 VOCAB_SIZE = 8192
 
@@ -69,23 +71,24 @@ class Took:
     step_s: float
 
 
-class Decoding:
-    """Decoding steps of ``batch`` rows, of `CONTEXT` keys and more: ``steps`` of them at most."""
+class Steps:
+    """Steps of ``batch`` rows of ``tokens`` each, behind `CONTEXT` keys and more: ``steps`` of them at most."""
 
-    def __init__(self, stand: Stand, pages: Pages, batch: int, steps: int) -> None:
+    def __init__(self, stand: Stand, pages: Pages, batch: int, tokens: int, steps: int) -> None:
         """``stand`` is of `TimedOps`."""
-        self._stand, self._ops, self._pages = stand, cast(TimedOps, stand.backend.ops), pages
-        each = pages_of(1, steps)
+        self._stand, self._ops, self._pages, self._tokens = stand, cast(TimedOps, stand.backend.ops), pages, tokens
+        each = pages_of(1, tokens, steps)
         self._tables = [range(row * each, (row + 1) * each) for row in range(batch)]
         self._done = 0
 
     def step(self) -> Took:
         """One step."""
         at, batch, model = CONTEXT + self._done, len(self._tables), self._stand.model
-        step = [Row([(7 * row + at) % 1000], at, table, 1) for row, table in enumerate(self._tables)]
+        tokens = range(at % 900, at % 900 + self._tokens)
+        step = [Row(tokens, at, table, 1) for table in self._tables]
         began = time.thread_time()
         logits = model.forward(step, self._pages.memory())
-        sample(logits, [GREEDY] * batch, [at + 1] * batch, draw=self._stand.draw)
+        sample(logits, [GREEDY] * batch, [at + self._tokens] * batch, draw=self._stand.draw)
         self._stand.backend.finish()
         self._done += 1
         return Took(self._ops.queued_s, time.thread_time() - began)
@@ -96,16 +99,16 @@ class Decoding:
         return Took(statistics.median(one.queued_s for one in took), statistics.median(one.step_s for one in took))
 
 
-def pages_of(batch: int, steps: int) -> int:
-    """Pages for `Decoding`."""
-    return batch * -(-(CONTEXT + steps) // PAGE_SIZE)
+def pages_of(batch: int, tokens: int, steps: int) -> int:
+    """Pages for `Steps`."""
+    return batch * -(-(CONTEXT + tokens + steps) // PAGE_SIZE)
 
 
-def operations(decoding: Decoding) -> int:
+def operations(steps: Steps) -> int:
     """Kernels and products of a step that is queued one by one: of its layers, the logits and the drawing."""
     writing.tape = Tape()
     try:
-        decoding.step()
+        steps.step()
         return len(writing.tape)
     finally:
         writing.tape = None
@@ -136,13 +139,14 @@ def _least(call: Callable[[], None], times: int = 500, runs: int = 9) -> float:
 
 
 def measure(layers: int, steps: int, profile: cProfile.Profile | None = None) -> Iterator[Found]:
-    """Rows of each batch: steps queued one by one and from tapes, alternately. ``profile`` is of those from tapes."""
+    """Rows of each of `KINDS`: steps one by one and from tapes, alternately. ``profile`` is of those from tapes."""
     shape = dataclasses.replace(shapes.QWEN3_600M, layers=layers, vocab_size=VOCAB_SIZE)
     eager, taped = Stand.on_gpu(shape, make_ops=OneByOneOps), Stand.on_gpu(shape, make_ops=TimedOps)
     each = -(-steps // ROUNDS)
-    for batch in BATCHES:
-        with eager.local(pages_of(batch, most := 2 + WARM + ROUNDS * each)) as pages:
-            plain, replayed = Decoding(eager, pages, batch, most), Decoding(taped, pages, batch, most)
+    most = 2 + WARM + ROUNDS * each
+    for kind, (batch, tokens) in KINDS.items():
+        with eager.local(pages_of(batch, tokens, most)) as pages:
+            plain, replayed = (Steps(stand, pages, batch, tokens, most) for stand in (eager, taped))
             plain.steps(WARM)
             count = operations(plain)
             replayed.steps(1 + WARM)
@@ -152,7 +156,7 @@ def measure(layers: int, steps: int, profile: cProfile.Profile | None = None) ->
                 with profile or contextlib.nullcontext():
                     after.append(replayed.steps(each))
         slow, fast = _least_of(before), _least_of(after)
-        name = f"decode of {batch}, {layers} layers"
+        name = f"{kind}, {layers} layers"
         for how, took in (("one by one", slow), ("from tapes", fast)):
             per, detail = took.queued_s / count * 1e6, f"{count} operations; a whole step {took.step_s * 1e6:.0f} us"
             yield Found("launches", f"{name}, {how}", per, "us", slow.queued_s / took.queued_s, detail=detail)

@@ -79,6 +79,12 @@ class Stand:
         """Whether a GPU computes."""
         return self.backend.gpu is not None
 
+    @property
+    def replayed(self) -> tuple[int, int]:
+        """How many steps were recorded to be replayed, and how many were."""
+        replays = self.backend.ops.replays if isinstance(self.backend.ops, CupyOps) else None
+        return (replays.recorded, replays.replayed) if replays else (0, 0)
+
     @contextlib.contextmanager
     def local(self, total: int) -> Iterator[Pages]:
         """Pages of this process's own."""

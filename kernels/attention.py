@@ -153,9 +153,17 @@ class _Tiles:
 
 
 def plan(
-    geometry: Geometry, gpu: Gpu, starts: NDArray[Any], lengths: NDArray[Any], item_keys: int | None = None
+    geometry: Geometry,
+    gpu: Gpu,
+    starts: NDArray[Any],
+    lengths: NDArray[Any],
+    item_keys: int | None = None,
+    decode_all: bool = False,
 ) -> Plan:
     """Plan a batch: row r has ``lengths[r]`` >= 1 tokens at the positions from ``starts[r]`` >= 0 on.
+
+    With ``decode_all`` all rows go to `attention_decode`, as `padded` needs it; K and V are then read once for each
+    tile of a row.
 
     Keys are cut such that the whole batch is over soonest, or, with ``item_keys``, into items of so many at most
     whatever else the batch has. Raises ValueError.
@@ -171,7 +179,7 @@ def plan(
         raise ValueError(f"position {(starts + lengths).max() - 1}: must be below {np.iinfo(np.int32).max // 2}")
 
     group, most = geometry.group, max_decode_rows(geometry, gpu)
-    few = (lengths == 1) | (lengths * group <= most)
+    few = (lengths == 1) | (lengths * group <= most) | decode_all
     rows = decode_rows(geometry, gpu, int(np.max(lengths[few] * group, initial=1)))
     tiles = _tiles(np.flatnonzero(few), starts, lengths, group, rows)
     decode, entries, partial_rows = _items(tiles, geometry, gpu, decode_cost(geometry, gpu, rows), 0, item_keys)
@@ -232,7 +240,7 @@ def padded(plan: Plan, rows: int) -> Plan:
         decode_items=items,
         prefill_items=0,
         entries=combined,
-        entry_queries=plan.entry_queries,
+        entry_queries=size_class(plan.entry_queries),
         partial_rows=size_class(plan.partial_rows),
     )
 
@@ -390,9 +398,9 @@ class Attention:
         self._heads = np.int32(geometry.kv_heads)
         self._compiled: dict[tuple[str, int], Launches] = {}
 
-    def plan(self, starts: NDArray[Any], lengths: NDArray[Any]) -> Plan:
+    def plan(self, starts: NDArray[Any], lengths: NDArray[Any], decode_all: bool = False) -> Plan:
         """`plan` for this geometry and GPU."""
-        return plan(self.geometry, self.gpu, starts, lengths)
+        return plan(self.geometry, self.gpu, starts, lengths, decode_all=decode_all)
 
     def compile(self) -> None:
         """Compile all that any batch can need, so that no step waits for a compiler."""

@@ -22,17 +22,17 @@ class Ops(Protocol):
         Raises ValueError when it cannot be of that type.
         """
 
-    def step(self, rows: int, single: bool) -> AbstractContextManager[None]:
+    def step(self, lengths: NDArray[np.int64]) -> AbstractContextManager[None]:
         """Where `indices`, `places`, `rotation` and `attention_plan` are called: they go to a device together.
 
-        ``single``: the step is one token of each of ``rows`` rows, all of whose logits are wanted.
+        ``lengths`` ``[rows]``: how many tokens of each row the step computes.
         """
 
     def computed(self, compute: Callable[[], Any], pages: Any, model: Hashable) -> Any:
         """Return what ``compute`` does, perhaps without calling it: of what the last `step` made, and of ``pages``.
 
-        ``model`` stands for the weights, which stay where they are. What is returned may have more rows than the step,
-        behind the step's, and lasts until the next call.
+        ``model`` stands for the weights, which stay where they are, and for whatever else tells what is computed. What
+        is returned may have more rows than the step, behind the step's, and lasts until the next call.
         """
 
     def indices(self, values: NDArray[np.int64]) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kernels import attention, gemm, module, ops_numpy
 from kernels.attention import Attention, Geometry, size_class
+from kernels.replays import Replays
 from kernels.sampling import Sampler
 from kernels.staging import Staging
 
@@ -36,6 +37,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 THREADS = 256
 #: Of a block that rotates: one wave at most. A block lasts as long as its last load, so small ones leave less waiting.
 ROPE_THREADS = 64
+#: Steps come again that have one token of each row, or so many of none and no more in all.
+FEW_OF_ROW, FEW_IN_ALL = 16, 128
 #: Columns of a table of pages, at least, where tables are to be of few sizes.
 LEAST_COLUMNS = 16
 #: Bytes that a thread of a copying kernel moves.
@@ -97,18 +100,11 @@ class Planned:
         return (*counts, plan.partial_rows)
 
 
-class Replays(Protocol):
-    """What queues a step that comes again: `graphs.Graphs` or `tapes.Tapes`."""
-
-    def run(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """What ``compute`` returns, on data whose places and shapes ``key`` determines."""
-
-
 class CupyOps:
     """A backend for GPU ``device``: activations of ``dtype``, pages of ``page_size`` tokens in ``kv_dtype``.
 
     Types are ``f32``, ``f16`` and ``bf16``, for pages ``int8`` too. A thread's current device becomes this one in
-    `weight`, `rope_table` and `fitted`, which a forward pass begins with. With ``replays``, steps of one token a row
+    `weight`, `rope_table` and `fitted`, which a forward pass begins with. With ``replays``, steps of a few tokens a row
     are replayed. Raises ValueError for an unknown type, and for int8 pages with replays. A kernel that does not compile
     raises `module.KernelError`, a product that fails `gemm.GemmError`, a GPU that fails CuPy's own errors.
     """
@@ -130,11 +126,12 @@ class CupyOps:
         self._dtype = _DTYPES[self._kind]
         self._attentions: dict[tuple[int, int, int, int, float], Attention] = {}
         self._modules: dict[tuple[object, ...], module.Module] = {}
-        self._replays = replays
-        # Of the step under way: its arrays, whether they are being made, and how many rows it is made up to.
+        #: What replays steps, if anything does.
+        self.replays = replays
+        # Of the step under way: its arrays, whether they are being made, and whether it is one that comes again.
         self._staging: Staging | None = None
         self._staged = False
-        self._rows: int | None = None
+        self._again = False
         self._launches: list[tuple[int, ...]] = []
 
     def synchronize(self) -> None:
@@ -160,12 +157,16 @@ class CupyOps:
         return self._upload(stored)
 
     @contextlib.contextmanager
-    def step(self, rows: int, single: bool) -> Iterator[None]:
-        """Gather the arrays of a step, for one copy. See `Ops.step`."""
+    def step(self, lengths: I64) -> Iterator[None]:
+        """Gather the arrays of a step, for one copy. See `Ops.step`.
+
+        Decoding comes again, and so do the last few tokens of prompts whose others were found in the cache.
+        """
         if self._staging is None:
             self._staging = Staging()
         self._staging.begin()
-        self._rows = size_class(rows) if single and self._replays is not None else None
+        few = lengths.max() == 1 or (lengths.max() <= FEW_OF_ROW and lengths.sum() <= FEW_IN_ALL)
+        self._again = bool(few) and self.replays is not None
         self._launches = []
         self._staged = True
         try:
@@ -175,12 +176,21 @@ class CupyOps:
         self._staging.send()
 
     def computed(self, compute: Callable[[], Any], pages: Arena, model: Hashable) -> Any:
-        """See `Ops.computed`: a step of a token a row is replayed if one like it was before."""
+        """See `Ops.computed`: a step that comes again is replayed if one like it was before."""
         staging = self._staging
-        if self._replays is None or self._rows is None or staging is None or not staging.whole:
+        if self.replays is None or not self._again or staging is None or not staging.whole:
             return compute()
         key = (model, staging.base, *staging.shapes, *self._launches, pages.memory.data.ptr, pages.memory.shape)
-        return self._replays.run(key, compute)
+        return self.replays.run(key, compute)
+
+    @property
+    def _made_to_size(self) -> bool:
+        """Whether arrays are made for a step that comes again, of which there are to be few sizes."""
+        return self._staged and self._again
+
+    def _size(self, count: int) -> int:
+        """How many tokens or rows so many are made up to."""
+        return size_class(count)
 
     def _put(self, values: NDArray[Any]) -> Any:
         if self._staged and self._staging is not None:
@@ -188,10 +198,10 @@ class CupyOps:
         return self._cupy.asarray(np.ascontiguousarray(values, np.int32))
 
     def _made_up(self, values: NDArray[Any], rest: int) -> NDArray[Any]:
-        """One number a row, of the rows that make up the number too."""
-        if not self._staged or self._rows is None:
+        """One number each, of those that make up the number too."""
+        if not self._made_to_size:
             return values
-        found = np.full(self._rows, rest, np.int32)
+        found = np.full(self._size(len(values)), rest, np.int32)
         found[: len(values)] = values
         return found
 
@@ -317,10 +327,11 @@ class CupyOps:
         """See `ops_numpy.attention_plan`."""
         geometry = self._geometry(query_heads, pages.layers, pages.kv_heads, pages.head_dim)
         plan = self._plan(geometry, starts, lengths)
-        if self._staged and self._rows is not None:
-            plan = attention.padded(plan, self._rows)
+        if self._made_to_size:
             rows, columns = block_tables.shape
-            table = np.zeros((self._rows, max(LEAST_COLUMNS, 1 << (columns - 1).bit_length())), np.int32)
+            most = self._size(rows)
+            plan = attention.padded(plan, most)
+            table = np.zeros((most, max(LEAST_COLUMNS, 1 << (columns - 1).bit_length())), np.int32)
             table[:rows, :columns] = block_tables
             block_tables = table
         packed = self._put(plan.packed)
@@ -329,7 +340,7 @@ class CupyOps:
         return planned
 
     def _plan(self, geometry: Geometry, starts: I64, lengths: I64) -> attention.Plan:
-        return attention.plan(geometry, self._gpu, starts, lengths)
+        return attention.plan(geometry, self._gpu, starts, lengths, decode_all=self._made_to_size)
 
     def paged_attention(self, q: Any, pages: Arena, layer: int, plan: Planned, scale: float) -> Any:
         """See `ops_numpy.paged_attention`."""

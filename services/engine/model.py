@@ -144,14 +144,14 @@ class Model:
             return np.empty((0, config.hidden_size), np.float32)
         batch = Batch.build(rows, page_size, total_pages, config.vocab_size, config.max_context)
         step = self._prepared(batch, pages)
-        states = ops.computed(lambda: self._computed(step, pages), pages, self._weights)
+        states = ops.computed(lambda: self._computed(step, pages), pages, (self._weights, step.count > 0))
         return states[: len(batch.wanted)]
 
     def _prepared(self, batch: Batch, pages: Any) -> _Step:
         """What the layers need to know of a batch, made before the first of them runs."""
         config, ops = self.config, self._ops
         every = len(batch.wanted) == len(batch.tokens)
-        with ops.step(len(batch.starts), every and len(batch.tokens) == len(batch.starts)):
+        with ops.step(batch.lengths):
             places = ops.places(batch.page, batch.slot)
             angles = ops.rotation(self._rope_table, batch.positions)
             plan = ops.attention_plan(batch.block_tables, batch.starts, batch.lengths, pages, config.query_heads)

@@ -129,10 +129,10 @@ def gpu_of(device: devices.Device, case: Case) -> Gpu:
 def computed(
     device: devices.Device, case: Case, batch: Batch, gpu: Gpu, scale: float, gap: int = 0, rows: int = 0
 ) -> NDArray[Any]:
-    """``rows``: the plan is made up to as many."""
+    """``rows``: the plan is made up to as many, and all of it decoding."""
     attention = Attention(device.compile, case.geometry, gpu, scale)
     starts, lengths = np.array(case.rows).T
-    plan = attention.plan(starts, lengths)
+    plan = attention.plan(starts, lengths, decode_all=rows > 0)
     if rows:
         plan = padded_plan(plan, rows)
     partials, stats = (device.empty(max(1, count), np.float32) for count in attention.scratch(plan))
@@ -157,11 +157,13 @@ def computed(
     return device.get(out)
 
 
-def check(device: devices.Device, case: Case, gpu: Gpu | None = None, seed: int = 0, spread: float = 1.0) -> None:
+def check(
+    device: devices.Device, case: Case, gpu: Gpu | None = None, seed: int = 0, spread: float = 1.0, rows: int = 0
+) -> None:
     batch = batch_of(case, seed, spread)
     scale = 1 / math.sqrt(case.head_dim)
     gap = 16 if seed % 2 else 0
-    found = computed(device, case, batch, gpu or gpu_of(device, case), scale, gap).astype(np.float64)
+    found = computed(device, case, batch, gpu or gpu_of(device, case), scale, gap, rows).astype(np.float64)
     wanted = expected(case, batch, scale)
     bound = BOUNDS["BF16" if case.kv_dtype == "INT8" and case.dtype == "F16" else case.dtype]
     errors = np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
@@ -213,6 +215,25 @@ def test_a_plan_that_is_made_up_to_a_size_changes_no_bit(device: str, processors
 def test_attention_on_a_gpu(case: Case) -> None:
     device = devices.get("cupy")
     check(device, case, replace(this_gpu(), processors=case.processors), seed=3)
+
+
+#: The last tokens of prompts beside rows that decode: tiles that are no whole tokens, and end before the row does.
+TAILS = [
+    Case(((48, 16), (200, 1), (0, 16), (130, 5)), 8, 2, 128, 16, **HALF, processors=8),
+    Case(((300, 16),), 28, 4, 64, 24, "F16", "F16", processors=24),
+    Case(((31, 9), (62, 9), (0, 1)), 7, 1, 96, 16, "F32", "F32"),
+    Case(((70, 16), (9, 3)), 40, 2, 80, 3, **HALF, processors=4),
+]
+
+
+@pytest.mark.parametrize("name", ["cpu-w64-permuted", "cpu-w32-permuted", "cupy"])
+@pytest.mark.parametrize("case", TAILS, ids=str)
+def test_rows_of_more_tokens_than_a_tile_by_decoding(name: str, case: Case) -> None:
+    device = devices.get(name)
+    own = replace(this_gpu(), processors=case.processors) if name == "cupy" else gpu_of(device, case)
+    units = {own.matrix, NO_MATRIX} - ({MATRIX_16X16X16} if own.wave == 64 else set())
+    for matrix in sorted(units):
+        check(device, case, replace(own, matrix=matrix), rows=6)
 
 
 @pytest.mark.parametrize("kv_dtype", ["BF16", "INT8"])

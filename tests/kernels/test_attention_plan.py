@@ -58,15 +58,21 @@ rows = st.lists(
     processors=st.sampled_from([1, 2, 60, 132, 304]),
     unit=st.sampled_from([(32, NO_MATRIX), (32, MATRIX_16X8X16), (64, NO_MATRIX), (64, MATRIX_16X16X16)]),
     dtype=st.sampled_from(["F32", "BF16"]),
+    decode_all=st.booleans(),
 )
 def test_every_query_meets_its_keys_once(
-    rows: list[tuple[int, int]], heads: tuple[int, int], processors: int, unit: tuple[int, int], dtype: str
+    rows: list[tuple[int, int]],
+    heads: tuple[int, int],
+    processors: int,
+    unit: tuple[int, int],
+    dtype: str,
+    decode_all: bool,
 ) -> None:
     shape = geometry(*heads, dtype=dtype, kv_dtype=dtype)
     starts = np.array([start for start, _ in rows], np.int64)
     lengths = np.array([count for _, count in rows], np.int64)
-    found = plan(shape, Gpu(unit[0], processors, unit[1]), starts, lengths)
-    assert found.packed.dtype == np.int32
+    found = plan(shape, Gpu(unit[0], processors, unit[1]), starts, lengths, decode_all=decode_all)
+    assert found.packed.dtype == np.int32 and not (decode_all and found.prefill_items)
     assert np.array_equal(found.packed[found.parts[0]], starts)
     assert np.array_equal(np.diff(found.packed[found.parts[1]]), lengths)
 
@@ -235,17 +241,19 @@ def test_size_classes_are_few_and_near() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 40000), min_size=1, max_size=60), st.integers(0, 30))
-def test_a_plan_that_is_made_up_to_a_size_has_the_same_items(starts: list[int], more: int) -> None:
-    found = plan(geometry(), H200, np.array(starts), np.ones(len(starts), np.int64))
+@given(st.lists(st.tuples(st.integers(0, 40000), st.integers(1, 16)), min_size=1, max_size=60), st.integers(0, 30))
+def test_a_plan_that_is_made_up_to_a_size_has_the_same_items(rows: list[tuple[int, int]], more: int) -> None:
+    starts, lengths = (list(column) for column in zip(*rows, strict=True))
+    found = plan(geometry(), H200, np.array(starts), np.array(lengths), decode_all=True)
     larger = padded(found, len(starts) + more)
     for part, whole, rest in zip(items_of(found), items_of(larger), (-1, 0, 0), strict=True):
         assert (whole[: len(part)] == part).all() and (whole[len(part) :] == rest).all()
     assert (larger.decode_items, larger.entries) == (len(items_of(larger)[0]), len(items_of(larger)[2]))
     assert larger.partial_rows >= found.partial_rows
-    rows, offsets = larger.packed[larger.parts[0]], larger.packed[larger.parts[1]]
-    assert len(rows) == len(offsets) - 1 == len(starts) + more
-    assert rows[: len(starts)].tolist() == starts and offsets[len(starts) :].tolist() == [len(starts)] * (more + 1)
+    assert larger.entry_queries >= found.entry_queries
+    begins, offsets = larger.packed[larger.parts[0]], larger.packed[larger.parts[1]]
+    assert len(begins) == len(offsets) - 1 == len(starts) + more
+    assert begins[: len(starts)].tolist() == starts and np.diff(offsets).tolist() == lengths + [0] * more
 
 
 def test_what_cannot_be_made_up_to_a_size() -> None:
