@@ -14,6 +14,7 @@ from typing import Any
 
 from services.engine.chat import Chat
 from services.engine.modelconfig import ModelConfig
+from services.engine.pagesource import MAX_RETENTION_PRIORITY, MAX_RETENTION_S, Retention
 from services.engine.sampling import SamplingParams, seed_of, validate
 from services.engine.scheduler import MAX_SAMPLES
 from services.engine.sequence import Request, Stopping
@@ -27,6 +28,8 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
 MAX_ITEMS = 1024
 MAX_PRIORITY = 100
+#: Of a retention, where none is said.
+RETENTION_PRIORITY = 50
 
 #: Log probabilities that are told of one request's output, and of its prompt: a message has a limit.
 MAX_OUTPUT_LOGPROBS = 1 << 20
@@ -48,9 +51,12 @@ async def read_request(
     chat: Chat,
     now: float,
     deadline: float | None = None,
+    *,
+    retains: bool,
 ) -> Request:
     """Check a GenerateRequest and make what it leaves open definite. Times are seconds of the engine's clock.
 
+    ``retains`` is the page source's.
     Raises FieldInvalid naming the field, and PromptTooLong.
     """
     check_name(message.request_id, "request_id", least=0)
@@ -69,6 +75,7 @@ async def read_request(
     room = _room(len(prompt), config)
     limits = dataclasses.replace(limits, max_tokens=min(limits.max_tokens, room))
     _check_logprobs(drawn, len(prompt), limits.max_tokens)
+    retention = _retention(message, retains)
 
     def text() -> TextStream:
         return TextStream(tokenizer, message.stopping.stop, message.stopping.include_stop, limits.min_tokens)
@@ -82,6 +89,7 @@ async def read_request(
         # Pages that were found would leave out what is asked of their tokens: under a salt of its own it finds none but
         # its own, whose tokens it was told of.
         salt=message.cache_salt if drawn.prompt_logprobs is None else secrets.token_hex(16),
+        retention=retention,
         submitted_at=now,
         deadline=deadline,
         priority=message.priority,
@@ -134,6 +142,35 @@ def _check_priority(priority: int) -> None:
             field="priority",
             limit=MAX_PRIORITY,
         )
+
+
+def _retention(message: Any, retains: bool) -> Retention | None:
+    """What a request asks of the cache. Raises FieldInvalid."""
+    if not message.HasField("cache_retention"):
+        return None
+    if not retains:
+        raise FieldInvalid(
+            "cache_retention needs a KV-cache daemon; this engine has pages of its own (--kvcache local)",
+            field="cache_retention",
+        )
+    if message.sampling.HasField("prompt_logprobs"):
+        raise FieldInvalid(
+            "cache_retention cannot be asked for with prompt_logprobs: nobody finds the pages of such a request again",
+            field="cache_retention",
+        )
+    asked = message.cache_retention
+    with inside("cache_retention"):
+        ttl_s = read_span(asked, "ttl", MAX_RETENTION_S)
+        if ttl_s is None:
+            raise FieldInvalid("ttl is missing: how long shall the pages be kept?", field="ttl")
+        priority = asked.priority if asked.HasField("priority") else RETENTION_PRIORITY
+        if not 1 <= priority <= MAX_RETENTION_PRIORITY:
+            raise FieldInvalid(
+                f"priority is {priority}; it must be 1 to {MAX_RETENTION_PRIORITY}",
+                field="priority",
+                limit=MAX_RETENTION_PRIORITY,
+            )
+    return Retention(ttl_s, priority)
 
 
 def _stopping(message: Any, config: ModelConfig) -> Stopping:

@@ -26,7 +26,7 @@ from services.calls import Calls
 from services.engine.arena import Pages, map_pages, process_identity
 from services.engine.devicearena import DevicePages, map_device_pages
 from services.engine.lease import Lease, LeaseKeeper
-from services.engine.pagesource import Demand, Exchange, Geometry, Grant, PageCopy
+from services.engine.pagesource import Demand, Exchange, Geometry, Grant, Opening, PageCopy
 from services.errors import AttachMismatch, InvalidConfiguration, KvCacheDown, ServiceError, SessionExpired
 from services.gpu import Gpu
 from services.serving import MAX_MESSAGE_BYTES
@@ -98,6 +98,11 @@ class GrpcPageSource:
         self._session: _Session | None = None
         self._total_pages = 0
         self._keeper = LeaseKeeper(lambda: self._session.lease if self._session else None, self._renew, clock)
+
+    @property
+    def retains(self) -> bool:
+        """The daemon does."""
+        return True
 
     @property
     def total_pages(self) -> int:
@@ -326,13 +331,21 @@ def _demand(demand: Demand) -> pb.SequenceDemand:
     opening = demand.opening
     return pb.SequenceDemand(
         sequence_id=demand.sequence_id,
-        opening=pb.SequenceOpening(prompt=opening.prompt, salt=opening.salt) if opening else None,
+        opening=_opening(opening) if opening else None,
         start=demand.start,
         tokens=demand.tokens,
         total_pages=demand.total_pages,
         known_pages=demand.known_pages,
         parent_sequence_id=demand.parent,
     )
+
+
+def _opening(opening: Opening) -> pb.SequenceOpening:
+    message, retention = pb.SequenceOpening(prompt=opening.prompt, salt=opening.salt), opening.retention
+    if retention is not None:
+        message.retention.ttl.FromNanoseconds(round(retention.ttl_s * 1e9))
+        message.retention.priority = retention.priority
+    return message
 
 
 def _steps(demands: list[Demand]) -> pb.SequenceSteps:

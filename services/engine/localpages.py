@@ -91,6 +91,11 @@ class LocalPageSource:
         return self._page_size
 
     @property
+    def retains(self) -> bool:
+        """Pages of one's own are kept by their use alone."""
+        return False
+
+    @property
     def free_pages(self) -> int:
         """Pages that hold nothing."""
         return len(self._free)
@@ -180,6 +185,8 @@ class LocalPageSource:
             raise SequenceUnknown(f"no sequence {demand.sequence_id!r}")
         if opening is not None and demand.parent:
             raise FieldInvalid("a sequence is opened or forked, not both", field="parent")
+        if opening is not None and opening.retention is not None:
+            raise FieldInvalid("pages of a process of its own are kept by their use alone", field="opening.retention")
         if opening is None and parent is None:
             gone = SequenceRemoved if demand.parent in self._removed else SequenceUnknown
             raise gone(f"no sequence {demand.parent!r}")

@@ -25,12 +25,28 @@ class Geometry:
     dtype: str
 
 
+#: The most that a `Retention` asks for.
+MAX_RETENTION_S, MAX_RETENTION_PRIORITY = 86400.0, 100
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """For how long after a sequence's end its complete pages stay cached behind others, and how far behind.
+
+    ``ttl_s`` is above 0 and at most `MAX_RETENTION_S`, ``priority`` 1 to `MAX_RETENTION_PRIORITY`.
+    """
+
+    ttl_s: float
+    priority: int
+
+
 @dataclass(frozen=True, slots=True)
 class Opening:
     """Opens a sequence: its whole cached pages of ``prompt`` under ``salt`` are shared into it."""
 
     prompt: Sequence[int]
     salt: str = ""
+    retention: Retention | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +118,10 @@ class PageSource(Protocol):
     @property
     def page_size(self) -> int:
         """Tokens in a page."""
+
+    @property
+    def retains(self) -> bool:
+        """Whether an opening may ask for a retention."""
 
     def exchange(self, demands: Sequence[Demand], removed: Sequence[str]) -> Exchange:
         """Send one batch: ``removed`` sequences are let go first, then ``demands`` are served in order.

@@ -444,7 +444,9 @@ class Scheduler:
     def _opening(self, sequence: Sequence) -> tuple[Demand, Sequence]:
         self._name(sequence)
         pages = self._admission.pages_for(sequence.resident_target)
-        return self._demand(sequence, pages, Opening(tuple(sequence.tokens), sequence.request.salt)), sequence
+        request = sequence.request
+        opening = Opening(tuple(sequence.tokens), request.salt, request.retention)
+        return self._demand(sequence, pages, opening), sequence
 
     def _take(self, sequence: Sequence, demand: Demand, grant: Grant) -> list[PageCopy]:
         copies = self._holds.take(sequence, grant)

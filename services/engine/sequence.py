@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from services.engine.choice import Choice
+from services.engine.pagesource import Retention
 from services.errors import ServiceError
 
 
@@ -98,6 +99,7 @@ class Request:
     sampling: Any
     text: Text
     salt: str = ""
+    retention: Retention | None = None
     submitted_at: float = 0.0
     deadline: float | None = None
     priority: int = 0

@@ -139,6 +139,7 @@ class Engine:
             loop=self.loop,
             limits=config.limits,
             epoch=epoch,
+            retains=source.retains,
         )
         self.servicer.serve(served)
         self.metrics.serve(served)

@@ -67,6 +67,11 @@ class Served:
     loop: EngineLoop
     limits: Limits
     epoch: Callable[[], int]
+    retains: bool
+
+    async def read(self, message: Any, now: float, deadline: float | None) -> Request:
+        """See `read_request`."""
+        return await read_request(message, self.config, self.tokenizer, self.chat, now, deadline, retains=self.retains)
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
@@ -115,7 +120,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def _begin(self, message: Any, listener: Listener, deadline: float | None) -> Request:
         """Check a GenerateRequest and hand it to the engine; ``listener`` hears of it from here on."""
         served = self._model()
-        asked = await read_request(message, served.config, served.tokenizer, served.chat, self._clock(), deadline)
+        asked = await served.read(message, self._clock(), deadline)
         # From here to the submission nothing is awaited, so none slips in behind the thread's end.
         self._check_open()
         if asked.request_id in self.generations:
@@ -197,7 +202,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             generation = self.generations.again(wanted, mark) if wanted else None
             if generation is None:
                 deadline = None if timeout_s is None else now + timeout_s
-                asked = await read_request(request.request, served.config, served.tokenizer, served.chat, now, deadline)
+                asked = await served.read(request.request, now, deadline)
                 # It may have come twice at once. From here to the submission nothing is awaited.
                 generation = self.generations.again(asked.request_id, mark)
                 if generation is None:

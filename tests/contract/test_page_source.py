@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from services.engine.kvclient import GrpcPageSource
 from services.engine.localpages import LocalPageSource
-from services.engine.pagesource import Demand, Geometry, Grant, Opening, PageCopy, PageSource
+from services.engine.pagesource import (
+    MAX_RETENTION_PRIORITY,
+    MAX_RETENTION_S,
+    Demand,
+    Geometry,
+    Grant,
+    Opening,
+    PageCopy,
+    PageSource,
+    Retention,
+)
 from services.errors import (
     CapacityExceeded,
     ExceedsPool,
@@ -114,6 +125,36 @@ def test_whole_reported_pages_are_shared(make: Maker) -> None:
     grant = one(source, opening("b", [*range(10), 77], 3))
     assert grant.cached_tokens == 8
     assert grant.pages[:2] == had[:2] and len(grant.pages) == 3
+
+
+def test_retention_is_taken_by_who_says_so(make: Maker) -> None:
+    """Up to the limits that both services have, and refused with nothing done by who does not say so."""
+    source = make(8)
+    for at, (ttl_s, priority) in enumerate(((MAX_RETENTION_S, 1), (1e-9, MAX_RETENTION_PRIORITY))):
+        demand = opening(f"kept {at}", [at] * 5, 2)
+        assert demand.opening is not None
+        retention = Retention(ttl_s, priority)
+        grant = one(source, replace(demand, opening=replace(demand.opening, retention=retention)))
+        if source.retains:
+            assert grant.error is None and len(grant.pages) == 2
+        else:
+            assert isinstance(grant.error, FieldInvalid) and grant.error.field == "opening.retention"
+    assert one(source, opening("b", [2] * 5, 8 - 4 * source.retains)).error is None
+
+
+def test_a_retained_page_goes_last(make: Maker) -> None:
+    source = make(6)
+    if not source.retains:
+        return  # refused: see above
+    for name, retention in (("kept", Retention(60.0, 50)), ("other", None)):
+        tokens = [ord(name[0])] * 8
+        ask(source, replace(opening(name, tokens, 2), opening=Opening(tokens, retention=retention)))
+        ask(source, more(name, tokens, 2, known=2))
+        ask(source, removed=(name,))
+    assert one(source, opening("room", [9], 4)).error is None  # two free ones, and what was used last
+    ask(source, removed=("room",))
+    assert one(source, opening("again", [ord("k")] * 9, 3)).cached_tokens == 8
+    assert one(source, opening("nor", [ord("o")] * 9, 3)).cached_tokens == 0
 
 
 def test_live_sequences_share_too(make: Maker) -> None:

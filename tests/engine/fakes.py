@@ -176,6 +176,10 @@ class Scripted:
         self.tables: dict[str, set[int]] = {}  # pages that a sequence was granted
 
     @property
+    def retains(self) -> bool:
+        return self.inner.retains
+
+    @property
     def total_pages(self) -> int:
         return self.inner.total_pages
 

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 import pytest
 
 from rocmforge.engine.v1 import engine_pb2 as pb
-from services.engine.cli.request import add_chat, add_flags, add_prompt, add_samples, from_fields, from_flags, given
+from services.engine.cli.request import (
+    Unfit,
+    add_chat,
+    add_flags,
+    add_prompt,
+    add_samples,
+    from_fields,
+    from_flags,
+    given,
+)
 
 EVERYTHING = {
     "--max-tokens 9": "stopping.max_tokens",
@@ -27,6 +37,8 @@ EVERYTHING = {
     "--logprobs 0": "sampling.logprobs",
     "--prompt-logprobs 1": "sampling.prompt_logprobs",
     "--cache-salt mine": "cache_salt",
+    "--cache-ttl 600": "cache_retention.ttl",
+    "--cache-priority 9": "cache_retention.priority",
     "--priority -4": "priority",
     "--n 2": "n",
 }
@@ -45,7 +57,7 @@ def paths(message: pb.GenerateRequest) -> set[str]:
     """The fields that are set, by path, but for the prompt."""
     found = set()
     for field, value in message.ListFields():
-        if field.name in ("sampling", "stopping"):
+        if field.name in ("sampling", "stopping", "cache_retention"):
             found |= {f"{field.name}.{inner.name}" for inner, _ in value.ListFields()}
         elif field.name != "prompt":
             found.add(field.name)
@@ -62,6 +74,19 @@ def test_a_flag_sets_its_field_and_no_other(words: str, path: str) -> None:
     said = words.partition(" ")[2]
     if isinstance(value, str | bool | int | float):
         assert str(value) == (said or "True")
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, 1e300, True, "1"])
+def test_spans_that_no_field_holds(seconds: object) -> None:
+    with pytest.raises(Unfit, match="cache_ttl cannot be"):
+        from_fields({"prompt": "Hi", "cache_ttl": seconds}, {})
+    if isinstance(seconds, float):
+        with pytest.raises(Unfit, match=r"--cache-ttl .*: out of range"):
+            from_flags(parsed(f"--cache-ttl {seconds}"))
+
+
+def test_a_span_is_told_to_the_nanosecond() -> None:
+    assert from_flags(parsed("--cache-ttl 1.000000001")).cache_retention.ttl.ToNanoseconds() == 1_000_000_001
 
 
 def test_every_flag_is_in_the_table_and_may_be_a_default_of_lines() -> None:

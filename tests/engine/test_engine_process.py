@@ -73,6 +73,26 @@ def test_a_killed_and_restarted_daemon_changes_no_token(directory: Path) -> None
             assert pool_of(second).sessions == 0
 
 
+def test_what_a_request_asks_to_be_kept_outlasts_what_came_after_it(directory: Path) -> None:
+    """In a pool too small for both, whose pages others then use up; it is another engine that finds it."""
+    with kvcache(directory) as daemon:
+        with engine(directory, daemon.address, "--pool-pages", "40", model=BUNDLED_MODEL) as one:
+            stub, usage = stub_of(one), {}
+            kept = {"ttl": {"seconds": 600}, "priority": 80}
+            collect(stub.Generate(request(PROMPT, 1, cache_salt="plain")))
+            collect(stub.Generate(request(PROMPT, 1, cache_salt="kept", cache_retention=kept)))
+            retained = pool_of(daemon).retained_pages
+            assert retained >= 2
+            for salt in "abcde":
+                collect(stub.Generate(request(PROMPT * 6, 1, cache_salt=salt)))
+            assert pool_of(daemon).retained_pages == retained and pool_of(daemon).evicted_pages > 20
+        with engine(directory, daemon.address, "--pool-pages", "40", model=BUNDLED_MODEL) as other:
+            for salt in ("plain", "kept"):
+                usage[salt] = collect(stub_of(other).Generate(request(PROMPT, 1, cache_salt=salt)))[2].usage
+        assert usage["plain"].cached_tokens == 0
+        assert usage["kept"].cached_tokens == retained * 16
+
+
 def test_a_submitted_generation_survives_the_daemon(directory: Path) -> None:
     with kvcache(directory) as first, engine(directory, first.address, model=BUNDLED_MODEL) as one:
         stub = stub_of(one)

@@ -187,6 +187,7 @@ def endless() -> Iterator[Bad]:
     yield from bad("priority", priority=101)
     yield from bad("request_id", request_id="x" * 10**6)
     yield from bad("cache_salt", cache_salt=LONG)
+    yield from bad("cache_retention", cache_retention={"priority": 2**32 - 1})
     yield from bad("prompt.tokens.ids", [])
     yield from bad("prompt.tokens.ids[2]", [1, 2, 1024, 2**32 - 1])
     yield from bad("prompt.text", "")

@@ -15,6 +15,7 @@ from services.engine.chat import Chat
 from services.engine.config import BUNDLED_MODEL
 from services.engine.intake import DEFAULT_MAX_TOKENS, INLINE_TEXT_BYTES, _prompt, read_request, tokenize
 from services.engine.modelconfig import ModelConfig
+from services.engine.pagesource import MAX_RETENTION_PRIORITY, MAX_RETENTION_S, Retention
 from services.engine.sampling import validate
 from services.engine.sequence import Request
 from services.engine.tokenizer import TextStream, Tokenizer
@@ -25,9 +26,10 @@ TOKENIZER = Tokenizer.load(BUNDLED_MODEL, CONFIG.vocab_size)
 CHAT = Chat({}, TOKENIZER)
 
 
-def read(**fields: Any) -> Request:
+def read(retains: bool = True, **fields: Any) -> Request:
     fields.setdefault("prompt", pb.Prompt(tokens=pb.TokenIds(ids=[1, 2, 3])))
-    return asyncio.run(read_request(pb.GenerateRequest(**fields), CONFIG, TOKENIZER, CHAT, now=7.0))
+    message = pb.GenerateRequest(**fields)
+    return asyncio.run(read_request(message, CONFIG, TOKENIZER, CHAT, now=7.0, retains=retains))
 
 
 def test_defaults() -> None:
@@ -43,6 +45,41 @@ def test_priorities_to_both_limits() -> None:
     assert [read(priority=at).priority for at in (-100, 0, 100)] == [-100, 0, 100] and read().priority == 0
     with pytest.raises(FieldInvalid, match="priority is 101; it must be -100 to 100"):
         read(priority=101)
+
+
+def retention(seconds: float | None = None, **fields: Any) -> pb.CacheRetention:
+    message = pb.CacheRetention(**fields)
+    if seconds is not None:
+        message.ttl.FromNanoseconds(round(seconds * 1e9))
+    return message
+
+
+def test_what_is_asked_of_the_cache() -> None:
+    assert read().retention is None
+    assert read(cache_retention=retention(1.5)).retention == Retention(1.5, 50)
+    for seconds, priority in ((1e-9, 1), (MAX_RETENTION_S, MAX_RETENTION_PRIORITY)):
+        assert read(cache_retention=retention(seconds, priority=priority)).retention == Retention(seconds, priority)
+    several = read(cache_retention=retention(9), n=3)
+    assert [one.retention for one in several.others] == [several.retention] * 2 != [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "more", "field", "says"),
+    [
+        (retention(), {}, ".ttl", "ttl is missing"),
+        (retention(0), {}, ".ttl", "ttl is 0 s; it must be more than 0 and at most 86400 s"),
+        (retention(-1), {}, ".ttl", "ttl is -1 s"),
+        (retention(86400.5), {}, ".ttl", "at most 86400 s"),
+        (retention(1, priority=0), {}, ".priority", "priority is 0; it must be 1 to 100"),
+        (retention(1, priority=101), {}, ".priority", "priority is 101; it must be 1 to 100"),
+        (retention(1), {"sampling": pb.Sampling(prompt_logprobs=0)}, "", "nobody finds the pages of such a request"),
+        (retention(1), {"retains": False}, "", "cache_retention needs a KV-cache daemon"),
+    ],
+)
+def test_what_cannot_be_asked_of_it(asked: pb.CacheRetention, more: dict[str, Any], field: str, says: str) -> None:
+    with pytest.raises(FieldInvalid, match=says) as caught:
+        read(cache_retention=asked, **more)
+    assert caught.value.field == f"cache_retention{field}"
 
 
 def test_eos_can_be_ignored() -> None:

@@ -19,13 +19,17 @@ _PLACES = {
     **dict.fromkeys(("logprobs", "prompt_logprobs"), "sampling"),
     **dict.fromkeys(("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop"), "stopping"),
     **dict.fromkeys(("cache_salt", "n", "priority"), ""),
+    **dict.fromkeys(("cache_ttl", "cache_priority"), "cache_retention"),
 }
 _LISTS = ("stop", "stop_token_ids")
 _SWITCHES = ("ignore_eos", "include_stop")
 _MAPS = ("logit_bias",)
+_SPANS = ("cache_ttl",)
+#: Fields that their message calls otherwise.
+_FIELDS = {"cache_ttl": "ttl", "cache_priority": "priority"}
 _FLAGS = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "priority"),
-    *("ignore_eos", "include_stop", "cache_salt"),
+    *("ignore_eos", "include_stop", "cache_salt", "cache_ttl", "cache_priority"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "prompt_logprobs", "n"),
 )
 _CHAT_FLAGS = ("chat", "system", "template_arguments")
@@ -54,6 +58,15 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None = None) ->
     parser.add_argument("--include-stop", action="store_const", const=True, help="leave the stop in the text")
     parser.add_argument("--ignore-eos", action="store_const", const=True, help="go on behind the model's own end")
     parser.add_argument("--cache-salt", metavar="TEXT", help="share cached pages with requests of this salt only")
+    parser.add_argument(
+        "--cache-ttl", type=float, metavar="S", help="have the daemon keep what this computed S seconds before others'"
+    )
+    parser.add_argument(
+        "--cache-priority",
+        type=int,
+        metavar="N",
+        help="with --cache-ttl: 1 to 100, higher is kept longer (default: 50)",
+    )
     parser.add_argument("--priority", type=int, metavar="N", help="-100 to 100, higher goes first (default: 0)")
     parser.add_argument(
         "--repetition-penalty", type=float, metavar="X", help="make tokens that are there already less likely by X > 1"
@@ -203,15 +216,25 @@ def put(request: pb.GenerateRequest, name: str, value: Any) -> None:
             getattr(place, name)[int(token)] = bias
     elif name in _LISTS:
         getattr(place, name).extend([value] if isinstance(value, str) else value)
+    elif name in _SPANS:
+        getattr(place, _FIELDS[name]).CopyFrom(_span(value))
     else:
-        setattr(place, name, value)
+        setattr(place, _FIELDS.get(name, name), value)
 
 
 def span_of(name: str, seconds: float) -> duration_pb2.Duration:
     """The Duration of a flag. Raises Unfit, naming it."""
     try:
-        span = duration_pb2.Duration()
-        span.FromNanoseconds(round(seconds * 1e9))
-    except (ValueError, OverflowError) as error:  # not finite, or beyond what a Duration holds
+        return _span(seconds)
+    except ValueError as error:
         raise Unfit(f"--{name} {seconds:g}: out of range") from error
+
+
+def _span(seconds: float) -> duration_pb2.Duration:
+    """Raises ValueError."""
+    span = duration_pb2.Duration()
+    try:
+        span.FromNanoseconds(round(seconds * 1e9))
+    except OverflowError as error:  # not finite, or beyond what a Duration holds
+        raise ValueError(f"{seconds:g} s") from error
     return span
