@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import statistics
 import sys
 import tempfile
 import time
@@ -18,16 +17,16 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import structlog
 from threadpoolctl import threadpool_limits
 
-from benchmarks import ablation, flips, launches, peer, prefix, rows, shapes, steps, workload
+from benchmarks import ablation, arena, flips, peer, prefix, rows, shapes, steps, workload
 from benchmarks.rows import Row
 from benchmarks.stand import PAGE_SIZE, ROOT, Pages, Stand
 from benchmarks.workload import Job, Run
 from services.engine.admission import Limits
+from services.engine.backend import GRAPHS, OFF, REPLAYS
 from services.engine.modelconfig import ModelConfig
 from services.kvcache.arena import default_directory
 
@@ -36,8 +35,8 @@ PARTS = {
     CPU: ("workload", "ablation", "prefix"),
     GPU: ("steps", "arena", "workload", "transformers", "prefix", "ablation", "flips"),
 }
-#: In-process pages and the daemon's, the same requests: at least so much; and so many times transformers.
-PAGES_BAR, PEER_BAR = 0.98, 2.0
+#: So many times transformers, at least.
+PEER_BAR = 2.0
 BUNDLED = ROOT / "models" / "shakespeare"
 
 
@@ -98,7 +97,7 @@ def workload_rows(stand: Stand, name: str, scale: Scale) -> Iterator[Row]:
                 again[side] = [n + now - then for n, now, then in zip(again[side], stand.replayed, before, strict=True)]
     run, local = (workload.median_of(side) for side in sides)
     ratio, detail = run.tokens_per_s / local.tokens_per_s, f"to in-process pages; {scale.said}; {steps_of(run)}"
-    yield Row("workload", f"{name}, the daemon's pages", run.tokens_per_s, "tokens/s", ratio, PAGES_BAR, detail=detail)
+    yield Row("workload", f"{name}, the daemon's pages", run.tokens_per_s, "tokens/s", ratio, arena.BAR, detail=detail)
     yield Row("workload", f"{name}, in-process pages", local.tokens_per_s, "tokens/s", detail=steps_of(local))
     if stand.on_device:
         for kind, (recorded, replayed) in zip(("the daemon's", "in-process"), again, strict=True):
@@ -144,7 +143,7 @@ def transformers_rows(stand: Stand, name: str, scale: Scale, limit_s: float) -> 
     yield Row("transformers", f"{name}, transformers", rate, "tokens/s", detail=detail)
 
 
-def prefix_rows(device: str, shape: ModelConfig | None, scale: Scale, graphs: bool = False) -> Iterator[Row]:
+def prefix_rows(device: str, shape: ModelConfig | None, scale: Scale, replay: str | None = None) -> Iterator[Row]:
     """First tokens of prompts of each length. On a GPU a checkpoint of ``shape`` is written for it first."""
     if shape is None:
         yield from prefix.measure(BUNDLED, 1024, scale.prompts, (), ())
@@ -153,7 +152,7 @@ def prefix_rows(device: str, shape: ModelConfig | None, scale: Scale, graphs: bo
         folder = Path(name) / "model"
         shapes.write_folder(shape, folder, BUNDLED / "tokenizer.json")
         engine = ["--device", device, "--max-step-tokens", "8192", "--dtype", "bf16", "--max-batch", "64"]
-        engine += ["--graphs", "on" if graphs else "off"]
+        engine += ["--replay", replay] if replay else []
         cache = ("--device", device, "--memory", "24GiB")
         yield from prefix.measure(folder, shape.vocab_size, scale.prompts, engine, cache)
 
@@ -172,8 +171,8 @@ def device_ablation_rows(stand: Stand, name: str) -> Iterator[Row]:
     """What is switched where the model is made: graphs, and the keys of a long row shared out."""
     shape = shapes.SHAPES[name]
     graphed = [(batch, steps.CONTEXT) for batch in steps.BATCHES]
-    eager = Stand.on_gpu(shape, make_ops=launches.OneByOneOps)
-    yield from ablated_steps(Stand.on_gpu(shape, graphs=True), eager, graphed, "CUDA graphs")
+    eager = Stand.on_gpu(shape, replay=OFF)
+    yield from ablated_steps(Stand.on_gpu(shape, replay=GRAPHS), eager, graphed, "CUDA graphs")
     yield from ablated_steps(Stand.on_gpu(shape), eager, graphed, "tapes")
     uncut = Stand.on_gpu(shape, make_ops=shapes.UncutOps)
     yield from ablated_steps(stand, uncut, [(1, 16384), (4, 16384)], "keys of a row shared out")
@@ -205,7 +204,7 @@ def on_cpu(parts: list[str], scale: Scale, model: Path) -> Iterator[tuple[str, I
 
 
 def on_gpu(
-    parts: list[str], scale: Scale, names: list[str], limit_s: float, graphs: bool
+    parts: list[str], scale: Scale, names: list[str], limit_s: float, replay: str | None
 ) -> Iterator[tuple[str, Iterator[Row]]]:
     """The parts' rows, shape by shape; ``prefix`` and ``transformers`` on the first alone."""
     from benchmarks.attention import copy_bandwidth
@@ -213,21 +212,21 @@ def on_gpu(
     copy = max(copy_bandwidth() for _ in range(3))
     yield "steps", iter([Row("steps", "copy", copy / 1e12, "TB/s", detail="2 GiB, read and written")])
     for number, name in enumerate(names):
-        stand = Stand.on_gpu(shapes.SHAPES[name], graphs=graphs)
+        stand = Stand.on_gpu(shapes.SHAPES[name], replay=replay)
         for part in parts:
             match part:
                 case "steps":
                     yield part, steps_rows(stand, name, copy)
                 case "arena":
-                    yield part, arena_rows(stand, name)
+                    yield part, arena.measure(stand, name)
                 case "workload":
                     yield part, workload_rows(stand, name, scale)
                 case "transformers" if not number:
                     yield part, transformers_rows(stand, name, scale, limit_s)
                 case "prefix" if not number:
-                    yield part, prefix_rows(GPU, shapes.SHAPES[name], scale, graphs)
+                    yield part, prefix_rows(GPU, shapes.SHAPES[name], scale, replay)
                 case "flips":
-                    yield part, flips_rows(stand, name, scale, None if number else BUNDLED, graphs)
+                    yield part, flips_rows(stand, name, scale, None if number else BUNDLED, replay)
                 case "ablation" if not number:
                     yield part, device_ablation_rows(stand, name)
                     yield part, ablation_rows(stand, scale)
@@ -239,54 +238,18 @@ def steps_rows(stand: Stand, name: str, copy: float) -> Iterator[Row]:
         yield from steps.measure(stand, pages, name, copy)
 
 
-def arena_rows(
-    stand: Stand, name: str, batches: Sequence[int] = (1, 64, 256), keys: int = steps.CONTEXT
-) -> Iterator[Row]:
-    """Decoding steps on memory that the daemon has and this process mapped, and on its own: no call is under way.
-
-    On a GPU also copies within that memory: whether reading it is slower by itself.
-    """
-    total = steps.pages_of(max(batches), keys)
-    with stand.daemon(total) as theirs, stand.local(total) as own:
-        if stand.on_device:
-            mapped, private = (copied_per_s(pages.memory()) for pages in (theirs, own))
-            detail = f"to in-process pages, {private / 1e12:.2f} TB/s; pages to pages, read and written"
-            yield Row("arena", f"{name}, copy", mapped / 1e12, "TB/s", mapped / private, PAGES_BAR, detail=detail)
-        for batch in batches:
-            mapped, private = (steps.decode_seconds(stand, pages, batch, keys)[0] for pages in (theirs, own))
-            detail = f"to in-process pages, {private * 1e3:.2f} ms; {keys} keys a row"
-            what = f"{name}, decode of {batch}"
-            yield Row("arena", what, mapped * 1e3, "ms", private / mapped, PAGES_BAR, detail=detail)
-
-
-def copied_per_s(memory: Any) -> float:
-    """Bytes a second that a copy of the first half of pages ``[pages, bytes]`` to the others reads and writes."""
-    import cupy
-
-    half = len(memory) // 2
-    start, end = cupy.cuda.Event(), cupy.cuda.Event()
-    took = []
-    for _ in range(12):
-        start.record()
-        cupy.copyto(memory[half : 2 * half], memory[:half])
-        end.record()
-        end.synchronize()
-        took.append(cupy.cuda.get_elapsed_time(start, end) / 1e3)
-    return 2 * half * memory.shape[1] / statistics.median(took[2:])
-
-
-def flips_rows(stand: Stand, name: str, scale: Scale, trained: Path | None, graphs: bool = False) -> Iterator[Row]:
+def flips_rows(stand: Stand, name: str, scale: Scale, trained: Path | None, replay: str | None = None) -> Iterator[Row]:
     """Greedy tokens in company against alone, as the engine computes and invariantly, and what the latter costs."""
     count = scale.count
     batches = [batch for batch in flips.BATCHES if batch <= count]
     prompts = flips.arbitrary(stand, count, flips.PROMPT)
-    invariant = Stand.on_gpu(shapes.SHAPES[name], graphs=graphs, make_ops=flips.InvariantRandomOps)
+    invariant = Stand.on_gpu(shapes.SHAPES[name], replay=replay, make_ops=flips.InvariantRandomOps)
     yield from flips.measure(stand, name, prompts, flips.TOKENS, batches)
     yield from flips.measure(invariant, f"{name}, invariant", prompts, flips.TOKENS, batches)
     yield from flips.costs(invariant, stand, name, [1, *batches], steps.CONTEXT)
     if trained is not None:
-        stand = Stand.on_gpu(trained, graphs=graphs)
-        invariant = Stand.on_gpu(trained, graphs=graphs, make_ops=flips.InvariantOps)
+        stand = Stand.on_gpu(trained, replay=replay)
+        invariant = Stand.on_gpu(trained, replay=replay, make_ops=flips.InvariantOps)
         prompts = flips.natural(stand, count, flips.PROMPT)
         yield from flips.measure(stand, trained.name, prompts, flips.TOKENS, batches)
         yield from flips.measure(invariant, f"{trained.name}, invariant", prompts, flips.TOKENS, batches)
@@ -306,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--divisor", type=int, metavar="N", help="of the requests' lengths (default 1, on a CPU 8)")
     parser.add_argument("--pairs", type=int, metavar="N", help="of runs that are compared (default 3)")
     parser.add_argument("--limit", type=float, default=3600, metavar="S", help="no part begins after so many seconds")
-    parser.add_argument("--graphs", action="store_true", help="replay decoding steps as CUDA graphs, on a GPU")
+    parser.add_argument("--replay", choices=REPLAYS, help="as the engine's flag, on a GPU (default: as its default)")
     parser.add_argument("--peer-limit", type=float, default=60, metavar="S", help="seconds that transformers gets")
     parser.add_argument("--cpu-threads", type=int, default=1, help="BLAS threads (default 1, as the engine's)")
     parser.add_argument("--json", action="store_true", help="one JSON object a row instead of a table")
@@ -342,7 +305,7 @@ def run_parts(flags: argparse.Namespace, parts: list[str], found: list[Row]) -> 
     if flags.device == CPU:
         running = on_cpu(parts, scale, flags.model)
     else:
-        running = on_gpu(parts, scale, flags.shapes, flags.peer_limit, flags.graphs)
+        running = on_gpu(parts, scale, flags.shapes, flags.peer_limit, flags.replay)
     for part, measured in running:
         if time.monotonic() - began > flags.limit:
             print(f"part {part}: not begun, {flags.limit:g} s are over", file=sys.stderr)

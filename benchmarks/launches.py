@@ -30,6 +30,7 @@ from benchmarks.stand import PAGE_SIZE, Pages, Stand
 from benchmarks.step import GREEDY
 from kernels import gemm, module
 from kernels.tape import Tape, writing
+from services.engine.backend import OFF, TAPES
 from services.engine.batch import Row
 from services.engine.sampling import sample
 
@@ -54,13 +55,6 @@ class TimedOps(shapes.RandomOps):
             return super().computed(compute, pages, model)
         finally:
             self.queued_s = time.thread_time() - began
-
-
-class OneByOneOps(TimedOps):
-    """The same, that queues every step anew."""
-
-    def __init__(self, device: int, dtype: str, kv_dtype: str, page_size: int, replays: Any = None) -> None:
-        super().__init__(device, dtype, kv_dtype, page_size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +135,7 @@ def _least(call: Callable[[], None], times: int = 500, runs: int = 9) -> float:
 def measure(layers: int, steps: int, profile: cProfile.Profile | None = None) -> Iterator[Found]:
     """Rows of each of `KINDS`: steps one by one and from tapes, alternately. ``profile`` is of those from tapes."""
     shape = dataclasses.replace(shapes.QWEN3_600M, layers=layers, vocab_size=VOCAB_SIZE)
-    eager, taped = Stand.on_gpu(shape, make_ops=OneByOneOps), Stand.on_gpu(shape, make_ops=TimedOps)
+    eager, taped = (Stand.on_gpu(shape, replay=how, make_ops=TimedOps) for how in (OFF, TAPES))
     each = -(-steps // ROUNDS)
     most = 2 + WARM + ROUNDS * each
     for kind, (batch, tokens) in KINDS.items():

@@ -58,7 +58,7 @@ class Stand:
         cls,
         model: Path | ModelConfig,
         memory: str = "48GiB",
-        graphs: bool = False,
+        replay: str | None = None,
         make_ops: Callable[..., Any] | None = None,
     ) -> Stand:
         """GPU 0, in bfloat16: a checkpoint, or a shape, whose random weights its ops make there.
@@ -70,7 +70,7 @@ class Stand:
             if isinstance(model, ModelConfig)
             else (Checkpoint.open(model), CupyOps)
         )
-        backend = on_gpu(0, "bf16", None, PAGE_SIZE, graphs, make_ops or ops)
+        backend = on_gpu(0, "bf16", None, PAGE_SIZE, replay, make_ops or ops)
         loaded = Model(checkpoint, backend.ops, "bf16")
         return cls(loaded, backend, backend.prepare(checkpoint.config), ("--device", "gpu", "--memory", memory))
 

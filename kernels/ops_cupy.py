@@ -117,7 +117,7 @@ class CupyOps:
         if kv_dtype not in KINDS:
             raise ValueError(f"kv_dtype is {kv_dtype}; it must be one of {', '.join(KINDS)}")
         if replays is not None and kv_dtype == "int8":
-            raise ValueError("kv_dtype is int8; with graphs it must be another")
+            raise ValueError("pages of int8 are not for steps that are replayed")
         self._cupy = cupy
         self._device = cupy.cuda.Device(device)
         self._device.use()

@@ -24,6 +24,8 @@ CPU, GPU = "cpu", "gpu"
 DEVICES = (CPU, GPU)
 DTYPES = ("f32", "f16", "bf16")
 KV_DTYPES = (*DTYPES, "int8")
+TAPES, GRAPHS, OFF = "tapes", "graphs", "off"
+REPLAYS = (TAPES, GRAPHS, OFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,10 @@ class Backend:
         return memory.array if isinstance(memory, DevicePages) else memory
 
 
-def on_host(dtype: str | None, kv_dtype: str | None, graphs: bool = False) -> Backend:
-    """NumPy, which computes in f32. Raises InvalidConfiguration for other types, and for graphs."""
-    if graphs:
-        raise InvalidConfiguration("--graphs on: there are none on a CPU; see --device", field="--graphs")
+def on_host(dtype: str | None, kv_dtype: str | None, replay: str | None = None) -> Backend:
+    """NumPy, which computes in f32. Raises InvalidConfiguration for other types, and for replays."""
+    if replay not in (None, OFF):
+        raise InvalidConfiguration(f"--replay {replay}: a CPU queues nothing; see --device", field="--replay")
     for flag, value in (("--dtype", dtype), ("--kv-dtype", kv_dtype)):
         if value not in (None, "f32"):
             raise InvalidConfiguration(f"{flag} {value}: a CPU computes in f32; see --device", field=flag)
@@ -70,17 +72,18 @@ def on_gpu(
     dtype: str,
     kv_dtype: str | None,
     page_size: int,
-    graphs: bool = False,
+    replay: str | None = None,
     make_ops: Callable[..., CupyOps] = CupyOps,
 ) -> Backend:
     """CuPy on GPU ``ordinal``, its functions by ``make_ops``. Raises InvalidConfiguration when it cannot be used."""
     gpu = Runtime.load().gpu(ordinal)
+    # A step's pages of int8 are written by launches whose extents are the step's own.
+    replay = replay or (OFF if kv_dtype == "int8" else TAPES)
     try:
-        # A step's pages of int8 are written by launches whose extents are the step's own.
-        tapes = None if kv_dtype == "int8" else Tapes()
-        ops = make_ops(ordinal, dtype, kv_dtype or dtype, page_size, Graphs() if graphs else tapes)
+        replays = None if replay == OFF else Graphs() if replay == GRAPHS else Tapes()
+        ops = make_ops(ordinal, dtype, kv_dtype or dtype, page_size, replays)
     except ValueError as error:
-        raise InvalidConfiguration(f"--graphs on: {error}", field="--graphs") from error
+        raise InvalidConfiguration(f"--replay {replay}: {error}", field="--replay") from error
 
     def prepare(config: ModelConfig) -> Drawer:
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.engine.admission import Limits
-from services.engine.backend import CPU, DEVICES, DTYPES, KV_DTYPES
+from services.engine.backend import CPU, DEVICES, DTYPES, KV_DTYPES, REPLAYS
 from services.engine.cli import COMMANDS
 from services.engine.generations import Retention
 from services.engine.ggufmodel import is_gguf
@@ -49,7 +49,7 @@ class Config:
     gpu: int
     dtype: str | None
     kv_dtype: str | None
-    graphs: bool
+    replay: str | None
     page_size: int
     pool_pages: int | None
     local_pages: int
@@ -130,11 +130,12 @@ class Config:
             metavar="T",
         )
         flags.add(
-            "--graphs",
-            one_of("on", "off"),
-            "off",
-            "replay decoding steps as CUDA graphs: less work for the host, which bounds small models; NVIDIA GPUs only",
-            metavar="S",
+            "--replay",
+            one_of(*REPLAYS),
+            None,
+            f"how a GPU's steps that come again are queued, {', '.join(REPLAYS)}: less work for the host, which bounds "
+            "small models; graphs are for NVIDIA's alone; default: tapes, off for int8 pages",
+            metavar="HOW",
         )
         flags.add("--page-size", whole(1, 4096), 16, "tokens in a page", metavar="N")
         flags.add("--max-batch", whole(1, 1024), 32, "requests that run at a time", metavar="N")
@@ -190,7 +191,7 @@ class Config:
             gpu=values["gpu"],
             dtype=values["dtype"],
             kv_dtype=values["kv-dtype"],
-            graphs=values["graphs"] == "on",
+            replay=values["replay"],
             page_size=values["page-size"],
             pool_pages=values["pool-pages"],
             local_pages=values["local-pages"],

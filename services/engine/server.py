@@ -150,9 +150,9 @@ class Engine:
         """What the flags ask for. Raises InvalidConfiguration."""
         config = self.config
         if config.device == CPU:
-            return on_host(config.dtype, config.kv_dtype, config.graphs)
+            return on_host(config.dtype, config.kv_dtype, config.replay)
         dtype = config.dtype or checkpoint.config.dtype
-        return on_gpu(config.gpu, dtype, config.kv_dtype, config.page_size, config.graphs)
+        return on_gpu(config.gpu, dtype, config.kv_dtype, config.page_size, config.replay)
 
     def _load(self, checkpoint: Checkpoint, backend: Backend) -> tuple[Model, Drawer]:
         """The model, and what draws from its logits. Raises ModelInvalid, InvalidConfiguration."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import ablation, engine, flips, prefix, rows, shapes, steps, workload
+from benchmarks import ablation, arena, engine, flips, prefix, rows, shapes, steps, workload
 from benchmarks.rows import Row
 from benchmarks.shapes import TINY
 from benchmarks.stand import PAGE_SIZE, ROOT, Stand
@@ -44,7 +44,7 @@ def test_a_run_accounts_for_its_tokens_and_its_time(stand: Stand) -> None:
 
 
 def test_a_step_on_the_daemons_memory(stand: Stand) -> None:
-    found = list(engine.arena_rows(stand, "tiny", (1, 3), 40))
+    found = list(arena.measure(stand, "tiny", (1, 3), 40))
     assert [row.name for row in found] == ["tiny, decode of 1", "tiny, decode of 3"]
     assert all(row.value > 0 and row.ratio and row.bar == 0.98 for row in found)
 

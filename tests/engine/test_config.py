@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.engine.admission import Limits
-from services.engine.backend import on_host
+from services.engine.backend import REPLAYS, on_host
 from services.engine.config import BUNDLED_MODEL, Config, default_pool_id, kvcache_target, model_id
 from services.engine.generations import Retention
 from services.errors import InvalidConfiguration, ModelInvalid
@@ -158,9 +158,12 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
         default_pool_id(tmp_path / "none")
 
 
-def test_graphs_are_asked_for() -> None:
-    assert not Config.read([], {}).graphs and Config.read(["--graphs", "on"], {}).graphs
-    with pytest.raises(InvalidConfiguration, match="--graphs"):
-        Config.read(["--graphs", "yes"], {})
-    with pytest.raises(InvalidConfiguration, match="--graphs on: there are none on a CPU"):
-        on_host(None, None, True)
+def test_how_steps_are_replayed() -> None:
+    assert Config.read([], {}).replay is None
+    assert [Config.read(["--replay", how], {}).replay for how in REPLAYS] == [*REPLAYS]
+    with pytest.raises(InvalidConfiguration, match="--replay yes"):
+        Config.read(["--replay", "yes"], {})
+    for how in ("tapes", "graphs"):
+        with pytest.raises(InvalidConfiguration, match=f"--replay {how}: a CPU queues nothing"):
+            on_host(None, None, how)
+    assert on_host(None, None, "off").name == "numpy"

@@ -41,6 +41,23 @@ def test_what_starting_a_step_costs_the_host() -> None:
     assert all(float(str(found[at]["ratio"])) > 2 for at in (3, 5, 7))
 
 
+ARENA = """
+from benchmarks import arena, rows
+from benchmarks.shapes import TINY
+from benchmarks.stand import Stand
+for row in arena.measure(Stand.on_gpu(TINY, "48MiB"), "tiny", (1, 3), 40):
+    print(rows.as_json(row))
+"""
+
+
+def test_the_daemons_memory_beside_ones_own() -> None:
+    found = rows(ARENA, idle=False)
+    assert [str(row["name"]).removeprefix("tiny, ") for row in found] == [
+        "copy", "attention, pages as they are", "attention, pages of a layer each", "decode of 1", "decode of 3"
+    ]  # fmt: skip
+    assert all(float(str(row["value"])) > 0 and float(str(row["ratio"])) > 0 for row in found)
+
+
 FLIPS = """
 from benchmarks import flips, rows
 from benchmarks.shapes import TINY

@@ -216,7 +216,7 @@ def test_a_workspace_gives_memory_again_and_none_away(process: Process) -> None:
 def test_rocm_has_no_graphs(process: Process) -> None:
     with pytest.raises(Refused, match="not on ROCm"):
         process.run("Graphs()")
-    with pytest.raises(Refused, match="kv_dtype is int8; with graphs"):
+    with pytest.raises(Refused, match="pages of int8 are not for steps that are replayed"):
         process.run("CupyOps(0, 'f32', 'int8', 4, called)")
-    with pytest.raises(Refused, match=r"InvalidConfiguration: --graphs on: .*not on ROCm"):
-        process.run("from services.engine.backend import on_gpu; on_gpu(0, 'f32', None, 4, True)")
+    with pytest.raises(Refused, match=r"InvalidConfiguration: --replay graphs: .*not on ROCm"):
+        process.run("from services.engine.backend import on_gpu; on_gpu(0, 'f32', None, 4, 'graphs')")
