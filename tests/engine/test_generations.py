@@ -56,6 +56,10 @@ def end(generation: Generation, outcome: Outcome = END) -> None:
     generation.push(Event(generation.request_id, outcome=outcome, sequence=sequence))
 
 
+def state_of(generation: Generation) -> GenerationState:
+    return generation.state
+
+
 def run(body: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(body, 30))
 
@@ -230,15 +234,15 @@ def test_states_and_what_it_took() -> None:
     generations, _ = registry()
     generation = generations.open("g", b"", seed=1)
     said = generation.outputs[0]
-    assert generation.state is GenerationState.QUEUED and said.usage is None
+    assert state_of(generation) is GenerationState.QUEUED and said.usage is None
     sequence = queued(generation)
-    assert generation.state is GenerationState.QUEUED
+    assert state_of(generation) is GenerationState.QUEUED
     sequence.admitted_at = 3.0
-    assert generation.state is GenerationState.RUNNING
+    assert state_of(generation) is GenerationState.RUNNING
     sequence.tokens.append(5)
     assert said.usage is not None and said.usage.completion_tokens == 1
     generation.push(Event("g", outcome=END, sequence=sequence))
-    assert generation.state is GenerationState.DONE and said.usage.queue_s == 3.0
+    assert state_of(generation) is GenerationState.DONE and said.usage.queue_s == 3.0
     assert said._sequence is None  # the prompt is not kept
     failed = begun(generations, "f")
     end(failed, Outcome(error=ForwardFailed("boom")))
