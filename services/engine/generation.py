@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
+from copy import copy
 
 from services.engine.loop import Event
 from services.engine.output import Output
@@ -128,19 +129,22 @@ class Generation:
         """Wait until it is queued. Raises what it was refused with."""
         await self._answered.wait()
         if self.refusal is not None:
-            raise self.refusal.with_traceback(None)
+            raise copy(self.refusal)  # each caller has its own, to name the field at fault in
 
     @contextmanager
-    def watch(self, from_token: int = 0, from_tokens: Items[int] = ()) -> Iterator[Watch]:
+    def watch(
+        self, from_token: int = 0, from_tokens: Items[int] = (), without_samples: Items[int] = ()
+    ) -> Iterator[Watch]:
         """Read it while the context lasts, from a token on: its one sample from ``from_token``, or each of several from
-        its own of ``from_tokens``, and those behind its end from their beginning.
+        its own of ``from_tokens``, and those behind its end from their beginning; ``without_samples`` not at all.
 
-        Raises FieldInvalid when it has fewer tokens or samples, and TooManyWatchers.
+        Raises FieldInvalid when it has fewer tokens or samples, or none is left to read, and TooManyWatchers.
         """
         starts = self._starts(from_token, from_tokens)
+        self._check_without(without_samples)
         if len(self._watches) >= MAX_WATCHES:
             raise TooManyWatchers(f"{self.request_id!r} has {MAX_WATCHES} watchers, the limit", limit=MAX_WATCHES)
-        watch = Watch(self, starts)
+        watch = Watch(self, starts, frozenset(without_samples))
         self._watches.add(watch)
         try:
             yield watch
@@ -174,6 +178,23 @@ class Generation:
                 )
         return starts
 
+    def _check_without(self, without_samples: Items[int]) -> None:
+        if len(without_samples) > self.samples:
+            raise FieldInvalid(
+                f"without_samples has {len(without_samples)} entries; it may have one for each sample, {self.samples}",
+                field="without_samples",
+                limit=self.samples,
+            )
+        for at, sample in enumerate(without_samples):
+            if sample >= self.samples:
+                raise FieldInvalid(
+                    f"without_samples[{at}] is {sample}; it must be at most {self.samples - 1}",
+                    field=f"without_samples[{at}]",
+                    limit=self.samples - 1,
+                )
+        if len(set(without_samples)) == self.samples:
+            raise FieldInvalid("without_samples leaves no sample to watch", field="without_samples")
+
     def forget(self) -> None:
         """Let its output go, whoever is reading it."""
         self.forgotten = True
@@ -192,10 +213,10 @@ class Watch:
     Samples with news have their turns one after another; none has another before those that waited meanwhile.
     """
 
-    def __init__(self, generation: Generation, starts: Items[int]) -> None:
+    def __init__(self, generation: Generation, starts: Items[int], without: frozenset[int]) -> None:
         self._generation = generation
         self._at = array("I", starts)
-        self._turns = list(range(generation.samples))  # of those whose end was not told
+        self._turns = [at for at in range(generation.samples) if at not in without]  # whose end was not told
         self._changed = asyncio.Event()
 
     def wake(self) -> None:

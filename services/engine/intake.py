@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 from services.engine.chat import Chat
@@ -263,6 +264,13 @@ def read_span(message: Any, field: str, most: float = math.inf, *, zero: bool = 
         limit = ("0 or more" if zero else "more than 0") + (f" and at most {most:g} s" if most < math.inf else "")
         raise FieldInvalid(f"{field} is {seconds:g} s; it must be {limit}", field=field)
     return seconds
+
+
+def named_inside(field: str, error: ServiceError) -> ServiceError:
+    """The error as one that names its field as one of the message's in ``field``; others may have heard of it, too."""
+    named = copy(error)
+    named.field = f"{field}.{error.field}" if error.field else ""
+    return named
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from services.engine.intake import (
     check_name,
     check_tokens,
     inside,
+    named_inside,
     read_request,
     read_span,
     text_limit,
@@ -168,7 +169,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     yield pb.BatchGenerateResponse(index=index, response=message)
                 error = error_of(news)
                 if error is not None:  # its samples end one by one
-                    errors.setdefault(index, error)
+                    errors.setdefault(index, error if asked is None else named_inside(f"requests[{index}]", error))
                 if news.over and index in errors:
                     yield pb.BatchGenerateResponse(index=index, error=status(errors.pop(index)))
         finally:
@@ -205,7 +206,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 generation = self.generations.again(asked.request_id, mark)
                 if generation is None:
                     generation = self._submit(served, asked, mark, retention_s)
-        await generation.accepted()
+            await generation.accepted()
         return pb.SubmitGenerationResponse(generation=self._shown(generation))
 
     def _submit(self, served: Served, asked: Request, mark: bytes, retention_s: float | None) -> Generation:
@@ -232,7 +233,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """See the proto."""
         generation = self._find(request.request_id)
         samples = generation.samples if generation.samples > 1 else 0
-        with generation.watch(request.from_token, request.from_tokens) as watch:
+        with generation.watch(request.from_token, request.from_tokens, request.without_samples) as watch:
             over, error = False, None
             while not over:
                 news = await watch.next()

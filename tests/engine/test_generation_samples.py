@@ -108,14 +108,17 @@ class Client:
     def done(self) -> bool:
         return len(self.ends) == len(self.began)
 
-    def join(self, trimmed: bool = False) -> None:
-        """Come, or come back, from where it is; zeros at the end of what it asks for may be left out."""
+    def join(self, trimmed: bool = False, told_again: bool = True) -> None:
+        """Come, or come back, from where it is. Zeros at the end of what it asks for may be left out, and samples whose
+        end it was told.
+        """
         self.leave()
         places = self.places
         while trimmed and places and not places[-1]:
             places.pop()
-        self._context = self.story.generation.watch(0, places)
-        self.watch, self.ended_here = self._context.__enter__(), set()
+        had = set() if told_again or self.done else set(self.ends)
+        self._context = self.story.generation.watch(0, places, sorted(had))
+        self.watch, self.ended_here = self._context.__enter__(), had
 
     def leave(self) -> None:
         if self._context is not None:
@@ -202,7 +205,7 @@ def test_what_a_watcher_had_wherever_it_was_cut_off_is_the_whole_of_each_sample(
             for client in clients:
                 match data.draw(st.sampled_from(["nothing", "hear", "hear all", "lose", "leave", "join"])):
                     case "join" if not client.unknown and not story.generation.forgotten:
-                        client.join(data.draw(st.booleans()))
+                        client.join(data.draw(st.booleans()), data.draw(st.booleans()))
                     case "leave":
                         client.leave()
                     case "hear" | "lose" as how if client.has_news:
@@ -368,27 +371,53 @@ def test_a_refusal_is_of_all_samples_and_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "from_token", "from_tokens", "name", "says", "limit"),
+    ("samples", "from_token", "from_tokens", "without", "name", "says", "limit"),
     [
-        (1, 3, [], "from_token", "from_token is 3 and there are 2 tokens so far", "2"),
-        (1, 0, [3], "from_tokens[0]", "from_tokens[0] is 3 and there are 2 tokens so far", "2"),
-        (1, 0, [1, 0], "from_tokens", "from_tokens has 2 entries; it may have one for each sample, 1", "1"),
-        (3, 0, [2, 1, 0], "from_tokens[1]", "from_tokens[1] is 1 and there are 0 tokens so far", "0"),
-        (3, 0, [0, 0, 2**32 - 1], "from_tokens[2]", "from_tokens[2] is 4294967295 and there are 1 tokens so far", "1"),
-        (3, 0, [0, 0, 0, 0], "from_tokens", "from_tokens has 4 entries; it may have one for each sample, 3", "3"),
-        (3, 2, [], "from_token", "from_token is 2 and there are 3 samples; from_tokens says it of each", "0"),
-        (3, 2, [2], "from_tokens", "from_token is 2, and from_tokens is given, too", None),
+        (1, 3, [], [], "from_token", "from_token is 3 and there are 2 tokens so far", "2"),
+        (1, 0, [3], [], "from_tokens[0]", "from_tokens[0] is 3 and there are 2 tokens so far", "2"),
+        (1, 0, [1, 0], [], "from_tokens", "from_tokens has 2 entries; it may have one for each sample, 1", "1"),
+        (3, 0, [2, 1, 0], [], "from_tokens[1]", "from_tokens[1] is 1 and there are 0 tokens so far", "0"),
+        (
+            3,
+            0,
+            [0, 0, 2**32 - 1],
+            [],
+            "from_tokens[2]",
+            "from_tokens[2] is 4294967295 and there are 1 tokens so far",
+            "1",
+        ),
+        (3, 0, [0, 0, 0, 0], [], "from_tokens", "from_tokens has 4 entries; it may have one for each sample, 3", "3"),
+        (3, 2, [], [], "from_token", "from_token is 2 and there are 3 samples; from_tokens says it of each", "0"),
+        (3, 2, [2], [], "from_tokens", "from_token is 2, and from_tokens is given, too", None),
+        (3, 0, [], [0, 3], "without_samples[1]", "without_samples[1] is 3; it must be at most 2", "2"),
+        (3, 0, [], [2, 1, 0], "without_samples", "without_samples leaves no sample to watch", None),
+        (1, 0, [], [0], "without_samples", "without_samples leaves no sample to watch", None),
+        (
+            3,
+            0,
+            [],
+            [1] * 4,
+            "without_samples",
+            "without_samples has 4 entries; it may have one for each sample, 3",
+            "3",
+        ),
     ],
 )
 def test_where_a_watch_may_not_begin(
-    samples: int, from_token: int, from_tokens: Sequence[int], name: str, says: str, limit: str | None
+    samples: int,
+    from_token: int,
+    from_tokens: Sequence[int],
+    without: Sequence[int],
+    name: str,
+    says: str,
+    limit: str | None,
 ) -> None:
     story = Story(samples)
     story.queue()
     for sample in [0, 0, 2][: 2 if samples == 1 else 3]:
         story.say(sample, "x")
     with pytest.raises(FieldInvalid) as caught:
-        story.generation.watch(from_token, from_tokens).__enter__()
+        story.generation.watch(from_token, from_tokens, without).__enter__()
     assert (caught.value.message, caught.value.field, caught.value.metadata.get("limit")) == (says, name, limit)
     assert not story.generation._watches
 
@@ -404,6 +433,20 @@ def test_watchers_are_counted_by_generation_and_not_by_sample() -> None:
         context.__exit__(None, None, None)
     with story.generation.watch():
         pass
+
+
+def test_samples_that_are_left_out_are_not_told_and_not_waited_for() -> None:
+    async def body() -> None:
+        story = Story(3)
+        story.queue()
+        for sample in range(3):
+            story.say(sample, "x")
+        story.end(1, EOS)
+        with story.generation.watch(0, [1], [0, 2, 0]) as watch:
+            news = await watch.next()
+        assert (news.sample, news.token_ids, news.outcome, news.over) == (1, (1 << 16,), EOS, True)
+
+    run(body())
 
 
 # --- what it counts for -----------------------------------------------------------------------------------------------

@@ -19,9 +19,8 @@ from services.engine.batch import Row
 from services.engine.config import BUNDLED_MODEL
 from services.engine.model import Model
 from services.engine.scheduler import Chunk
-from tests.engine.running import RunningEngine, refused
+from tests.engine.running import RunningEngine, refused, served_by_a_daemon
 from tests.generation import collect, request
-from tests.kvcache.conftest import Running
 
 #: All of it at once.
 EVERYTHING: dict[str, Any] = {
@@ -336,15 +335,6 @@ def test_with_everything_on_it_is_the_same_after_a_lost_session(
 
 
 # --- several samples --------------------------------------------------------------------------------------------------
-
-
-def served_by_a_daemon(tmp_path: Path, *flags: str) -> tuple[RunningEngine, Running]:
-    """An engine on a daemon's pages, 64 of them."""
-    for name in ("k", "e"):
-        (tmp_path / name).mkdir()
-    daemon = Running(tmp_path / "k", "--memory", "64MiB")
-    address = str(daemon.config.listeners[0])
-    return RunningEngine(tmp_path / "e", "--pool-pages", "64", *flags, kvcache=address).start(), daemon
 
 
 def singles(engine: RunningEngine, ask: pb.GenerateRequest, n: int) -> list[tuple[list[int], str]]:
