@@ -21,7 +21,7 @@ KVCACHE = (
 )
 ENGINE = (
     *("sequence", "scheduler", "admission", "waiting", "turnover", "deadlines", "pagesource", "localpages"),
-    *("loop", "streams", "generation", "generations", "observations", "choice", "holds"),
+    *("loop", "streams", "output", "generation", "generations", "observations", "choice", "holds"),
 )
 DOMAIN = {
     "services.errors",
