@@ -368,6 +368,7 @@ class EngineLoop:
 
     def _fail(self, error: Exception) -> None:
         log.exception("engine_failed", live=len(self.scheduler.live))
+        self._flush()  # those that had given everything back have ended as they did
         failure = Internal(f"the engine failed: {type(error).__name__}")
         live = list(self.scheduler.live.values())
         self.scheduler = self._new_scheduler()
