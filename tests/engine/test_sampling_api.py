@@ -157,13 +157,6 @@ def test_what_is_out_of_range_is_named(engine: RunningEngine, field: str, bad: A
     assert (error.reason, error.field) == ("FIELD_INVALID", field) and said in error.message
 
 
-def test_a_submitted_request_has_one_sample(engine: RunningEngine) -> None:
-    message = pb.SubmitGenerationRequest(request=request(n=2))
-    error = refused(lambda: engine.stub.SubmitGeneration(message))
-    assert (error.reason, error.field) == ("FIELD_INVALID", "request.n")
-    assert engine.stub.SubmitGeneration(pb.SubmitGenerationRequest(request=request(n=1))).generation.request_id
-
-
 # --- log probabilities ------------------------------------------------------------------------------------------------
 
 
