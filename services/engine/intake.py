@@ -267,7 +267,7 @@ def read_span(message: Any, field: str, most: float = math.inf, *, zero: bool = 
 
 
 def named_inside(field: str, error: ServiceError) -> ServiceError:
-    """The error as one that names its field as one of the message's in ``field``; others may have heard of it, too."""
+    """A copy of an error that others hear of, too: it names its field as one of the message's in ``field``."""
     named = copy(error)
     named.field = f"{field}.{error.field}" if error.field else ""
     return named

@@ -375,6 +375,31 @@ def test_one_sample_that_fails_fails_the_others_and_every_watcher_is_told(engine
     engine.idle()
 
 
+def test_a_drain_lets_all_samples_of_a_prompt_that_ran_end_and_tells_those_that_wait_once(tmp_path: Path) -> None:
+    small = RunningEngine(tmp_path, "--max-batch", "2", "--local-pages", "64").start()
+    try:
+        held(small, "runs", n=3, max_tokens=300)
+        late = small.stub.SubmitGeneration.future(pb.SubmitGenerationRequest(request=asked(2, 6, request_id="waits")))
+        until(lambda: len(small.engine.streams) == 2)
+        small.steps.release()
+        late.result(30)
+        small.steps.hold()
+        runs, waits = watching(small, "runs"), watching(small, "waits")
+        told = Told()
+        told.add(next(runs).response)
+        stopping = small.begin(small.engine.stop(100))
+        until(lambda: small.stub.GetStats(pb.GetStatsRequest()).draining)
+        small.steps.release()
+        told.read(runs, 3)
+        assert told.places(3) == [300] * 3
+        nothing = Told().read(waits, 2)
+        assert nothing.error is not None and nothing.error.reason == "DRAINING" and not nothing.tokens
+        stopping.result(30)
+        small.stopped = True
+    finally:
+        small.close()
+
+
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
