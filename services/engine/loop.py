@@ -22,8 +22,9 @@ from services.engine.admission import Limits
 from services.engine.choice import Choice, Result
 from services.engine.observations import Observations
 from services.engine.pagesource import Exchange, PageCopy, PageSource
-from services.engine.scheduler import Chunk, Delta, Scheduler
+from services.engine.scheduler import Delta, Scheduler
 from services.engine.sequence import FinishReason, Outcome, Request, Sequence
+from services.engine.step import Chunk
 from services.errors import DeadlineExceeded, Internal, KvCacheDown, ServiceError, SessionExpired
 
 log = structlog.get_logger()

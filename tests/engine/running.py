@@ -17,8 +17,8 @@ from services.engine.choice import Result
 from services.engine.config import Config
 from services.engine.pagesource import PageCopy
 from services.engine.runner import Runner
-from services.engine.scheduler import Chunk
 from services.engine.server import Engine
+from services.engine.step import Chunk
 from services.errors import ServiceError
 from tests.kvcache.conftest import Running
 

@@ -11,8 +11,8 @@ from services.engine.admission import Limits
 from services.engine.localpages import LocalPageSource
 from services.engine.loop import IDLE_CHECK_S, EngineLoop, Event
 from services.engine.pagesource import PageCopy
-from services.engine.scheduler import Chunk
 from services.engine.sequence import FinishReason
+from services.engine.step import Chunk
 from services.errors import (
     DeadlineExceeded,
     Draining,

@@ -18,7 +18,7 @@ from services.engine import model as engine_model
 from services.engine.batch import Row
 from services.engine.config import BUNDLED_MODEL
 from services.engine.model import Model
-from services.engine.scheduler import Chunk
+from services.engine.step import Chunk
 from tests.engine.running import RunningEngine, refused, served_by_a_daemon
 from tests.generation import collect, request
 

@@ -17,7 +17,8 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as kv
 from services import rpc
 from services.engine import intake
 from services.engine.choice import Result
-from services.engine.scheduler import MAX_SAMPLES, Chunk
+from services.engine.scheduler import MAX_SAMPLES
+from services.engine.step import Chunk
 from services.errors import ForwardFailed, ServiceError
 from tests.engine.remnants import places
 from tests.engine.running import RunningEngine, refused, served_by_a_daemon

@@ -20,7 +20,7 @@ KVCACHE = (
     *("cache", "events", "explain", "demand", "density", "eviction", "reuse"),
 )
 ENGINE = (
-    *("sequence", "scheduler", "admission", "waiting", "turnover", "deadlines", "pagesource", "localpages"),
+    *("sequence", "scheduler", "step", "admission", "waiting", "turnover", "deadlines", "pagesource", "localpages"),
     *("loop", "streams", "output", "generation", "generations", "observations", "choice", "holds"),
 )
 DOMAIN = {
