@@ -20,7 +20,8 @@ from services.engine.admission import Limits
 from services.engine.loop import EngineLoop
 from services.engine.pagesource import Demand, Exchange, Grant, PageSource
 from services.engine.sampling import Drawer, SamplingParams
-from services.engine.scheduler import Chunk, Scheduler
+from services.engine.scheduler import Scheduler
+from services.engine.step import Chunk
 
 
 @dataclass(frozen=True, slots=True)

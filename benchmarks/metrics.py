@@ -29,9 +29,9 @@ from services.engine.loop import EngineLoop, Event
 from services.engine.metrics import EngineMetrics
 from services.engine.observations import Observations
 from services.engine.pagesource import PageCopy
-from services.engine.scheduler import Chunk
 from services.engine.sequence import Request, Stopping
 from services.engine.servicer import Served
+from services.engine.step import Chunk
 from services.engine.streams import Streams
 
 PAGES = 1 << 14

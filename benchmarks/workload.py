@@ -17,8 +17,8 @@ from services.engine.loop import EngineLoop, Event
 from services.engine.pagesource import PageCopy, PageSource
 from services.engine.runner import Runner
 from services.engine.sampling import Drawer, SamplingParams
-from services.engine.scheduler import Chunk
 from services.engine.sequence import Request, Stopping
+from services.engine.step import Chunk
 
 #: The workload that serving engines are compared by: so many requests at once, prompts and outputs of a uniformly
 #: drawn number of tokens.

@@ -1,4 +1,4 @@
-"""One submitted request: everything it has said so far, for any number of watchers from any token on."""
+"""One submitted request: everything its samples have said so far, for any number of watchers from any token on."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import asyncio
 import enum
 from array import array
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
+from copy import copy
 
-from services.engine.choice import Choice
 from services.engine.loop import Event
-from services.engine.sequence import Outcome, Sequence, Usage
+from services.engine.output import Output
 from services.engine.streams import News
 from services.errors import FieldInvalid, RequestUnknown, ServiceError, TooManyWatchers
 
 #: What a generation without output counts for, in bytes: its objects, and its entries in the registry.
 OVERHEAD_BYTES = 2048
-#: What a token's log probability counts for, and each of the likeliest tokens told with it.
-CHOICE_BYTES, TOP_BYTES = 160, 120
+#: What each of its samples but the first counts for besides.
+SAMPLE_BYTES = 1024
 #: Watchers at a time, each of which is an open call.
 MAX_WATCHES = 64
 #: Tokens that a watcher is handed at a time at most, so that no replay makes a message too large.
@@ -25,7 +26,7 @@ REPLAY_TOKENS = 4096
 
 
 class GenerationState(enum.Enum):
-    """QUEUED -> RUNNING -> DONE or FAILED. A cancelled one is DONE: its outcome says so."""
+    """QUEUED -> RUNNING -> DONE or FAILED. A cancelled one is DONE: its outcomes say so."""
 
     QUEUED = enum.auto()
     RUNNING = enum.auto()
@@ -36,8 +37,8 @@ class GenerationState(enum.Enum):
 class Generation:
     """Owned by the asyncio loop. ``fingerprint`` tells what was asked, so that asking again can be recognised.
 
-    Text comes with the token that released it: the text of the tokens from the k-th on begins where the text that came
-    with those before it ends, so that what a watcher saw and a replay from there on are the whole, wherever it stopped.
+    ``outputs`` are its samples', in their order, of which there is one at least; ``seed`` is the first one's. It is
+    over when each of them has ended.
     """
 
     def __init__(
@@ -47,119 +48,158 @@ class Generation:
         seed: int,
         retention_s: float,
         on_change: Callable[[Generation, int], None],
+        samples: int = 1,
     ) -> None:
         self.request_id = request_id
         self.fingerprint = fingerprint
         self.seed = seed
         self.retention_s = retention_s
-        self.num_tokens = 0
-        self.outcome: Outcome | None = None
+        self.outputs = tuple(Output() for _ in range(samples))
         self.forgotten = False
         self._on_change = on_change  # is told by how many bytes it grew
-        self._token_ids = array("I")
-        self._text = bytearray()  # UTF-8
-        self._ends = array("I")  # where the text that came with each token ends, in bytes
-        self._logprobs: list[Choice] = []  # of each token, if they were asked for
-        self._prompt_logprobs: tuple[Choice, ...] = ()
-        self._choice_bytes = 0
-        self._sequence: Sequence | None = None  # while it is live: its prompt is not kept
-        self._usage: Usage | None = None
         self._answered = asyncio.Event()
         self._watches: set[Watch] = set()
 
     def __repr__(self) -> str:
-        return f"<Generation {self.request_id} {self.state.name}: {self.num_tokens} tokens>"
+        samples = f" of {self.samples} samples" if self.samples > 1 else ""
+        return f"<Generation {self.request_id} {self.state.name}: {self.num_tokens} tokens{samples}>"
+
+    @property
+    def samples(self) -> int:
+        """How many it has."""
+        return len(self.outputs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, of all samples."""
+        return sum(output.num_tokens for output in self.outputs)
+
+    @property
+    def over(self) -> bool:
+        """Whether every sample has ended."""
+        return all(output.outcome is not None for output in self.outputs)
+
+    @property
+    def error(self) -> ServiceError | None:
+        """What it failed with, once it is over; the first of the samples' errors."""
+        if not self.over:
+            return None
+        errors = (output.outcome.error for output in self.outputs if output.outcome is not None)
+        return next((error for error in errors if error is not None), None)
 
     @property
     def state(self) -> GenerationState:
         """How far it is."""
-        if self.outcome is not None:
-            return GenerationState.DONE if self.outcome.error is None else GenerationState.FAILED
-        admitted = self._sequence is not None and self._sequence.admitted_at is not None
+        if self.over:
+            return GenerationState.DONE if self.error is None else GenerationState.FAILED
+        usages = (output.usage for output in self.outputs)
+        admitted = any(usage is not None and usage.queue_s is not None for usage in usages)
         return GenerationState.RUNNING if admitted else GenerationState.QUEUED
-
-    @property
-    def usage(self) -> Usage | None:
-        """What it took so far; None before it is queued."""
-        return self._sequence.usage if self._sequence is not None else self._usage
 
     @property
     def refusal(self) -> ServiceError | None:
         """Why it was never queued."""
-        return self.outcome.error if self.outcome is not None and self._usage is None else None
+        first = self.outputs[0]
+        return first.outcome.error if first.outcome is not None and first.usage is None else None
 
     @property
     def size(self) -> int:
         """Bytes it counts for."""
-        return OVERHEAD_BYTES + len(self._text) + 8 * len(self._token_ids) + self._choice_bytes
-
-    @property
-    def prompt_logprobs(self) -> tuple[Choice, ...]:
-        """Of the prompt's tokens but the first, once there is a token, if they were asked for."""
-        return self._prompt_logprobs
+        return OVERHEAD_BYTES + SAMPLE_BYTES * (self.samples - 1) + sum(output.size for output in self.outputs)
 
     def push(self, event: Event) -> None:
         """Take the next event."""
-        before = self.size
-        if event.sequence is not None:
-            self._sequence = event.sequence
-        if event.token_ids:
-            self._token_ids.extend(event.token_ids)
-            self._text += event.text.encode()
-            self._ends.extend([len(self._text)] * len(event.token_ids))
-            self.num_tokens = len(self._token_ids)
-            self._logprobs.extend(event.logprobs)
-            self._prompt_logprobs += event.prompt_logprobs
-            told = (*event.logprobs, *event.prompt_logprobs)
-            self._choice_bytes += sum(CHOICE_BYTES + TOP_BYTES * len(choice.top) for choice in told)
-        if event.outcome is not None:
-            self.outcome, self._usage, self._sequence = event.outcome, self.usage, None
+        grown = 0
+        if event.outcome is None and event.sequence is not None:  # it is queued, all of it
+            for sequence in event.sequence.family or (event.sequence,):
+                self.outputs[sequence.request.sample].queued(sequence)
+        elif event.sequence is None and event.outcome is not None:  # it is refused, all of it
+            for output in self.outputs:
+                output.push(event)
+        else:
+            output = self.outputs[event.sample]
+            before = output.size
+            output.push(event)
+            grown = output.size - before
         self._answered.set()
-        self._on_change(self, self.size - before)
+        self._on_change(self, grown)
         self._wake()
 
     async def accepted(self) -> None:
         """Wait until it is queued. Raises what it was refused with."""
         await self._answered.wait()
         if self.refusal is not None:
-            raise self.refusal.with_traceback(None)
-
-    def read(self, start: int, end: int) -> tuple[str, tuple[int, ...]]:
-        """Tokens ``start`` to ``end``, and the text that came with them."""
-        first = self._ends[start - 1] if start else 0
-        last = self._ends[end - 1] if end else 0
-        return self._text[first:last].decode(), tuple(self._token_ids[start:end])
-
-    def logprobs(self, start: int, end: int) -> tuple[Choice, ...]:
-        """The log probabilities of tokens ``start`` to ``end``; none if they were not asked for."""
-        return tuple(self._logprobs[start:end])
+            raise copy(self.refusal)  # each caller has its own, to name the field at fault in
 
     @contextmanager
-    def watch(self, from_token: int) -> Iterator[Watch]:
-        """Read it from a token on, while the context lasts.
+    def watch(
+        self, from_token: int = 0, from_tokens: Items[int] = (), without_samples: Items[int] = ()
+    ) -> Iterator[Watch]:
+        """Read it while the context lasts, from a token on: its one sample from ``from_token``, or each of several from
+        its own of ``from_tokens``, and those behind its end from their beginning; ``without_samples`` not at all.
 
-        Raises FieldInvalid when it has fewer tokens, and TooManyWatchers.
+        Raises FieldInvalid when it has fewer tokens or samples, or none is left to read, and TooManyWatchers.
         """
-        if from_token > self.num_tokens:
-            raise FieldInvalid(
-                f"from_token is {from_token} and there are {self.num_tokens} tokens so far",
-                field="from_token",
-                limit=self.num_tokens,
-            )
+        starts = self._starts(from_token, from_tokens)
+        self._check_without(without_samples)
         if len(self._watches) >= MAX_WATCHES:
             raise TooManyWatchers(f"{self.request_id!r} has {MAX_WATCHES} watchers, the limit", limit=MAX_WATCHES)
-        watch = Watch(self, from_token)
+        watch = Watch(self, starts, frozenset(without_samples))
         self._watches.add(watch)
         try:
             yield watch
         finally:
             self._watches.discard(watch)
 
+    def _starts(self, from_token: int, from_tokens: Items[int]) -> list[int]:
+        if from_token and from_tokens:
+            raise FieldInvalid(f"from_token is {from_token}, and from_tokens is given, too", field="from_tokens")
+        if from_token and self.samples > 1:
+            raise FieldInvalid(
+                f"from_token is {from_token} and there are {self.samples} samples; from_tokens says it of each",
+                field="from_token",
+                limit=0,
+            )
+        if len(from_tokens) > self.samples:
+            raise FieldInvalid(
+                f"from_tokens has {len(from_tokens)} entries; it may have one for each sample, {self.samples}",
+                field="from_tokens",
+                limit=self.samples,
+            )
+        asked = from_tokens or [from_token]
+        starts = [*asked, *[0] * (self.samples - len(asked))]
+        for at, (start, output) in enumerate(zip(starts, self.outputs, strict=True)):
+            if start > output.num_tokens:
+                name = f"from_tokens[{at}]" if from_tokens else "from_token"
+                raise FieldInvalid(
+                    f"{name} is {start} and there are {output.num_tokens} tokens so far",
+                    field=name,
+                    limit=output.num_tokens,
+                )
+        return starts
+
+    def _check_without(self, without_samples: Items[int]) -> None:
+        if len(without_samples) > self.samples:
+            raise FieldInvalid(
+                f"without_samples has {len(without_samples)} entries; it may have one for each sample, {self.samples}",
+                field="without_samples",
+                limit=self.samples,
+            )
+        for at, sample in enumerate(without_samples):
+            if sample >= self.samples:
+                raise FieldInvalid(
+                    f"without_samples[{at}] is {sample}; it must be at most {self.samples - 1}",
+                    field=f"without_samples[{at}]",
+                    limit=self.samples - 1,
+                )
+        if len(set(without_samples)) == self.samples:
+            raise FieldInvalid("without_samples leaves no sample to watch", field="without_samples")
+
     def forget(self) -> None:
         """Let its output go, whoever is reading it."""
         self.forgotten = True
-        self._token_ids, self._text, self._ends = array("I"), bytearray(), array("I")
-        self._logprobs, self._prompt_logprobs, self._choice_bytes = [], (), 0
+        for output in self.outputs:
+            output.forget()
         self._wake()
 
     def _wake(self) -> None:
@@ -168,11 +208,15 @@ class Generation:
 
 
 class Watch:
-    """One reader's place in a generation. It holds no output, so one that stops reading costs nothing."""
+    """One reader's place in each sample of a generation. It holds no output, so one that stops reading costs nothing.
 
-    def __init__(self, generation: Generation, at: int) -> None:
+    Samples with news have their turns one after another; none has another before those that waited meanwhile.
+    """
+
+    def __init__(self, generation: Generation, starts: Items[int], without: frozenset[int]) -> None:
         self._generation = generation
-        self._at = at
+        self._at = array("I", starts)
+        self._turns = [at for at in range(generation.samples) if at not in without]  # whose end was not told
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
@@ -180,25 +224,40 @@ class Watch:
         self._changed.set()
 
     async def next(self) -> News:
-        """Wait for news and take them: the next tokens, or how it ended, or both.
+        """Wait for news and take them: the next tokens of a sample, or how it ended, or both. Not to be called again
+        after those that say that it is over.
 
         Raises RequestUnknown when the generation was forgotten before all of it was read.
         """
-        generation = self._generation
-        while self._at == generation.num_tokens and generation.outcome is None:
+        while (sample := self._ready()) is None:
             self._changed.clear()
             await self._changed.wait()
-        end = min(generation.num_tokens, self._at + REPLAY_TOKENS)
-        if generation.forgotten and self._at < end:
+        generation, output, at = self._generation, self._generation.outputs[sample], self._at[sample]
+        end = min(output.num_tokens, at + REPLAY_TOKENS)
+        if generation.forgotten and at < end:
+            whose = f" of sample {sample}" if generation.samples > 1 else ""
             raise RequestUnknown(
-                f"{generation.request_id!r} was forgotten while token {self._at} of {generation.num_tokens} was read",
+                f"{generation.request_id!r} was forgotten while token {at} of {output.num_tokens}{whose} was read",
                 field="request_id",
             )
-        text, token_ids = ("", ()) if self._at == end else generation.read(self._at, end)
-        logprobs = generation.logprobs(self._at, end)
-        prompt = generation.prompt_logprobs if self._at == 0 < end else ()
-        self._at = end
-        if end < generation.num_tokens or generation.outcome is None:
-            return News(text, token_ids, logprobs=logprobs, prompt_logprobs=prompt)
-        outcome, usage = generation.outcome, generation.usage
-        return News(text, token_ids, outcome, usage, logprobs=logprobs, prompt_logprobs=prompt, over=True)
+        self._at[sample] = end
+        self._turns.remove(sample)
+        ended = end == output.num_tokens and output.outcome is not None
+        if not ended:
+            self._turns.append(sample)
+        text, token_ids = ("", ()) if at == end else output.read(at, end)
+        return News(
+            text,
+            token_ids,
+            output.outcome if ended else None,
+            output.usage if ended else None,
+            sample,
+            output.logprobs(at, end),
+            output.prompt_logprobs if at == 0 < end else (),
+            over=not self._turns,
+        )
+
+    def _ready(self) -> int | None:
+        outputs = self._generation.outputs
+        news = (at for at in self._turns if self._at[at] < outputs[at].num_tokens or outputs[at].outcome is not None)
+        return next(news, None)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.engine.deadlines import Deadlines
-from services.engine.generation import OVERHEAD_BYTES, Generation
+from services.engine.generation import Generation
 from services.errors import RequestExists, RequestLive, RequestUnknown
 
 
@@ -51,14 +51,16 @@ class Generations:
         """How many that are over are kept."""
         return len(self._over)
 
-    def open(self, request_id: str, fingerprint: bytes, seed: int, retention_s: float | None = None) -> Generation:
+    def open(
+        self, request_id: str, fingerprint: bytes, seed: int, retention_s: float | None = None, samples: int = 1
+    ) -> Generation:
         """Make a generation known, to be kept ``retention_s`` seconds when it is over. Raises RequestExists."""
         if request_id in self:
             raise RequestExists(f"a submitted generation has the id {request_id!r}", field="request_id")
         kept_s = self.retention.ttl_s if retention_s is None else min(retention_s, self.retention.ttl_s)
-        generation = Generation(request_id, fingerprint, seed, kept_s, self._changed)
+        generation = Generation(request_id, fingerprint, seed, kept_s, self._changed, samples)
         self._known[request_id] = generation
-        self.bytes += OVERHEAD_BYTES
+        self.bytes += generation.size
         return generation
 
     def find(self, request_id: str) -> Generation:
@@ -91,7 +93,7 @@ class Generations:
     def delete(self, request_id: str) -> None:
         """Forget one that is over. Raises RequestUnknown, RequestLive."""
         generation = self.find(request_id)
-        if generation.outcome is None:
+        if not generation.over:
             raise RequestLive(f"{request_id!r} is {generation.state.name.lower()}; cancel it first", field="request_id")
         self._forget(request_id)
 
@@ -113,7 +115,7 @@ class Generations:
         self.bytes += grown
         if generation.refusal is not None:  # as though it had never been submitted
             self._forget(generation.request_id)
-        elif generation.outcome is not None:
+        elif generation.over:
             self._over[generation.request_id] = ended_at = self._clock()
             self._expiries.add(generation.request_id, ended_at + generation.retention_s)
         self.expire()

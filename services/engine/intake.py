@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 from services.engine.chat import Chat
@@ -31,7 +32,7 @@ MAX_PRIORITY = 100
 #: Of a retention, where none is said.
 RETENTION_PRIORITY = 50
 
-#: Log probabilities that are told of one request's output, and of its prompt: a message has a limit.
+#: Log probabilities that are told of one request's output, all samples of it, and of its prompt: a message has a limit.
 MAX_OUTPUT_LOGPROBS = 1 << 20
 MAX_PROMPT_LOGPROBS = 1 << 18
 
@@ -74,7 +75,7 @@ async def read_request(
     prompt = await _prompt(message.prompt, config, tokenizer, chat)
     room = _room(len(prompt), config)
     limits = dataclasses.replace(limits, max_tokens=min(limits.max_tokens, room))
-    _check_logprobs(drawn, len(prompt), limits.max_tokens)
+    _check_logprobs(drawn, len(prompt), limits.max_tokens, max(1, message.n))
     retention = _retention(message, retains)
 
     def text() -> TextStream:
@@ -120,10 +121,11 @@ def _room(prompt_tokens: int, config: ModelConfig) -> int:
     return room
 
 
-def _check_logprobs(sampling: SamplingParams, prompt_tokens: int, max_tokens: int) -> None:
+def _check_logprobs(sampling: SamplingParams, prompt_tokens: int, max_tokens: int, samples: int) -> None:
+    completion = "the completion may have" if samples == 1 else f"the {samples} completions may have"
     of = {
         "prompt_logprobs": (sampling.prompt_logprobs, prompt_tokens, "the prompt has", MAX_PROMPT_LOGPROBS),
-        "logprobs": (sampling.logprobs, max_tokens, "the completion may have", MAX_OUTPUT_LOGPROBS),
+        "logprobs": (sampling.logprobs, max_tokens * samples, completion, MAX_OUTPUT_LOGPROBS),
     }
     for name, (top, tokens, whose, limit) in of.items():
         if top is not None and tokens * (top + 1) > limit:
@@ -262,6 +264,13 @@ def read_span(message: Any, field: str, most: float = math.inf, *, zero: bool = 
         limit = ("0 or more" if zero else "more than 0") + (f" and at most {most:g} s" if most < math.inf else "")
         raise FieldInvalid(f"{field} is {seconds:g} s; it must be {limit}", field=field)
     return seconds
+
+
+def named_inside(field: str, error: ServiceError) -> ServiceError:
+    """A copy of an error that others hear of, too: it names its field as one of the message's in ``field``."""
+    named = copy(error)
+    named.field = f"{field}.{error.field}" if error.field else ""
+    return named
 
 
 @contextmanager

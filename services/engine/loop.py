@@ -22,8 +22,9 @@ from services.engine.admission import Limits
 from services.engine.choice import Choice, Result
 from services.engine.observations import Observations
 from services.engine.pagesource import Exchange, PageCopy, PageSource
-from services.engine.scheduler import Chunk, Delta, Scheduler
+from services.engine.scheduler import Delta, Scheduler
 from services.engine.sequence import FinishReason, Outcome, Request, Sequence
+from services.engine.step import Chunk
 from services.errors import DeadlineExceeded, Internal, KvCacheDown, ServiceError, SessionExpired
 
 log = structlog.get_logger()
@@ -368,6 +369,7 @@ class EngineLoop:
 
     def _fail(self, error: Exception) -> None:
         log.exception("engine_failed", live=len(self.scheduler.live))
+        self._flush()  # those that had given everything back have ended as they did
         failure = Internal(f"the engine failed: {type(error).__name__}")
         live = list(self.scheduler.live.values())
         self.scheduler = self._new_scheduler()

@@ -12,6 +12,7 @@ from rocmforge.engine.v1 import engine_pb2 as pb
 from services import rpc
 from services.engine.choice import Choice
 from services.engine.generation import Generation, GenerationState
+from services.engine.output import Output
 from services.engine.sampling import seed_of
 from services.engine.sequence import FinishReason, Outcome, Usage
 from services.engine.streams import News
@@ -114,24 +115,33 @@ def usage_of(usage: Usage | None) -> pb.Usage | None:
 
 def generation_of(generation: Generation, expires_in_s: float | None, now: float) -> pb.Generation:
     """A generation with all of its output; ``now`` is the time of day in seconds since the epoch."""
-    text, token_ids = generation.read(0, generation.num_tokens)
+    whole = [_said(output, seed_of(generation.seed, at)) for at, output in enumerate(generation.outputs)]
     message = pb.Generation(
         request_id=generation.request_id,
         state=_STATES[generation.state],
-        text=text,
-        token_ids=token_ids,
-        finish=finish_of(generation.outcome, generation.usage, generation.seed),
-        usage=usage_of(generation.usage),
-        logprobs=logprobs_of(generation.logprobs(0, generation.num_tokens)),
-        prompt_logprobs=logprobs_of(generation.prompt_logprobs),
+        prompt_logprobs=logprobs_of(generation.outputs[0].prompt_logprobs),
+        **whole[0] if len(whole) == 1 else {"samples": [pb.GenerationSample(**one) for one in whole]},
     )
-    if generation.outcome is not None and generation.outcome.error is not None:
-        message.error.CopyFrom(status(generation.outcome.error))
+    error = generation.error
+    if error is not None:
+        message.error.CopyFrom(status(error))
     if expires_in_s is not None:
         expiry = timestamp_pb2.Timestamp()
         expiry.FromNanoseconds(int((now + expires_in_s) * 1e9))
         message.expire_time.CopyFrom(expiry)
     return message
+
+
+def _said(output: Output, seed: int) -> dict[str, Any]:
+    text, token_ids = output.read(0, output.num_tokens)
+    usage = output.usage
+    return {
+        "text": text,
+        "token_ids": token_ids,
+        "finish": finish_of(output.outcome, usage, seed),
+        "usage": usage_of(usage),
+        "logprobs": logprobs_of(output.logprobs(0, output.num_tokens)),
+    }
 
 
 def duration_of(seconds: float) -> duration_pb2.Duration:

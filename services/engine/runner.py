@@ -16,8 +16,8 @@ from services.engine.batch import Row
 from services.engine.choice import Choice, Computed, Draw, Result
 from services.engine.pagesource import PageCopy
 from services.engine.sampling import Drawer, SamplingParams, certain, choose, sample
-from services.engine.scheduler import Chunk
 from services.engine.sequence import Sequence
+from services.engine.step import Chunk
 from services.errors import ForwardFailed, GpuError, ServiceError
 
 log = structlog.get_logger()

@@ -31,6 +31,7 @@ from services.engine.deadlines import Deadlines
 from services.engine.holds import Holds
 from services.engine.pagesource import Demand, Grant, Opening, PageCopy
 from services.engine.sequence import Key, Outcome, Request, Sequence, State, key_of
+from services.engine.step import Chunk, share_out
 from services.engine.waiting import Waiting
 from services.errors import (
     ExceedsPool,
@@ -49,16 +50,6 @@ REPORT_PAGES = 4
 SOURCE_ID_CHARS = 128
 #: Samples of one prompt that a request may ask for.
 MAX_SAMPLES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """``count`` tokens of a sequence from ``start`` on; ``samples`` when they are its last and the next is wanted."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,32 +241,8 @@ class Scheduler:
         return [demand for demand, _ in demands], removed
 
     def schedule(self) -> tuple[Chunk, ...]:
-        """The next step, of those that have pages to compute in. No prefill stalls a decoding request, nor the reverse.
-
-        A budget that is not larger than the batch may leave some without a token: the last of those that decode.
-        """
-        ready: list[tuple[Sequence, int, int]] = []
-        for sequence in self.running:
-            if sequence.held:
-                continue
-            missing = sequence.num_tokens - sequence.num_computed_tokens
-            want = min(missing, len(sequence.pages) * self._page_size - sequence.num_computed_tokens)
-            if want > 0:
-                ready.append((sequence, want, missing))
-        decoding = sum(missing == 1 for _, _, missing in ready)
-        budget, chunks = self._max_step_tokens, []
-        prefills = max(1, budget - decoding) if decoding < len(ready) else 0
-        decodes = budget - prefills
-        for sequence, want, missing in ready:
-            if missing == 1:
-                count = min(1, decodes)
-                decodes -= count
-            else:
-                count = min(want, prefills)
-                prefills -= count
-            if count:
-                chunks.append(Chunk(sequence, sequence.num_computed_tokens, count, samples=count == missing))
-        return tuple(chunks)
+        """The next step."""
+        return share_out(self.running, self._max_step_tokens, self._page_size)
 
     def apply(self, step: Items[Chunk], results: Items[Result]) -> list[Delta]:
         """Commit a step that has synchronised; ``results[i]`` is what chunk i sampled, or the error that ends it."""

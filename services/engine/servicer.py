@@ -21,6 +21,7 @@ from services.engine.intake import (
     check_name,
     check_tokens,
     inside,
+    named_inside,
     read_request,
     read_span,
     text_limit,
@@ -168,7 +169,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     yield pb.BatchGenerateResponse(index=index, response=message)
                 error = error_of(news)
                 if error is not None:  # its samples end one by one
-                    errors.setdefault(index, error)
+                    errors.setdefault(index, error if asked is None else named_inside(f"requests[{index}]", error))
                 if news.over and index in errors:
                     yield pb.BatchGenerateResponse(index=index, error=status(errors.pop(index)))
         finally:
@@ -196,8 +197,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         timeout_s = read_span(request, "timeout", MAX_TIMEOUT_S)
         retention_s = read_span(request, "retention", self.generations.retention.ttl_s)
         with inside("request"):
-            if request.request.n > 1:
-                raise FieldInvalid(f"n is {request.request.n}; a submitted request has one sample", field="n", limit=1)
             wanted = request.request.request_id
             generation = self.generations.again(wanted, mark) if wanted else None
             if generation is None:
@@ -207,14 +206,15 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 generation = self.generations.again(asked.request_id, mark)
                 if generation is None:
                     generation = self._submit(served, asked, mark, retention_s)
-        await generation.accepted()
+            await generation.accepted()
         return pb.SubmitGenerationResponse(generation=self._shown(generation))
 
     def _submit(self, served: Served, asked: Request, mark: bytes, retention_s: float | None) -> Generation:
         self._check_open()
         self.streams.check_free(asked.request_id)
-        generation = self.generations.open(asked.request_id, mark, asked.sampling.seed, retention_s)
-        self.streams.open(asked.request_id, generation)
+        samples = 1 + len(asked.others)
+        generation = self.generations.open(asked.request_id, mark, asked.sampling.seed, retention_s, samples)
+        self.streams.open(asked.request_id, generation, samples)
         served.loop.submit(asked)
         return generation
 
@@ -232,17 +232,17 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[pb.WatchGenerationResponse]:
         """See the proto."""
         generation = self._find(request.request_id)
-        with generation.watch(request.from_token) as watch:
-            over = False
+        samples = generation.samples if generation.samples > 1 else 0
+        with generation.watch(request.from_token, request.from_tokens, request.without_samples) as watch:
+            over, error = False, None
             while not over:
                 news = await watch.next()
-                over = news.outcome is not None
+                over, error = news.over, error or error_of(news)
                 message = response(generation.request_id, generation.seed, news)
                 if message is not None:
-                    yield pb.WatchGenerationResponse(response=message)
-        error = error_of(news)
+                    yield pb.WatchGenerationResponse(response=message, samples=samples)
         if error is not None:
-            yield pb.WatchGenerationResponse(error=status(error))
+            yield pb.WatchGenerationResponse(error=status(error), samples=samples)
 
     @maps_errors
     async def GetGeneration(self, request: pb.GetGenerationRequest, context: Any) -> pb.GetGenerationResponse:
@@ -254,7 +254,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """See the proto."""
         served, name = self._model(), request.request_id
         check_name(name, "request_id")
-        over = name in self.generations and self.generations.find(name).outcome is not None
+        over = name in self.generations and self.generations.find(name).over
         if not over and self.streams.is_live(name):
             served.loop.cancel(name)
         return pb.CancelGenerationResponse(request_id=name)

@@ -19,6 +19,8 @@ VOLATILE = {
     *("queueTime", "timeToFirstToken", "totalTime", "expireTime", "pageWait", "kvcacheEpoch", "steps", "pageCalls"),
     "logprob",  # in its last digits, from one machine to another
 }
+#: Of a live generation, what does not hang on how far it is.
+BEGUN = ("requestId", "state", "samples", "usage", "promptTokens")
 #: Of a response, what is added to by the next.
 LISTS = ("tokenIds", "logprobs", "promptLogprobs")
 
@@ -41,8 +43,19 @@ def steady(value: Any) -> Any:
     if isinstance(value, list):
         return [steady(item) for item in value]
     if isinstance(value, dict):
+        if value.get("state") in ("GENERATION_STATE_QUEUED", "GENERATION_STATE_RUNNING"):
+            return begun({**value, "state": "live"})
         return {key: "*" if key in VOLATILE else steady(item) for key, item in value.items()}
-    return "live" if value in ("GENERATION_STATE_QUEUED", "GENERATION_STATE_RUNNING") else value
+    return value
+
+
+def begun(value: Any) -> Any:
+    """What a live generation says however far it is."""
+    if isinstance(value, list):
+        return [begun(item) for item in value]
+    if isinstance(value, dict):
+        return {key: begun(item) for key, item in value.items() if key in BEGUN}
+    return value
 
 
 def folded(answers: list[Any]) -> dict[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,17 @@ def asked(at: int, salt: str) -> engine_pb2.GenerateRequest:
     ) + f"Act {at}, scene {at * 7 % 5}. " * (at % 9)
     sampling = {"temperature": 0.9 if at % 3 else 0.0, "seed": at}
     return request(prompt, TOKENS, sampling=sampling, cache_salt=salt, priority=at % 5 - 2)
+
+
+def request_of_samples(at: int, samples: int) -> engine_pb2.GenerateRequest:
+    """The same, drawn so that no two samples are alike."""
+    message = asked(at, "")
+    message.n, message.sampling.temperature, message.sampling.seed = samples, 0.9, at * 100
+    return message
+
+
+def watch(stub: Any, name: str, from_tokens: Sequence[int] = ()) -> Any:
+    return stub.WatchGeneration(engine_pb2.WatchGenerationRequest(request_id=name, from_tokens=from_tokens))
 
 
 def undisturbed(stub: Any) -> list[list[int]]:
@@ -75,6 +86,46 @@ def test_a_daemon_killed_under_a_full_batch_changes_no_token_of_any(directory: P
             tokens = [head + collect(stream)[1] for head, stream in zip(begun, streams, strict=True)]
             assert tokens == expected
             assert stats(stub).recoveries == 1
+            assert_clean(stub, second)
+
+
+def test_a_daemon_killed_under_submitted_samples_changes_nothing_that_watchers_are_told(directory: Path) -> None:
+    samples, requests = 4, REQUESTS // 4
+    with kvcache(directory) as first, engine(directory, first.address, model=MODEL) as one:
+        stub = stub_of(one)
+        wanted = [request_of_samples(at, samples) for at in range(requests)]
+        expected = dict[tuple[int, int], list[int]]()
+        for item in stub.BatchGenerate(engine_pb2.BatchGenerateRequest(requests=wanted)):
+            assert not item.HasField("error"), item.error
+            expected.setdefault((item.index, item.response.sample), []).extend(item.response.token_ids)
+        assert len(expected) == REQUESTS and {len(tokens) for tokens in expected.values()} == {TOKENS}
+        names = []
+        for at, message in enumerate(wanted):
+            message.cache_salt = f"submitted {at}"  # nothing of what ran before is there for it
+            submitted = engine_pb2.SubmitGenerationRequest(request=message)
+            names.append(stub.SubmitGeneration(submitted).generation.request_id)
+        told = {key: list[int]() for key in expected}
+        streams = [watch(stub, name) for name in names]
+        for at, stream in enumerate(streams):
+            while not all(told[at, sample] for sample in range(samples)):
+                response = next(stream).response
+                told[at, response.sample] += response.token_ids
+        during = stats(stub)
+        assert during.running_requests + during.queued_requests == REQUESTS and during.recoveries == 0
+        first.kill()
+        for at in range(0, requests, 2):  # half of them lose their connection as well
+            streams[at].cancel()
+            streams[at] = watch(stub, names[at], [len(told[at, sample]) for sample in range(samples)])
+        with kvcache(directory) as second:
+            for at, stream in enumerate(streams):
+                for answer in stream:
+                    assert not answer.HasField("error"), answer.error
+                    told[at, answer.response.sample] += answer.response.token_ids
+            assert told == expected
+            assert stats(stub).recoveries == 1
+            for at, name in enumerate(names):
+                kept = stub.GetGeneration(engine_pb2.GetGenerationRequest(request_id=name)).generation
+                assert [list(one.token_ids) for one in kept.samples] == [expected[at, of] for of in range(samples)]
             assert_clean(stub, second)
 
 

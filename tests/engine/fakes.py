@@ -10,8 +10,8 @@ from services.engine.admission import Limits
 from services.engine.choice import Computed, Result
 from services.engine.loop import EngineLoop, Event
 from services.engine.pagesource import Demand, Exchange, Grant, PageCopy, PageSource
-from services.engine.scheduler import Chunk
 from services.engine.sequence import FinishReason, Key, Outcome, Request, Stopping, key_of
+from services.engine.step import Chunk
 from services.errors import ServiceError
 
 VOCABULARY = 6

@@ -17,9 +17,10 @@ from services.engine.choice import Result
 from services.engine.config import Config
 from services.engine.pagesource import PageCopy
 from services.engine.runner import Runner
-from services.engine.scheduler import Chunk
 from services.engine.server import Engine
+from services.engine.step import Chunk
 from services.errors import ServiceError
+from tests.kvcache.conftest import Running
 
 
 class Gate:
@@ -116,6 +117,15 @@ class RunningEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)
         self._loop.close()
+
+
+def served_by_a_daemon(tmp_path: Path, *flags: str) -> tuple[RunningEngine, Running]:
+    """An engine on a daemon's pages, 64 of them."""
+    for name in ("k", "e"):
+        (tmp_path / name).mkdir()
+    daemon = Running(tmp_path / "k", "--memory", "64MiB")
+    address = str(daemon.config.listeners[0])
+    return RunningEngine(tmp_path / "e", "--pool-pages", "64", *flags, kvcache=address).start(), daemon
 
 
 def refused(call: Callable[[], Any]) -> ServiceError:

@@ -19,7 +19,9 @@ import pytest
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine import cli
 from services.engine.cli.progress import Progress
-from tests.engine.fakes import Clock
+from services.engine.loop import Event
+from services.engine.sequence import FinishReason, Outcome, Sequence
+from tests.engine.fakes import Clock, make_request
 from tests.engine.running import RunningEngine
 from tests.generation import collect, request
 from tests.processes import ROOT
@@ -158,6 +160,80 @@ def test_lines_with_samples_and_log_probabilities(engine: Engine, capsys: Captur
     capsys.readouterr()
 
 
+def test_a_submission_with_samples(engine: Engine, capsys: Captured) -> None:
+    whole = dict.fromkeys(range(3), "")
+    for response in engine.stub.Generate(sampled(3)):
+        whole[response.sample] += response.text
+    assert run(engine, "submit", "ROMEO:", *SAMPLING, "--n", "3", "--id", "three") == 0
+    assert run(engine, "watch", "three", "--show-usage") == 0
+    shown = capsys.readouterr()
+    assert all(f"--- {at}\n{printed(text)}" in shown.out for at, text in whole.items())
+    assert sorted(line.rsplit(" ", 1)[1] for line in shown.err.splitlines()) == ["10", "11", "9"]
+    assert run(engine, "get", "three") == 0
+    assert capsys.readouterr() == ("".join(f"--- {at}\n{printed(text)}" for at, text in whole.items()), "")
+    assert run(engine, "get", "three", "--json") == 0
+    assert [one["text"] for one in json.loads(capsys.readouterr().out)["samples"]] == list(whole.values())
+    places = [word for place in ("6", "0", "6") for word in ("--from-token", place)]
+    assert run(engine, "watch", *places, "three", "--without-sample", "2") == 0
+    assert sorted(capsys.readouterr().out.split("--- ")) == sorted(["", "0\n\n", f"1\n{printed(whole[1])}"])
+    assert run(engine, "status", "three") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "three: done"
+    assert [line[: len("sample 0 (length): prompt 2")] for line in lines[1:4]] == [
+        f"sample {at} (length): prompt 2" for at in range(3)
+    ]
+    for arguments, said in (
+        (["--from-token", "6"], "from_token is 6 and there are 3 samples; from_tokens says it of each"),
+        (["--from-token", "6", "--from-token", "7"], "from_tokens[1] is 7 and there are 6 tokens so far"),
+        (["--without-sample", "3"], "without_samples[0] is 3; it must be at most 2"),
+    ):
+        assert run(engine, "watch", "three", *arguments) == 1
+        assert capsys.readouterr().err == f"rocmforge watch: FIELD_INVALID: {said}\n"
+
+
+def test_samples_of_one_that_is_not_done_and_fails(engine: Engine, capsys: Captured) -> None:
+    over = threading.Event()
+
+    def linger(step: Any) -> None:
+        for chunk in step:
+            if chunk.sequence.num_generated_tokens == 5:
+                over.wait(30)
+                chunk.sequence.tokens[-1] = 10**9  # out of the vocabulary: the model itself raises
+
+    engine.steps.fault = linger
+    assert run(engine, "submit", "x", "--n", "2", "--max-tokens", "900", "--id", "two") == 0
+    asked = pb.GetGenerationRequest(request_id="two")
+    while sum(len(one.token_ids) for one in engine.stub.GetGeneration(asked).generation.samples) < 10:
+        pass
+    capsys.readouterr()
+    assert run(engine, "get", "two") == 0
+    shown = capsys.readouterr()
+    assert "--- 0\n" in shown.out and "--- 1\n" in shown.out
+    assert shown.err == "rocmforge get: not done: 10 tokens so far\n"
+    over.set()
+    for command in ("watch", "get"):
+        assert run(engine, command, "two") == 1
+        failed = capsys.readouterr()
+        assert f"rocmforge {command}: FORWARD_FAILED: " in failed.err
+        assert failed.out == shown.out
+    assert run(engine, "status", "two") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("two: failed (FORWARD_FAILED") and lines[2].startswith("sample 1: prompt 1 tokens")
+
+
+def test_one_that_is_larger_than_grpc_takes_by_itself(engine: Engine, capsys: Captured) -> None:
+    async def keep() -> None:
+        generation = engine.engine.generations.open("large", b"", 1, samples=2)
+        sequence = Sequence(make_request("large", n=2), 1)
+        for sample in range(2):
+            generation.push(Event("large", "x" * (3 << 20), (1,), sample=sample))
+            generation.push(Event("large", outcome=Outcome(FinishReason.LENGTH), sequence=sequence, sample=sample))
+
+    engine.call(keep())
+    assert run(engine, "get", "large") == 0
+    assert len(capsys.readouterr().out) > 6 << 20
+
+
 def test_one_that_runs_and_is_cancelled(engine: Engine, capsys: Captured) -> None:
     engine.steps.hold()
     assert run(engine, "submit", "x", "--max-tokens", "900", "--id", "long") == 0
@@ -214,6 +290,10 @@ def test_the_status_of_the_engine(engine: Engine, capsys: Captured) -> None:
         (["submit", "\udcff"], 2, "rocmforge submit: PROMPT and --stop must be UTF-8"),
         (["watch", "nobody"], 1, "rocmforge watch: REQUEST_UNKNOWN: no submitted generation 'nobody'"),
         (["watch", "x", "--from-token", "-1"], 2, "rocmforge watch: --from-token -1: out of range"),
+        (["watch", "x", "--from-token", "0", "--from-token", "-1"], 2, "rocmforge watch: --from-token 0 -1: out of"),
+        (["watch", "x", "--without-sample", "-1"], 2, "rocmforge watch: --without-sample -1: out of range"),
+        (["submit", "x", "--n", "64"], 1, "rocmforge submit: FIELD_INVALID: n is 64; it must be at most 16"),
+        (["submit", "x", "--n", "-1"], 2, "rocmforge submit: --n -1: out of range"),
         (["watch", "\udcff"], 2, "rocmforge watch: ID must be UTF-8"),
         (["get", "nobody"], 1, "rocmforge get: REQUEST_UNKNOWN"),
         (["get", "\udcff"], 2, "rocmforge get: ID must be UTF-8"),

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from services.engine.admission import ADMISSION_RETRY_S, Limits
 from services.engine.choice import Computed
 from services.engine.pagesource import Demand, Exchange, Grant, Opening
-from services.engine.scheduler import Chunk, Scheduler
+from services.engine.scheduler import Scheduler
 from services.engine.sequence import FinishReason, Key, Outcome, Sequence, State, key_of
+from services.engine.step import Chunk
 from services.errors import CapacityExceeded, DeadlineExceeded, KvCacheDown, ServiceError, SessionExpired
 from tests.engine.fakes import Clock, Harness, TokenMemory, alone, make_request
 

@@ -56,6 +56,10 @@ def end(generation: Generation, outcome: Outcome = END) -> None:
     generation.push(Event(generation.request_id, outcome=outcome, sequence=sequence))
 
 
+def state_of(generation: Generation) -> GenerationState:
+    return generation.state
+
+
 def run(body: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(body, 30))
 
@@ -74,7 +78,7 @@ def check(generations: Generations) -> None:
     """What holds after every operation."""
     known = generations._known
     assert generations.bytes == sum(generation.size for generation in known.values())
-    over = {name for name, generation in known.items() if generation.outcome is not None}
+    over = {name for name, generation in known.items() if generation.over}
     assert set(generations._over) == set(generations._expiries._at) == over
     assert list(generations._over.values()) == sorted(generations._over.values())
     assert len(over) <= generations.retention.count
@@ -112,10 +116,10 @@ def test_wherever_watchers_begin_and_stop_they_see_the_same(pieces: list[str], d
                 context = generation.watch(data.draw(st.integers(0, token)))
                 watch = context.__enter__()
                 watching.append(context)
-                seen[watch] = [], [], watch._at
+                seen[watch] = [], [], watch._at[0]
             generation.push(Event("g", piece, (token,)))
             for watch, (texts, tokens, _) in seen.items():
-                if data.draw(st.booleans()) and watch._at <= token:
+                if data.draw(st.booleans()) and watch._at[0] <= token:
                     news = await watch.next()
                     texts.append(news.text)
                     tokens.extend(news.token_ids)
@@ -145,7 +149,7 @@ def test_watchers_wait_for_what_comes_and_end_with_it() -> None:
             await asyncio.sleep(0)
             end(generation, Outcome(error=ForwardFailed("boom")))
             assert isinstance((await first).outcome.error, ForwardFailed)  # type: ignore[union-attr]
-            assert (await other.next()).outcome == generation.outcome
+            assert (await other.next()).outcome == generation.outputs[0].outcome
 
     run(body())
 
@@ -180,7 +184,7 @@ def test_a_watcher_that_stops_reading_holds_nothing_and_stalls_nobody() -> None:
             for token in range(10_000):
                 generation.push(Event("g", "y", (token,)))
             assert generations.bytes - size == 9 * 10_000
-            assert not [name for name in vars(stopped) if name not in ("_generation", "_at", "_changed")]
+            assert not [name for name in vars(stopped) if name not in ("_generation", "_at", "_turns", "_changed")]
             end(generation)
             assert len((await rest(stopped))[1]) == 10_000
         check(generations)
@@ -229,16 +233,17 @@ def test_a_generation_forgotten_while_it_is_watched() -> None:
 def test_states_and_what_it_took() -> None:
     generations, _ = registry()
     generation = generations.open("g", b"", seed=1)
-    assert generation.state is GenerationState.QUEUED and generation.usage is None
+    said = generation.outputs[0]
+    assert state_of(generation) is GenerationState.QUEUED and said.usage is None
     sequence = queued(generation)
-    assert generation.state is GenerationState.QUEUED
+    assert state_of(generation) is GenerationState.QUEUED
     sequence.admitted_at = 3.0
-    assert generation.state is GenerationState.RUNNING
+    assert state_of(generation) is GenerationState.RUNNING
     sequence.tokens.append(5)
-    assert generation.usage is not None and generation.usage.completion_tokens == 1
+    assert said.usage is not None and said.usage.completion_tokens == 1
     generation.push(Event("g", outcome=END, sequence=sequence))
-    assert generation.state is GenerationState.DONE and generation.usage.queue_s == 3.0
-    assert generation._sequence is None  # the prompt is not kept
+    assert state_of(generation) is GenerationState.DONE and said.usage.queue_s == 3.0
+    assert said._sequence is None  # the prompt is not kept
     failed = begun(generations, "f")
     end(failed, Outcome(error=ForwardFailed("boom")))
     assert failed.state is GenerationState.FAILED and failed.refusal is None
@@ -394,10 +399,10 @@ def test_any_order_of_operations_keeps_the_books(operations: list[tuple[str, str
                 live[name] = generations.open(name, b"", 1, float(amount) or None)
         elif name in live:
             if operation == "say":
-                if live[name].usage is None:
+                if live[name].outputs[0].usage is None:
                     queued(live[name])
                 live[name].push(Event(name, "x" * amount, tuple(range(amount))))
-            elif operation == "refuse" and live[name].usage is None:
+            elif operation == "refuse" and live[name].outputs[0].usage is None:
                 live.pop(name).push(Event(name, outcome=Outcome(error=QueueFull("full"))))
             elif operation in ("end", "fail"):
                 outcome = END if operation == "end" else Outcome(error=ForwardFailed("boom"))

@@ -27,7 +27,7 @@ SERVICE = "/rocmforge.engine.v1.EngineService/"
 INVALID, TOO_LONG = "FIELD_INVALID", "PROMPT_TOO_LONG"
 LONG = "x" * 129
 LINE = "Now is the winter of our discontent made glorious summer by this sun of York; and all the clouds that "
-KEPT = "kept"
+KEPT, SAMPLES = "kept", "samples"
 
 
 @pytest.fixture
@@ -100,6 +100,10 @@ def told_to(field: str, reason: str = INVALID, **fields: Any) -> list[Bad]:
         Bad("Generate", one, reason, f"prompt.{field}"),
         Bad("Tokenize", pb.TokenizeRequest(messages=messages), reason, field),
     ]
+
+
+def watch(field: str, **fields: Any) -> Iterator[Bad]:
+    yield Bad("WatchGeneration", pb.WatchGenerationRequest(request_id=SAMPLES, **fields), INVALID, field)
 
 
 def a_message(**fields: Any) -> pb.Message:
@@ -209,6 +213,11 @@ def endless() -> Iterator[Bad]:
     yield Bad("BatchGenerate", pb.BatchGenerateRequest(), INVALID, "requests")
     yield Bad("BatchGenerate", pb.BatchGenerateRequest(requests=[request()] * 10_000), INVALID, "requests")
     yield Bad("WatchGeneration", pb.WatchGenerationRequest(request_id=KEPT, from_token=9), INVALID, "from_token")
+    yield from watch("from_tokens", from_tokens=[0] * 5_000_000)
+    yield from watch("from_tokens[1]", from_tokens=[0, 2**32 - 1])
+    yield from watch("without_samples", without_samples=[0] * 5_000_000)
+    yield from watch("without_samples[1]", without_samples=[0, 2**32 - 1])
+    yield Bad("SubmitGeneration", pb.SubmitGenerationRequest(request=request(n=64)), INVALID, "request.n")
 
 
 def provoke(engine: RunningEngine, one: Bad) -> None:
@@ -245,7 +254,7 @@ def batches(engine: RunningEngine) -> None:
 
 def watchers(engine: RunningEngine) -> None:
     """As many as may watch, each of which reads nothing, and one more."""
-    engine.stub.SubmitGeneration(pb.SubmitGenerationRequest(request=request("On", 900, request_id="endless", n=1)))
+    engine.stub.SubmitGeneration(pb.SubmitGenerationRequest(request=request("On", 900, request_id="endless", n=4)))
     wanted = pb.WatchGenerationRequest(request_id="endless")
     calls = [engine.stub.WatchGeneration(wanted) for _ in range(MAX_WATCHES)]
     try:
@@ -280,6 +289,9 @@ def test_each_is_told_what_it_did_and_nobody_else_notices(engine: RunningEngine)
     kept = engine.stub.SubmitGeneration(pb.SubmitGenerationRequest(request=request("x", 2, request_id=KEPT)))
     assert kept.generation.request_id == KEPT
     collect(one.response for one in engine.stub.WatchGeneration(pb.WatchGenerationRequest(request_id=KEPT)))
+    several = pb.SubmitGenerationRequest(request=request("x", 2, request_id=SAMPLES, n=3))
+    assert engine.stub.SubmitGeneration(several).generation.request_id == SAMPLES
+    list(engine.stub.WatchGeneration(pb.WatchGenerationRequest(request_id=SAMPLES)))
     over = threading.Event()
 
     def suffer(at: int) -> int:

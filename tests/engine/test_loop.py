@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from services.engine.admission import Limits
 from services.engine.localpages import LocalPageSource
 from services.engine.loop import IDLE_CHECK_S, EngineLoop, Event
-from services.engine.scheduler import Chunk
+from services.engine.pagesource import PageCopy
 from services.engine.sequence import FinishReason
+from services.engine.step import Chunk
 from services.errors import (
     DeadlineExceeded,
     Draining,
@@ -620,6 +621,21 @@ def test_stopping_ends_what_runs_and_gives_its_pages_back() -> None:
 class Broken:
     def run(self, step: list[Chunk]) -> list[int | ServiceError | None]:
         raise RuntimeError("a bug")
+
+
+def test_what_ended_in_the_round_that_failed_has_its_own_end() -> None:
+    class Worse(TokenMemory):
+        def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+            raise RuntimeError("a bug")
+
+    threaded, both_there = Threaded(Worse(16, 4)), threading.Event()
+    threaded.loop._inbox.put(lambda: both_there.wait(30) and None)
+    threaded.loop.submit(make_request("b", max_tokens=1))
+    threaded.loop.submit(make_request("a", range(7), max_tokens=9, n=3))  # its samples copy a page as b gives its back
+    both_there.set()
+    assert isinstance(threaded.error("a"), Internal)
+    assert threaded.error("b") is None
+    threaded.stop()
 
 
 def test_an_unexpected_failure_ends_everything_loudly_and_refuses_what_comes() -> None:

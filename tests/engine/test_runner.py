@@ -16,9 +16,9 @@ from services.engine.choice import Computed, Result
 from services.engine.pagesource import PageCopy
 from services.engine.runner import Runner
 from services.engine.sampling import SamplingParams
-from services.engine.scheduler import Chunk
 from services.engine.sequence import Request, Stopping
 from services.engine.sequence import Sequence as Progress
+from services.engine.step import Chunk
 from services.errors import ForwardFailed, GpuError, ServiceError
 from tests.engine.fakes import PlainText
 

@@ -18,10 +18,9 @@ from services.engine import model as engine_model
 from services.engine.batch import Row
 from services.engine.config import BUNDLED_MODEL
 from services.engine.model import Model
-from services.engine.scheduler import Chunk
-from tests.engine.running import RunningEngine, refused
+from services.engine.step import Chunk
+from tests.engine.running import RunningEngine, refused, served_by_a_daemon
 from tests.generation import collect, request
-from tests.kvcache.conftest import Running
 
 #: All of it at once.
 EVERYTHING: dict[str, Any] = {
@@ -156,13 +155,6 @@ def test_ends_are_not_drawn_before_min_tokens(engine: RunningEngine) -> None:
 def test_what_is_out_of_range_is_named(engine: RunningEngine, field: str, bad: Any, said: str) -> None:
     error = refused(lambda: engine.stub.Generate(request(**bad)))
     assert (error.reason, error.field) == ("FIELD_INVALID", field) and said in error.message
-
-
-def test_a_submitted_request_has_one_sample(engine: RunningEngine) -> None:
-    message = pb.SubmitGenerationRequest(request=request(n=2))
-    error = refused(lambda: engine.stub.SubmitGeneration(message))
-    assert (error.reason, error.field) == ("FIELD_INVALID", "request.n")
-    assert engine.stub.SubmitGeneration(pb.SubmitGenerationRequest(request=request(n=1))).generation.request_id
 
 
 # --- log probabilities ------------------------------------------------------------------------------------------------
@@ -336,15 +328,6 @@ def test_with_everything_on_it_is_the_same_after_a_lost_session(
 
 
 # --- several samples --------------------------------------------------------------------------------------------------
-
-
-def served_by_a_daemon(tmp_path: Path, *flags: str) -> tuple[RunningEngine, Running]:
-    """An engine on a daemon's pages, 64 of them."""
-    for name in ("k", "e"):
-        (tmp_path / name).mkdir()
-    daemon = Running(tmp_path / "k", "--memory", "64MiB")
-    address = str(daemon.config.listeners[0])
-    return RunningEngine(tmp_path / "e", "--pool-pages", "64", *flags, kvcache=address).start(), daemon
 
 
 def singles(engine: RunningEngine, ask: pb.GenerateRequest, n: int) -> list[tuple[list[int], str]]:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.pagesource import Demand, Opening
-from services.engine.scheduler import Chunk
 from services.engine.sequence import FinishReason, Key, Request, key_of
+from services.engine.step import Chunk
 from services.errors import (
     DeadlineExceeded,
     Draining,

@@ -20,8 +20,8 @@ KVCACHE = (
     *("cache", "events", "explain", "demand", "density", "eviction", "reuse"),
 )
 ENGINE = (
-    *("sequence", "scheduler", "admission", "waiting", "turnover", "deadlines", "pagesource", "localpages"),
-    *("loop", "streams", "generation", "generations", "observations", "choice", "holds"),
+    *("sequence", "scheduler", "step", "admission", "waiting", "turnover", "deadlines", "pagesource", "localpages"),
+    *("loop", "streams", "output", "generation", "generations", "observations", "choice", "holds"),
 )
 DOMAIN = {
     "services.errors",

@@ -30,15 +30,27 @@ def print_text(responses: Iterable[pb.GenerateResponse]) -> pb.Finish | None:
 
 
 def print_samples(responses: Iterable[pb.GenerateResponse]) -> list[pb.Finish]:
-    """Print each sample's text under its number when it is done; returns how they ended, in this order."""
+    """Print each sample's text under its number when it is done; returns how they ended, in this order.
+
+    Those that are not done when the responses end, or fail, follow.
+    """
     texts, finishes = dict[int, str](), list[pb.Finish]()
-    for response in responses:
-        _print_logprobs(response)
-        text = texts[response.sample] = texts.get(response.sample, "") + response.text
-        if response.HasField("finish"):
-            print(f"--- {response.sample}\n{text}", end="" if text.endswith("\n") else "\n", flush=True)
-            finishes.append(response.finish)
+    try:
+        for response in responses:
+            _print_logprobs(response)
+            texts[response.sample] = texts.get(response.sample, "") + response.text
+            if response.HasField("finish"):
+                print_sample(response.sample, texts.pop(response.sample))
+                finishes.append(response.finish)
+    finally:
+        for sample in sorted(texts):
+            print_sample(sample, texts[sample])
     return finishes
+
+
+def print_sample(sample: int, text: str) -> None:
+    """Print a sample's text under its number."""
+    print(f"--- {sample}\n{text}", end="" if text.endswith("\n") else "\n", flush=True)
 
 
 def _print_logprobs(response: pb.GenerateResponse) -> None:

@@ -15,6 +15,7 @@ from rocmforge.engine.v1 import engine_pb2_grpc
 from services import rpc
 from services.errors import ServiceError
 from services.flags import runtime_dir
+from services.serving import MAX_MESSAGE_BYTES
 from services.usage import Parser
 
 
@@ -52,8 +53,8 @@ def failure(error: grpc.RpcError, target: str) -> ServiceError:
     return found
 
 
-#: Of a channel that no proxy of the environment comes into.
-OPTIONS = [("grpc.enable_http_proxy", 0)]
+#: Of a channel that no proxy of the environment comes into, and that takes whatever an engine may send.
+OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
 
 
 def connect(target: str) -> grpc.Channel:

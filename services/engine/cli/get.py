@@ -10,6 +10,7 @@ from google.protobuf import json_format
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services import rpc
 from services.engine.cli import call
+from services.engine.cli.answer import print_sample
 
 NAME = "get"
 
@@ -31,10 +32,13 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             if generation.text:
                 print(generation.text, end="" if generation.text.endswith("\n") else "\n")
+            for at, sample in enumerate(generation.samples):
+                print_sample(at, sample.text)
             if failed:
                 call.say(NAME, call.describe(rpc.error_from_status(generation.error)))
-            elif not generation.HasField("finish"):
-                call.say(NAME, f"not done: {len(generation.token_ids)} tokens so far")
+            elif generation.state != pb.GENERATION_STATE_DONE:
+                tokens = sum(len(one.token_ids) for one in (generation, *generation.samples))
+                call.say(NAME, f"not done: {tokens} tokens so far")
         return 1 if failed else 0
 
     return call.run(NAME, flags.target, body)

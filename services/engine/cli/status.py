@@ -41,7 +41,12 @@ def of_generation(generation: pb.Generation, now: float) -> list[str]:
         state += f" ({reason(generation.finish)})"
     if generation.HasField("error"):
         state += f" ({call.describe(rpc.error_from_status(generation.error))})"
-    lines = [f"{generation.request_id}: {state}", took(generation.usage)]
+    lines = [f"{generation.request_id}: {state}"]
+    if not generation.samples:
+        lines.append(took(generation.usage))
+    for at, sample in enumerate(generation.samples):
+        ended = f" ({reason(sample.finish)})" if sample.HasField("finish") else ""
+        lines.append(f"sample {at}{ended}: {took(sample.usage)}")
     if generation.HasField("expire_time"):
         lines.append(f"kept for {max(0.0, generation.expire_time.ToNanoseconds() / 1e9 - now):.0f} s more")
     return lines

@@ -7,7 +7,7 @@ from typing import Any
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine.cli import call
-from services.engine.cli.request import Unfit, add_chat, add_flags, add_prompt, from_flags, span_of
+from services.engine.cli.request import Unfit, add_chat, add_flags, add_prompt, add_samples, from_flags, span_of
 
 NAME = "submit"
 
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     add_prompt(parser)
     add_chat(parser)
     add_flags(parser)
+    add_samples(parser)
     parser.add_argument(
         "--id", default="", metavar="ID", help="its id; the same submission again changes nothing (default: a new one)"
     )

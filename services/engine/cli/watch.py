@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services import rpc
 from services.engine.cli import call
-from services.engine.cli.answer import print_text, summary
+from services.engine.cli.answer import print_samples, print_text, summary
 
 NAME = "watch"
 
@@ -19,29 +20,42 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status; 1 if the generation failed. An interrupt leaves the generation alone."""
     flags = _parser().parse_args(arguments)
     try:
-        message = pb.WatchGenerationRequest(request_id=flags.id, from_token=flags.from_token)
+        message = pb.WatchGenerationRequest(request_id=flags.id)
     except UnicodeError:
         call.say(NAME, "ID must be UTF-8")
         return 2
+    try:
+        if len(flags.from_token) == 1:
+            message.from_token = flags.from_token[0]
+        else:
+            message.from_tokens.extend(flags.from_token)
     except ValueError:
-        call.say(NAME, f"--from-token {flags.from_token}: out of range")
+        call.say(NAME, f"--from-token {' '.join(map(str, flags.from_token))}: out of range")
+        return 2
+    try:
+        message.without_samples.extend(flags.without_sample)
+    except ValueError:
+        call.say(NAME, f"--without-sample {' '.join(map(str, flags.without_sample))}: out of range")
         return 2
 
     def body(stub: Any) -> int:
         failures: list[str] = []
+        stream = stub.WatchGeneration(message)
+        first = next(stream, None)  # it tells whether there are several samples
 
         def responses() -> Iterator[pb.GenerateResponse]:
-            for one in stub.WatchGeneration(message):
+            for one in chain([first] if first is not None else [], stream):
                 if one.WhichOneof("result") == "error":
                     failures.append(call.describe(rpc.error_from_status(one.error)))
                 else:
                     yield one.response
 
-        finish = print_text(responses())
+        finishes = print_samples(responses()) if first and first.samples else [print_text(responses())]
         for failure in failures:
             call.say(NAME, failure)
-        if flags.show_usage and finish is not None:
-            print(summary(finish), file=sys.stderr)
+        for finish in finishes:
+            if flags.show_usage and finish is not None:
+                print(summary(finish), file=sys.stderr)
         return 1 if failures else 0
 
     return call.run(NAME, flags.target, body)
@@ -50,6 +64,21 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = call.parser(NAME, "Stream a submitted generation to standard output: what there is, then what comes.")
     parser.add_argument("id", metavar="ID", help="what `submit` printed")
-    parser.add_argument("--from-token", type=int, default=0, metavar="N", help="leave out the first N tokens")
+    parser.add_argument(
+        "--from-token",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="leave out the first N tokens; of several samples say it for each, in their order",
+    )
+    parser.add_argument(
+        "--without-sample",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="leave out sample N of several, from 0; repeatable",
+    )
     parser.add_argument("--show-usage", action="store_true", help="tell counts, times and the seed on standard error")
     return parser
