@@ -62,7 +62,7 @@ class Checkpoint:
             return Tokenizer.load(beside, vocab_size)
 
     def chat(self, tokenizer: Tokenizer) -> Chat:
-        """The model's chat, by its own template or by that beside a GGUF file that has none, if a tokenizer is there too.
+        """The model's chat, by its own template or by that beside a GGUF file without, if a tokenizer is there, too.
 
         Raises ``ModelInvalid`` for a template that is damaged or does not parse.
         """

@@ -35,8 +35,9 @@ _PREFIX, _STRIPPED = "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.remove_e
 _UNKNOWN_ID = "tokenizer.ggml.unknown_token_id"
 _SPACE = "▁"
 
-#: What a vocabulary may have at most: a token of this many characters, all of them together, symbols found whole.
-MOST_CHARACTERS, MOST_ALTOGETHER, MOST_SYMBOLS = 512, 1 << 22, 4096
+#: What a vocabulary may have at most: a token of this many characters; all of them together; symbols found whole, and
+#: beside these tokens that are never merged; and such a symbol's characters.
+MOST_CHARACTERS, MOST_ALTOGETHER, MOST_SYMBOLS, MOST_IN_SYMBOL = 512, 1 << 22, 4096, 64
 MOST_CUTS = 8  # of a text that spells a token which is not merged
 
 
@@ -113,14 +114,17 @@ def _whole(vocabulary: Vocabulary, scores: dict[str, float]) -> tuple[list[str],
     for token in vocabulary.of_kind(USER_DEFINED):
         # In a normalised text no symbol is found that has a plain space.
         (symbols if scores[token] == 0.0 and token and " " not in token else added).append(token)
-    if len(symbols) > MOST_SYMBOLS:
-        vocabulary.keys.refuse(KINDS, f"{len(symbols)} tokens are user-defined, {MOST_SYMBOLS} at most are taken")
+    if len(symbols) > MOST_SYMBOLS or max(map(len, symbols), default=0) > MOST_IN_SYMBOL:
+        vocabulary.keys.refuse(
+            KINDS,
+            f"{len(symbols)} tokens of score 0 are user-defined; {MOST_SYMBOLS} at most are taken, "
+            f"of {MOST_IN_SYMBOL} characters at most",
+        )
     return symbols, added
 
 
 def _mergeable(vocabulary: Vocabulary, scores: dict[str, float], symbols: list[str]) -> dict[str, float]:
     """The scores of what merging may make. A piece that a whole symbol is within cannot be: the text is cut there."""
-    within = re.compile("|".join(map(re.escape, symbols))) if symbols else None
     for number, token in enumerate(vocabulary.tokens):
         if len(token) > MOST_CHARACTERS:
             vocabulary.keys.refuse(
@@ -128,9 +132,12 @@ def _mergeable(vocabulary: Vocabulary, scores: dict[str, float], symbols: list[s
             )
     if (total := sum(map(len, vocabulary.tokens))) > MOST_ALTOGETHER:
         vocabulary.keys.refuse(TOKENS, f"they have {total} characters altogether, {MOST_ALTOGETHER} at most are taken")
-    return {
-        piece: scores[piece] for piece in vocabulary.of_kind(NORMAL, UNUSED) if not (within and within.search(piece))
-    }
+    whole, lengths = set(symbols), sorted(set(map(len, symbols)))
+
+    def holds(piece: str) -> bool:
+        return any(piece[at : at + length] in whole for length in lengths for at in range(len(piece) - length + 1))
+
+    return {piece: scores[piece] for piece in vocabulary.of_kind(NORMAL, UNUSED) if not holds(piece)}
 
 
 def _made(vocabulary: Vocabulary, mergeable: dict[str, float]) -> dict[str, Pair]:
@@ -178,6 +185,10 @@ def _cuts(
     for token in vocabulary.ids.keys() - made.keys() - set(symbols):
         if len(token) > 1:
             joints[token] = _joint(vocabulary, token, merged(token, mergeable)[0])
+    if len(joints) > MOST_SYMBOLS:
+        vocabulary.keys.refuse(
+            TOKENS, f"{len(joints)} are never merged, {MOST_SYMBOLS} at most are taken beside user-defined ones"
+        )
     # What follows the first cut may be such a token again.
     times = 0
     for token in joints:

@@ -35,11 +35,14 @@ def named_ids(keys: Keys, name: str, vocab_size: int) -> tuple[int, ...]:
     """The ids of ``bos``, ``eos``, ``eot`` or ``eom``: none, one, or a list of them."""
     key = f"tokenizer.ggml.{name}_token_id"
     if not keys.has(key):
-        if name == "eot":
-            return _named_turn_end(keys, vocab_size)
-        number = _PIECES_IDS.get(name, vocab_size) if keys.values.get(MODEL) == PIECES else vocab_size
-        return (number,) if number < vocab_size else ()
+        number = _turn_end(keys) if name == "eot" else unsaid_id(keys, name)
+        return (number,) if number is not None and number < vocab_size else ()
     return keys.token_ids(key, vocab_size)
+
+
+def unsaid_id(keys: Keys, name: str) -> int | None:
+    """The id of ``bos`` or ``eos`` in a file that does not tell it."""
+    return _PIECES_IDS.get(name) if keys.values.get(MODEL) == PIECES else None
 
 
 def ending_ids(keys: Keys, vocab_size: int) -> tuple[int, ...]:
@@ -47,14 +50,12 @@ def ending_ids(keys: Keys, vocab_size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for name in ("eos", "eot", "eom") for token in named_ids(keys, name, vocab_size)))
 
 
-def _named_turn_end(keys: Keys, vocab_size: int) -> tuple[int, ...]:
+def _turn_end(keys: Keys) -> int | None:
     tokens, kinds = keys.values.get(TOKENS), keys.values.get(KINDS)
     if not isinstance(tokens, list) or not isinstance(kinds, list):
-        return ()
-    for name in _TURN_ENDS:
-        if name in tokens and (number := tokens.index(name)) < min(vocab_size, len(kinds)):
-            return (number,) if kinds[number] in (CONTROL, USER_DEFINED) else ()
-    return ()
+        return None
+    found = [tokens.index(name) for name in _TURN_ENDS if name in tokens]
+    return next((number for number in found if kinds[number : number + 1] in ([CONTROL], [USER_DEFINED])), None)
 
 
 @dataclass(frozen=True, slots=True)
