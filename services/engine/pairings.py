@@ -92,7 +92,8 @@ def _level(pieces: list[str], made: Mapping[str, Pair], best_part: Mapping[str, 
     for piece in pieces:
         if best_part.get(piece, score - 1) >= score:
             other = next(other for other in pieces if other != piece)
-            raise ValueError(f"{piece[:40]!r} and {other[:40]!r} have the same score, {score:g}, and are merged on")
+            names = f"{piece[:40]!r} and {other[:40]!r}"
+            raise ValueError(f"{names} have the same score, {score:g}, and a piece of the first has no lower one")
     # By way of the symbol, so that there are as many edges as pieces; one that joins a symbol to itself is on that way.
     sorter: TopologicalSorter[tuple[str, ...]] = TopologicalSorter()
     doubled = {made[piece][0]: (piece,) for piece in pieces if made[piece][0] == made[piece][1]}

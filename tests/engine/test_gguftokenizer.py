@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,8 @@ def test_qwen_composes_and_llama_3_takes_whole_words_first(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": None}, "tokenizer.ggml.model is null: only gpt2"),
-        ({"model": "llama"}, r'model is "llama": .* put the model\'s tokenizer.json beside the file'),
+        ({"model": None}, "tokenizer.ggml.model is null: built from a GGUF file are gpt2, byte-level BPE, and llama, "),
+        ({"model": "t5"}, r'model is "t5": built from .* put the model\'s tokenizer.json beside the file'),
         ({"pre": "tekken"}, 'pre is "tekken": served are gpt-2, default, llama-bpe'),
         ({"tokens": None}, "tokens is null: it must be a list of strings"),
         ({"tokens": [1, 2, 3]}, "it must be a list of strings"),
@@ -155,11 +156,17 @@ def test_more_tokens_than_the_model_has(tmp_path: Path) -> None:
         tokenizer(tmp_path, tokens=more, token_type=kinds)
 
 
-def test_another_tokenizer_beside_the_file_is_for_files_whose_own_cannot_be_built(tmp_path: Path) -> None:
+def test_another_tokenizer_beside_the_file_is_for_files_whose_own_cannot_be_built(
+    tmp_path: Path, logged: list[MutableMapping[str, Any]]
+) -> None:
     other = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     other.save(str(tmp_path / "tokenizer.json"))
     assert tokenizer(tmp_path).encode("a") == BUNDLED.encode("a") != [0]
-    assert tokenizer(tmp_path, model="llama").encode("a") == [0]
+    assert not logged
+    for changes in ({"model": "t5"}, {"model": "llama"}, {"pre": "tekken"}):
+        assert tokenizer(tmp_path, **changes).encode("a") == [0]
+        assert logged[-1]["event"] == "tokenizer_beside" and logged[-1]["file"] == str(tmp_path / "tokenizer.json")
+    assert 'tokenizer.ggml.pre is "tekken"' in logged[-1]["instead_of"]
 
 
 def test_the_bundled_model_as_a_file_says_the_same(tmp_path: Path) -> None:
