@@ -11,6 +11,7 @@ from services.engine import chatfiles, gguftokenizer
 from services.engine.chat import Chat
 from services.engine.gguf import GgufFile
 from services.engine.ggufmodel import config_of, is_gguf, tensors_of
+from services.engine.ggufparts import read_parts
 from services.engine.modelconfig import ModelConfig
 from services.engine.safetensorfiles import read_headers
 from services.engine.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -36,7 +37,7 @@ class Checkpoint:
             raise ModelInvalid(f"--model {path}: there is no such folder or file")
         if not is_gguf(path):
             return cls(path, ModelConfig.from_folder(path, max_context), None)
-        gguf = GgufFile.read(path)
+        gguf = read_parts(path)
         return cls(path, config_of(gguf, max_context), gguf)
 
     def weights(self) -> Weights:

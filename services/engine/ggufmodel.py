@@ -45,8 +45,6 @@ def config_of(file: GgufFile, max_context: int | None = None) -> ModelConfig:
     what this decoder does not compute.
     """
     keys = Keys(file.path, file.metadata)
-    if keys.integer("split.count", least=0, default=0) > 1:
-        keys.refuse("split.count", "a model in several files is not read; join them with llama-gguf-split --merge")
     arch = keys.values.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         keys.refuse("general.architecture", f"served are {', '.join(ARCHITECTURES)}")
