@@ -69,7 +69,10 @@ class Vocabulary:
 
     @classmethod
     def of(cls, keys: Keys, *, kinds_required: bool) -> Vocabulary:
-        """Read the lists. Raises ``ModelInvalid`` for ones that are missing or contradict each other."""
+        """Read the lists; without ``kinds_required`` kinds may be missing, or ones that there are not.
+
+        Raises ``ModelInvalid`` for lists that are missing otherwise, or contradict each other.
+        """
         tokens = strings(keys, TOKENS)
         ids = {token: number for number, token in enumerate(tokens)}
         if len(ids) != len(tokens):
@@ -78,7 +81,7 @@ class Vocabulary:
         kinds = keys.values.get(KINDS, None if kinds_required else [NORMAL] * len(tokens))
         if not isinstance(kinds, list) or len(kinds) != len(tokens):
             keys.refuse(KINDS, f"it must be a list as long as that of tokens, {len(tokens)}")
-        for number, kind in enumerate(kinds):
+        for number, kind in enumerate(kinds if kinds_required else ()):
             if not isinstance(kind, int) or not NORMAL <= kind <= BYTE:
                 keys.refuse(KINDS, f"that of token {number} is {str(kind)[:20]}, it must be from {NORMAL} to {BYTE}")
         return cls(keys, tokens, kinds, ids)

@@ -20,6 +20,7 @@ from services.engine.specialtokens import SpecialTokens
 from services.engine.tokenizer import TextStream, Tokenizer
 from services.errors import ModelInvalid
 from tests.engine.sentencepieces import (
+    BYTE,
     BYTES,
     CONTROL,
     NORMAL,
@@ -423,3 +424,38 @@ def test_a_token_that_only_its_own_text_could_be() -> None:
     symbols = [("x", 0.0, USER_DEFINED), ("a", -1.0, NORMAL)]
     with pytest.raises(ModelInvalid, match="is never merged, and cannot be told from the same text"):
         built(metadata_of(composed(symbols)))
+
+
+odd_tokens = st.lists(
+    st.sampled_from(["<unk>", "<s>", "", "a", "b", "ab", "▁", "▁a", " ", "a b", "\0", "日", "[", "^", "\\", "<0x00>"])
+    | st.text(max_size=4),
+    max_size=12,
+    unique=True,
+)
+odd_values = st.none() | st.integers(-2, 12) | st.booleans() | st.just("x") | st.lists(st.integers(0, 9), max_size=3)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), tokens=odd_tokens, with_bytes=st.booleans())
+def test_whatever_a_file_says_it_is_built_or_refused(data: st.DataObject, tokens: list[str], with_bytes: bool) -> None:
+    names = [text for text, _, _ in BYTES] if with_bytes else []
+    tokens = [token for token in tokens if token not in names]
+    kinds = data.draw(st.lists(st.integers(1, 6), min_size=len(tokens), max_size=len(tokens)))
+    scores = data.draw(st.lists(st.floats(-9, 0, width=16), min_size=len(tokens), max_size=len(tokens)))
+    keys = {
+        "tokens": tokens + names,
+        "token_type": kinds + [BYTE] * len(names),
+        "scores": scores + [0.0] * len(names),
+        "bos_token_id": 0,
+    }
+    named = ["bos_token_id", "eos_token_id", "eot_token_id", "unknown_token_id", "add_bos_token", "add_eos_token"]
+    flags = ["add_space_prefix", "remove_extra_whitespaces", "precompiled_charsmap"]
+    keys |= data.draw(st.dictionaries(st.sampled_from([*named, *flags]), odd_values, max_size=2))
+    try:
+        ours = built({f"tokenizer.ggml.{name}": value for name, value in keys.items()})
+    except ModelInvalid as error:
+        assert "it.gguf: tokenizer.ggml." in error.message
+        return
+    ids = ours.encode("".join(tokens) + " ab日\0")
+    assert all(0 <= token < len(tokens) + len(names) for token in ids)
+    assert isinstance(ours.decode(ids), str)

@@ -67,6 +67,15 @@ def test_special_tokens_are_special(built: Tokenizer) -> None:
     assert built.decode(ids, keep_special=True) == text
 
 
+def test_the_end_of_a_turn_is_known_by_its_name(tmp_path: Path) -> None:
+    tokens, kinds = KEYS["tokenizer.ggml.tokens"].copy(), KEYS["tokenizer.ggml.token_type"].copy()
+    tokens[-1], kinds[-1] = "<|im_end|>", 4
+    merges = [line for line in KEYS["tokenizer.ggml.merges"] if line.replace(" ", "") in tokens]
+    found = tokenizer(tmp_path, tokens=tokens, token_type=kinds, merges=merges)
+    assert Checkpoint.open(tmp_path / "it.gguf").config.eos_token_ids == (END, len(tokens) - 1)
+    assert found.decode(found.encode("Hark<|im_end|>")) == "Hark"
+
+
 def test_user_defined_tokens_are_whole_and_stay_in_the_text(tmp_path: Path) -> None:
     kinds = KEYS["tokenizer.ggml.token_type"].copy()
     kinds[VOCAB["th"]] = 4
