@@ -137,7 +137,8 @@ def test_tokens_that_no_text_has_are_decoded_and_streamed(both: Any, data: st.Da
     assume(theirs.piece_to_id("<0x20>") not in ids)
     if "\ufffd" in whole or theirs.unk_id() in ids or options.get("remove_extra_whitespaces"):
         return
-    assert whole == theirs.decode(ids)
+    # A control token is no text, so it is not between two bytes of a character either.
+    assert whole == theirs.decode([token for token in ids if not theirs.is_control(token)])
     assert streamed(ours, ids) == whole
 
 
