@@ -84,13 +84,20 @@ def pairings(scores: Mapping[str, float]) -> dict[str, Pair]:
 def _level(pieces: list[str], made: Mapping[str, Pair], best_part: Mapping[str, float], score: float) -> list[str]:
     """The pieces of one score in an order that joins the leftmost first, whatever the text.
 
-    Where none of them makes another merge as good as itself possible, all that counts is which of two goes first that
-    want the same symbol: the one that has it as its right part.
+    Where a merge makes no other possible that is as good, all that counts is which of two goes first that want the same
+    symbol: the one that has it as its right part. One that is as good does no harm if nothing else wants its parts.
     """
     if len(pieces) == 1:
         return pieces
+    wanted: defaultdict[str, list[str]] = defaultdict(list)  # of each symbol, the pieces that it is a part of
     for piece in pieces:
-        if best_part.get(piece, score - 1) >= score:
+        for part in made[piece]:
+            wanted[part].append(piece)
+    for piece in pieces:
+        if best_part.get(piece, score - 1) < score:
+            continue
+        follow = wanted[piece][0] if wanted[piece] else ""
+        if best_part[piece] > score or any(len(wanted[part]) > 1 for part in made[follow]):
             other = next(other for other in pieces if other != piece)
             names = f"{piece[:40]!r} and {other[:40]!r}"
             raise ValueError(f"{names} have the same score, {score:g}, and a piece of the first has no lower one")

@@ -75,6 +75,7 @@ def test_equal_scores_are_fine_while_an_order_serves_every_text() -> None:
     assert list(pairings({"bc": 0.0, "ab": 0.0})) == ["ab", "bc"]
     assert list(pairings({"ca": 0.0, "aa": 0.0, "ab": 0.0})) == ["ca", "aa", "ab"]
     assert set(pairings({"ab": 0.0, "cd": 0.0, "ef": 0.0})) == {"ab", "cd", "ef"}
+    assert set(pairings({"ab": 0.0, "abc": 0.0, "abcd": 0.0, "ef": 0.0})) == {"ab", "abc", "abcd", "ef"}
 
 
 @pytest.mark.parametrize(
@@ -84,9 +85,10 @@ def test_equal_scores_are_fine_while_an_order_serves_every_text() -> None:
         ({"ab": -1.0, "bc": -1.0, "ca": -1.0}, "have the same score, -1, and which is merged first depends"),
         ({"as": 0.0, "ss": 0.0, "sa": 0.0}, "have the same score, 0, and which"),
         ({"ab": -1.0, "cd": -1.0, "abc": 0.0}, "'ab' and 'cd' have the same score, -1, and a piece of the first has"),
-        ({"ab": 2.0, "abc": 2.0}, "'ab' and 'abc' have the same score, 2, and a piece of the first has"),
+        ({"ab": 2.0, "abc": 2.0, "cd": 2.0}, "'ab' and 'abc' have the same score, 2, and a piece of the first has"),
+        ({"ab": 2.0, "abab": 2.0}, "'ab' and 'abab' have the same score, 2, and a piece of the first has"),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_equal_scores_that_no_list_can_say(scores: dict[str, float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
