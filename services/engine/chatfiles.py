@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.engine.gguf import GgufFile
+from services.engine.ggufvocabulary import unsaid_id
 from services.engine.keys import Keys
 from services.errors import ModelInvalid
 
@@ -70,7 +71,7 @@ def of_gguf(file: GgufFile) -> ChatSource | None:
     tokens = keys.values.get("tokenizer.ggml.tokens")
     special = {}
     for name, key in _GGUF_TOKENS.items():
-        number = keys.values.get(f"tokenizer.ggml.{key}_token_id")
+        number = keys.values.get(f"tokenizer.ggml.{key}_token_id", unsaid_id(keys, key))
         if isinstance(tokens, list) and isinstance(number, int) and 0 <= number < len(tokens):
             special[name] = str(tokens[number])
     return ChatSource(f"{file.path}: {named[DEFAULT]}", templates, special)

@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from services.engine import chatfiles, gguftokenizer
 from services.engine.chat import Chat
 from services.engine.gguf import GgufFile
 from services.engine.ggufmodel import config_of, is_gguf, tensors_of
+from services.engine.ggufparts import read_parts
 from services.engine.modelconfig import ModelConfig
 from services.engine.safetensorfiles import read_headers
 from services.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 from services.engine.weights import Weights
 from services.errors import ModelInvalid
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Checkpoint:
             raise ModelInvalid(f"--model {path}: there is no such folder or file")
         if not is_gguf(path):
             return cls(path, ModelConfig.from_folder(path, max_context), None)
-        gguf = GgufFile.read(path)
+        gguf = read_parts(path)
         return cls(path, config_of(gguf, max_context), gguf)
 
     def weights(self) -> Weights:
@@ -48,19 +53,24 @@ class Checkpoint:
         vocab_size = self.config.vocab_size
         if self.gguf is None:
             return Tokenizer.load(self.path, vocab_size)
-        beside = self.path.parent
-        if not gguftokenizer.is_served(self.gguf) and (beside / TOKENIZER_FILE).exists():
+        try:
+            return Tokenizer.of(gguftokenizer.tokenizer_of(self.gguf), vocab_size, str(self.path))
+        except ModelInvalid as error:
+            beside = self.path.parent
+            if not (beside / TOKENIZER_FILE).exists():
+                raise
+            log.info("tokenizer_beside", file=str(beside / TOKENIZER_FILE), instead_of=error.message)
             return Tokenizer.load(beside, vocab_size)
-        return Tokenizer.of(gguftokenizer.tokenizer_of(self.gguf), vocab_size, str(self.path))
 
     def chat(self, tokenizer: Tokenizer) -> Chat:
-        """The model's chat, by its own template or by that beside a GGUF file whose tokenizer is there, too.
+        """The model's chat, by its own template or by that beside a GGUF file without, if a tokenizer is there, too.
 
         Raises ``ModelInvalid`` for a template that is damaged or does not parse.
         """
         if self.gguf is None:
             return Chat.of(chatfiles.of_folder(self.path), tokenizer)
         source = chatfiles.of_gguf(self.gguf)
-        if source is None and not gguftokenizer.is_served(self.gguf):
-            source = chatfiles.of_folder(self.path.parent)
+        beside = self.path.parent
+        if source is None and (beside / TOKENIZER_FILE).exists():
+            source = chatfiles.of_folder(beside)
         return Chat.of(source, tokenizer)

@@ -13,6 +13,7 @@ from services.engine.backend import CPU, DEVICES, DTYPES, KV_DTYPES, REPLAYS
 from services.engine.cli import COMMANDS
 from services.engine.generations import Retention
 from services.engine.ggufmodel import is_gguf
+from services.engine.ggufparts import files_of, name_of
 from services.errors import InvalidConfiguration, ModelInvalid
 from services.flags import FlagParser, add_serving_flags, byte_size, one_of, runtime_dir, seconds, tls_of, whole
 from services.serving import Listener, Tls, check_exposure
@@ -68,7 +69,13 @@ class Config:
             "ROCMFORGE_ENGINE",
         )
         add_serving_flags(flags, "engine.sock", PORT)
-        flags.add("--model", Path, BUNDLED_MODEL, "folder of a Hugging Face checkpoint, or a GGUF file", metavar="PATH")
+        flags.add(
+            "--model",
+            Path,
+            BUNDLED_MODEL,
+            "folder of a Hugging Face checkpoint, or a GGUF file, of several the first",
+            metavar="PATH",
+        )
         flags.add(
             "--max-context",
             whole(1, 1 << 24),
@@ -240,19 +247,19 @@ def _pool_id(text: str) -> str:
 
 def model_id(path: Path) -> str:
     """What the model is called: the name of its folder, or of its GGUF file."""
-    return path.resolve().name.removesuffix(".gguf")
+    return name_of(path)
 
 
 def default_pool_id(path: Path, dtype: str = "f32", kv_dtype: str = "f32") -> str:
     """The model's name and a hash that two different checkpoints do not share, nor two types. Raises ModelInvalid.
 
-    Hashed are config.json and each weights file, or the GGUF file: its name and size and all of its bytes, or, above
+    Hashed are config.json and each weights file, or each GGUF file: its name and size and all of its bytes, or, above
     64 MiB, 64 blocks of 64 KiB spread over the file, the first of which holds its header. Fine-tuning changes every
     tensor, so it changes the blocks.
     """
     digest = hashlib.blake2b(f"kv format {KV_FORMAT} {dtype} {kv_dtype}".encode(), digest_size=8)
     try:
-        for part in [path] if is_gguf(path) else [path / "config.json", *sorted(path.glob("*.safetensors"))]:
+        for part in files_of(path) if is_gguf(path) else [path / "config.json", *sorted(path.glob("*.safetensors"))]:
             size = part.stat().st_size
             digest.update(f"\0{part.name}\0{size}\0".encode())
             with part.open("rb") as file:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from services.engine.gguf import GgufFile
+from services.engine.ggufvocabulary import ending_ids, named_ids
 from services.engine.keys import Keys
 from services.engine.modelconfig import MOST_LAYERS, ModelConfig, served_context
 from services.engine.rope import Divisors, Linear, Scaling
@@ -44,8 +45,6 @@ def config_of(file: GgufFile, max_context: int | None = None) -> ModelConfig:
     what this decoder does not compute.
     """
     keys = Keys(file.path, file.metadata)
-    if keys.integer("split.count", least=0, default=0) > 1:
-        keys.refuse("split.count", "a model in several files is not read; join them with llama-gguf-split --merge")
     arch = keys.values.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         keys.refuse("general.architecture", f"served are {', '.join(ARCHITECTURES)}")
@@ -66,8 +65,7 @@ def config_of(file: GgufFile, max_context: int | None = None) -> ModelConfig:
     vocab = _vocab(file, keys, arch)
     window_key = f"{arch}.attention.sliding_window"
     window = keys.integer(window_key, least=0, default=0) or None
-    stops = (keys.token_ids(f"tokenizer.ggml.{name}_token_id", vocab) for name in ("eos", "eot", "eom"))
-    bos = keys.token_ids("tokenizer.ggml.bos_token_id", vocab)
+    bos = named_ids(keys, "bos", vocab)
     return ModelConfig(
         architecture=ARCHITECTURES[arch],
         vocab_size=vocab,
@@ -81,7 +79,7 @@ def config_of(file: GgufFile, max_context: int | None = None) -> ModelConfig:
         rope_theta=keys.number(f"{arch}.rope.freq_base", 1.0, 1e12, default=10000.0),
         rms_norm_eps=keys.number(f"{arch}.attention.layer_norm_rms_epsilon", 0.0, 1.0),
         tied_embeddings=_HEAD not in file.tensors,
-        eos_token_ids=tuple(dict.fromkeys(token for ids in stops for token in ids)),
+        eos_token_ids=ending_ids(keys, vocab),
         bos_token_id=bos[0] if bos else None,
         dtype=_dtype(file),
         rope_scaling=_scaling(file, keys, arch, head_dim),

@@ -92,6 +92,8 @@ def test_a_gguf_file_s(tmp_path: Path) -> None:
     )
     assert source is not None and source.templates == {"default": "x"}
     assert source.special == {"bos_token": "<s>", "eos_token": "</s>"}
+    unsaid = chatfiles.of_gguf(gguf(tmp_path, chat_template="x", ggml__model="llama", ggml__eos_token_id=0))
+    assert unsaid is not None and unsaid.special == {"bos_token": "</s>", "eos_token": "<s>"}
     both = chatfiles.of_gguf(gguf(tmp_path, chat_template="x", chat_template__tool_use="y"))
     assert both is not None and both.templates == {"default": "x", "tool_use": "y"}
     with pytest.raises(ModelInvalid, match=r"it\.gguf: tokenizer\.chat_template is 7"):
@@ -110,9 +112,11 @@ def test_what_lies_beside_a_gguf_file_with_its_tokenizer(tmp_path: Path) -> None
         prompt = pb.Messages(items=[pb.Message(role="user", content="x")])
         return asyncio.run(one.read(prompt, 100)).text
 
-    assert writes(chat(ggml__model="llama")) == "beside"
-    assert writes(chat(ggml__model="llama", chat_template="within")) == "within"
-    assert not chat(ggml__model="gpt2").has_template  # its tokenizer is its own
+    assert not chat(ggml__model="llama").has_template  # what is there is of something else
+    tokenizer.inner.save(str(tmp_path / "tokenizer.json"))
+    for model in ("llama", "gpt2"):
+        assert writes(chat(ggml__model=model)) == "beside"
+        assert writes(chat(ggml__model=model, chat_template="within")) == "within"
 
 
 def test_one_that_does_not_parse_names_its_file(tmp_path: Path) -> None:

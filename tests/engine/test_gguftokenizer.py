@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ def test_special_tokens_are_special(built: Tokenizer) -> None:
     assert built.decode(ids, keep_special=True) == text
 
 
+def test_the_end_of_a_turn_is_known_by_its_name(tmp_path: Path) -> None:
+    tokens, kinds = KEYS["tokenizer.ggml.tokens"].copy(), KEYS["tokenizer.ggml.token_type"].copy()
+    tokens[-1], kinds[-1] = "<|im_end|>", 4
+    merges = [line for line in KEYS["tokenizer.ggml.merges"] if line.replace(" ", "") in tokens]
+    found = tokenizer(tmp_path, tokens=tokens, token_type=kinds, merges=merges)
+    assert Checkpoint.open(tmp_path / "it.gguf").config.eos_token_ids == (END, len(tokens) - 1)
+    assert found.decode(found.encode("Hark<|im_end|>")) == "Hark"
+
+
 def test_user_defined_tokens_are_whole_and_stay_in_the_text(tmp_path: Path) -> None:
     kinds = KEYS["tokenizer.ggml.token_type"].copy()
     kinds[VOCAB["th"]] = 4
@@ -127,8 +137,8 @@ def test_qwen_composes_and_llama_3_takes_whole_words_first(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": None}, "tokenizer.ggml.model is null: only gpt2"),
-        ({"model": "llama"}, r'model is "llama": .* put the model\'s tokenizer.json beside the file'),
+        ({"model": None}, "tokenizer.ggml.model is null: built from a GGUF file are gpt2, byte-level BPE, and llama, "),
+        ({"model": "t5"}, r'model is "t5": built from .* put the model\'s tokenizer.json beside the file'),
         ({"pre": "tekken"}, 'pre is "tekken": served are gpt-2, default, llama-bpe'),
         ({"tokens": None}, "tokens is null: it must be a list of strings"),
         ({"tokens": [1, 2, 3]}, "it must be a list of strings"),
@@ -155,11 +165,17 @@ def test_more_tokens_than_the_model_has(tmp_path: Path) -> None:
         tokenizer(tmp_path, tokens=more, token_type=kinds)
 
 
-def test_another_tokenizer_beside_the_file_is_for_files_whose_own_cannot_be_built(tmp_path: Path) -> None:
+def test_another_tokenizer_beside_the_file_is_for_files_whose_own_cannot_be_built(
+    tmp_path: Path, logged: list[MutableMapping[str, Any]]
+) -> None:
     other = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     other.save(str(tmp_path / "tokenizer.json"))
     assert tokenizer(tmp_path).encode("a") == BUNDLED.encode("a") != [0]
-    assert tokenizer(tmp_path, model="llama").encode("a") == [0]
+    assert not logged
+    for changes in ({"model": "t5"}, {"model": "llama"}, {"pre": "tekken"}):
+        assert tokenizer(tmp_path, **changes).encode("a") == [0]
+        assert logged[-1]["event"] == "tokenizer_beside" and logged[-1]["file"] == str(tmp_path / "tokenizer.json")
+    assert 'tokenizer.ggml.pre is "tekken"' in logged[-1]["instead_of"]
 
 
 def test_the_bundled_model_as_a_file_says_the_same(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine.config import BUNDLED_MODEL
 from services.errors import ModelInvalid, ServiceError
 from tests.engine.running import RunningEngine, refused
+from tests.engine.sentencepieces import metadata_of, trained
 from tests.engine.test_gguftokenizer import CONFIG, KEYS, TENSORS, VOCAB
 from tests.generation import collect, request
 from tests.models.checkpoints import write_checkpoint
@@ -95,8 +96,10 @@ def test_a_model_that_contradicts_itself_is_not_served(directory: Path, change: 
         engine.close()
 
 
-def test_text_through_a_tokenizer_of_gguf(directory: Path) -> None:
-    write_gguf(directory / "it.gguf", CONFIG, TENSORS, metadata=KEYS)
+@pytest.mark.parametrize("kind", ["byte-level", "pieces"])
+def test_text_through_a_tokenizer_of_gguf(directory: Path, kind: str) -> None:
+    metadata = KEYS if kind == "byte-level" else metadata_of(trained())
+    write_gguf(directory / "it.gguf", CONFIG, TENSORS, metadata=metadata)
     engine = RunningEngine(directory, "--model", str(directory / "it.gguf")).start()
     try:
         ids = list(engine.stub.Tokenize(pb.TokenizeRequest(text="ROMEO: hark")).token_ids)

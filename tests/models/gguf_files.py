@@ -111,12 +111,14 @@ def write_gguf(
     *,
     kind: Kind = Kind.F32,
     metadata: dict[str, Any] | None = None,
+    **split: Any,
 ) -> dict[str, NDArray[np.float32]]:
     """Write a file, its matrices as ``kind``, with ``metadata`` over that of the model; None leaves a key out.
 
+    With ``split``, what GGUFWriter takes to write several files, their names are made of that of ``file``.
     Returns the tensors as they are after that, under their Hugging Face names.
     """
-    writer = gguf.GGUFWriter(file, ARCHITECTURES[config["model_type"]])
+    writer = gguf.GGUFWriter(file, ARCHITECTURES[config["model_type"]], **split)
     for key, value in (metadata_of(config) | (metadata or {})).items():
         match value:
             case None:

@@ -117,7 +117,7 @@ def test_a_window_is_served_as_far_as_it_hides_nothing(tmp_path: Path) -> None:
         ({"llama.rope.freq_base": float("nan")}, "freq_base is NaN: it must be a number"),
         ({"llama.rope.scaling.type": "yarn"}, 'scaling.type is "yarn": served are none and linear'),
         ({"tokenizer.ggml.eos_token_id": 128}, "eos_token_id is 128: it must hold token ids from 0 to 127"),
-        ({"split.count": 3}, "split.count is 3: .*llama-gguf-split --merge"),
+        ({"split.count": 3}, "split.count is 3: the files .* are to be named NAME-00001-of-00003.gguf and so on"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
