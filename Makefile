@@ -1,7 +1,7 @@
 # The same targets serve a newcomer, a developer and .ci/run. `make` alone lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench-cache bench-engine bench-kernels bench-metrics help setup protos run up down test test-gpu lint lint-style lint-types lint-protos bench-step clean
+.PHONY: bench-cache bench-engine bench-kernels bench-metrics help setup protos run up down smollm2 test test-gpu lint lint-style lint-types lint-protos bench-step clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -26,7 +26,7 @@ override export PROMPT := $(value PROMPT)
 endif
 
 help: ## List these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(VENV)/.setup protos ## Make .venv with the pinned dependencies, and the generated code
 
@@ -54,6 +54,9 @@ up: setup ## Start both services in the background
 
 down: setup ## Stop what `make up` started
 	@$(PY) scripts/demo.py down
+
+smollm2: setup ## Fetch a small trained chat model, 98 MB, into build/models
+	@$(PY) scripts/smollm2.py
 
 test: setup ## Run the tests
 	@$(PY) -m tests.rocm.standin build

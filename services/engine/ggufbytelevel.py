@@ -25,21 +25,21 @@ def _words(digits: str, any_case: bool = True) -> str:
 #: tokenizer.ggml.pre -> that pattern, None for GPT-2's own; as in the tokenizer.json of the models it is named after.
 _PATTERNS = {
     "gpt-2": None,
-    "default": None,
+    "smollm": None,
     "llama-bpe": _words("{1,3}"),
     "llama3": _words("{1,3}"),
     "llama-v3": _words("{1,3}"),
     "qwen2": _words(""),
 }
-#: Those that compose characters first, and those whose whole words are looked up before merges.
-_COMPOSED, _WHOLE_WORDS = ("qwen2",), ("llama-bpe", "llama3", "llama-v3")
+#: Those that cut out each digit before; that compose characters; and whose whole words are looked up before merges.
+_SINGLE_DIGITS, _COMPOSED, _WHOLE_WORDS = ("smollm",), ("qwen2",), ("llama-bpe", "llama3", "llama-v3")
 
 
 def byte_level(keys: Keys) -> tokenizers.Tokenizer:
     """Build the tokenizer. Raises ``ModelInvalid`` naming a key that is missing, not served, or contradicts others."""
-    pre = keys.values.get(_PRE, "default")
+    pre = keys.values.get(_PRE)
     if not isinstance(pre, str) or pre not in _PATTERNS:
-        keys.refuse(_PRE, f"served are {', '.join(_PATTERNS)}")
+        keys.refuse(_PRE, f"built are {', '.join(_PATTERNS)}; or put the model's tokenizer.json beside the file")
     vocabulary = Vocabulary.of(keys, kinds_required=False)
     ids = vocabulary.ids
     merges = []
@@ -53,7 +53,10 @@ def byte_level(keys: Keys) -> tokenizers.Tokenizer:
     if pre in _COMPOSED:
         built.normalizer = normalizers.NFC()
     pattern = _PATTERNS[pre]
-    if pattern is None:
+    if pre in _SINGLE_DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        built.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    elif pattern is None:
         built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         split = pre_tokenizers.Split(Regex(pattern), "isolated")

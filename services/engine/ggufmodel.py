@@ -12,7 +12,7 @@ import numpy as np
 from services.engine.gguf import GgufFile
 from services.engine.ggufvocabulary import ending_ids, named_ids
 from services.engine.keys import Keys
-from services.engine.modelconfig import MOST_LAYERS, ModelConfig, served_context
+from services.engine.modelconfig import MOST_LAYERS, ModelConfig, sampled_by_default, served_context
 from services.engine.rope import Divisors, Linear, Scaling
 from services.engine.storedtensor import F16, F32, StoredTensor
 from services.errors import ModelInvalid
@@ -36,6 +36,8 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _MOST_HEAD_DIM = 1 << 12
+#: Where newer files have what a model's generation_config.json says of sampling.
+_SAMPLING = [f"general.sampling.{name}" for name in ("temp", "top_k", "top_p", "penalty_repeat")]
 
 
 def config_of(file: GgufFile, max_context: int | None = None) -> ModelConfig:
@@ -83,6 +85,7 @@ def config_of(file: GgufFile, max_context: int | None = None) -> ModelConfig:
         bos_token_id=bos[0] if bos else None,
         dtype=_dtype(file),
         rope_scaling=_scaling(file, keys, arch, head_dim),
+        **sampled_by_default(keys, *_SAMPLING),
     )
 
 

@@ -21,6 +21,8 @@ _PIECES_IDS = {"bos": 1, "eos": 2}
 
 #: Ends of a turn, by what they are called, for files that do not tell their own. ggml knows them by name, too.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>")
+#: Ends of a text, which few files name beside that of a turn, where the model's generation_config.json has all of them.
+_TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "</s>")
 
 
 def strings(keys: Keys, key: str) -> list[str]:
@@ -47,7 +49,8 @@ def unsaid_id(keys: Keys, name: str) -> int | None:
 
 def ending_ids(keys: Keys, vocab_size: int) -> tuple[int, ...]:
     """The ids that end an answer, each once."""
-    return tuple(dict.fromkeys(token for name in ("eos", "eot", "eom") for token in named_ids(keys, name, vocab_size)))
+    named = [token for name in ("eos", "eot", "eom") for token in named_ids(keys, name, vocab_size)]
+    return tuple(dict.fromkeys([*named, *(number for number in _text_ends(keys) if number < vocab_size)]))
 
 
 def _turn_end(keys: Keys) -> int | None:
@@ -56,6 +59,15 @@ def _turn_end(keys: Keys) -> int | None:
         return None
     found = [tokens.index(name) for name in _TURN_ENDS if name in tokens]
     return next((number for number in found if kinds[number : number + 1] in ([CONTROL], [USER_DEFINED])), None)
+
+
+def _text_ends(keys: Keys) -> list[int]:
+    """Control tokens alone: what is text may be spelled so, too."""
+    tokens, kinds = keys.values.get(TOKENS), keys.values.get(KINDS)
+    if not isinstance(tokens, list) or not isinstance(kinds, list):
+        return []
+    found = [tokens.index(name) for name in _TEXT_ENDS if name in tokens]
+    return [number for number in found if kinds[number : number + 1] == [CONTROL]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from services.engine.storedtensor import Encoding
 from services.engine.weights import Weights
 
 log = structlog.get_logger()
@@ -33,6 +35,9 @@ class Loading:
         self._every_s = every_s
         self._total_bytes = weights.stored_bytes
         self._bytes = 0
+        # What decoding takes goes with the numbers, whatever the bytes that these are stored in.
+        self._total_numbers = weights.parameters
+        self._numbers = 0
         self._tensors = 0
         self._begun = self._told = clock()
         self._words = {"model": str(weights.path)}
@@ -51,7 +56,7 @@ class Loading:
         joined = np.empty((sum(lengths), *tensors[0].shape[1:]), kind)
         at = 0
         for tensor, length in zip(tensors, lengths, strict=True):
-            tensor.read_into(joined[at : at + length], self._read)
+            tensor.read_into(joined[at : at + length], functools.partial(self._read, tensor.encoding))
             at += length
             self._tensors += 1
         return joined
@@ -61,13 +66,14 @@ class Loading:
         seconds = round(self._clock() - self._begun, 3)
         log.info("weights_loaded", **self._words, bytes=self._bytes, tensors=self._tensors, seconds=seconds)
 
-    def _read(self, size: int) -> None:
+    def _read(self, encoding: Encoding, size: int) -> None:
         self._bytes += size
+        self._numbers += size // encoding.block_bytes * encoding.block_values
         now = self._clock()
         if now - self._told < self._every_s:
             return
         self._told = now
-        left = (now - self._begun) / self._bytes * (self._total_bytes - self._bytes)
+        left = (now - self._begun) / self._numbers * (self._total_numbers - self._numbers)
         log.info(
             "weights_progress",
             **self._words,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.engine.keys import Keys
 from services.engine.rope import Linear, Llama3, Scaling
@@ -112,16 +113,9 @@ class ModelConfig:
         # generation_config.json is the newer word on where to stop; config.json has one id even where there are more.
         eos = generation.token_ids("eos_token_id", vocab_size) or config.token_ids("eos_token_id", vocab_size)
         bos = generation.token_ids("bos_token_id", vocab_size) or config.token_ids("bos_token_id", vocab_size)
-        temperature = generation.optional_number("temperature", 0.0, 100.0)
+        drawn = sampled_by_default(generation, "temperature", "top_k", "top_p", "repetition_penalty")
         if generation.values.get("do_sample") is False:
-            temperature = 0.0
-        top_p = generation.optional_number("top_p", 0.0, 1.0)
-        if top_p == 0:
-            generation.refuse("top_p", "it must be more than 0")
-        repetition = generation.optional_number("repetition_penalty", 0.0, 100.0)
-        if repetition == 0:
-            generation.refuse("repetition_penalty", "it must be more than 0")
-        top_k = None if generation.values.get("top_k") is None else generation.integer("top_k", least=0)
+            drawn["default_temperature"] = 0.0
         theta, scaling = _rope(config)
         trained = config.integer("max_position_embeddings", default=family.max_context)
         window = _window(config, family, layers)
@@ -141,12 +135,26 @@ class ModelConfig:
             eos_token_ids=eos,
             bos_token_id=bos[0] if bos else None,
             dtype=_dtype(config),
-            default_temperature=temperature,
-            default_top_k=top_k,
-            default_top_p=top_p,
-            default_repetition_penalty=repetition,
             rope_scaling=scaling,
+            **drawn,
         )
+
+
+def sampled_by_default(keys: Keys, temperature: str, top_k: str, top_p: str, repetition: str) -> dict[str, Any]:
+    """What a model is sampled with unless a request says otherwise: fields of `ModelConfig`, from these keys.
+
+    Raises ``ModelInvalid``.
+    """
+    found = {
+        "default_temperature": keys.optional_number(temperature, 0.0, 100.0),
+        "default_top_k": keys.integer(top_k, least=0) if keys.has(top_k) else None,
+        "default_top_p": keys.optional_number(top_p, 0.0, 1.0),
+        "default_repetition_penalty": keys.optional_number(repetition, 0.0, 100.0),
+    }
+    for key in (top_p, repetition):
+        if keys.values.get(key) == 0:
+            keys.refuse(key, "it must be more than 0")
+    return found
 
 
 def served_context(keys: Keys, window_key: str, trained: int, window: int | None, asked: int | None) -> int:

@@ -298,7 +298,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with the smallest of everything."""
     config = FAMILIES["qwen2"] | {"num_hidden_layers": 1}
     file = tmp_path_factory.mktemp("sound") / "it.gguf"
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.merges": ["a b"]}
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}
+    metadata |= {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.merges": ["a b"]}
     write_gguf(file, config, family_tensors(config, 0), metadata=metadata)
     return file
 

@@ -293,7 +293,7 @@ START = PLAIN.get_piece_size()
         ([], CONTROL, {"eos_token_id": None, "bos_token_id": None}, (2,)),
         (TURNS, CONTROL, {}, (2, START + 1)),
         (TURNS, USER_DEFINED, {}, (2, START + 1)),
-        (TURNS, USER_DEFINED, {"eos_token_id": START + 1}, (START + 1,)),
+        (TURNS, USER_DEFINED, {"eos_token_id": START + 1}, (START + 1, 2)),  # the second one by its name, </s>
         (TURNS, NORMAL, {}, (2,)),
         (TURNS, CONTROL, {"eot_token_id": START}, (2, START)),
         (["<end_of_turn>"], CONTROL, {}, (2, START)),

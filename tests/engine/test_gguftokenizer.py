@@ -114,6 +114,7 @@ TEXT = "He'll say I'M 12345, twice!!\n\n  Ok"
     ("pre", "expected"),
     [
         ("gpt-2", ["He", "'ll", " say", " I", "'", "M", " 12345", ",", " twice", "!!", "\n\n ", " Ok"]),
+        ("smollm", ["He", "'ll", " say", " I", "'", "M", " ", *"12345", ",", " twice", "!!", "\n\n ", " Ok"]),
         ("llama-bpe", ["He", "'ll", " say", " I", "'M", " ", "123", "45", ",", " twice", "!!\n\n", " ", " Ok"]),
         ("qwen2", ["He", "'ll", " say", " I", "'M", " ", *"12345", ",", " twice", "!!\n\n", " ", " Ok"]),
     ],
@@ -139,7 +140,8 @@ def test_qwen_composes_and_llama_3_takes_whole_words_first(tmp_path: Path) -> No
     [
         ({"model": None}, "tokenizer.ggml.model is null: built from a GGUF file are gpt2, byte-level BPE, and llama, "),
         ({"model": "t5"}, r'model is "t5": built from .* put the model\'s tokenizer.json beside the file'),
-        ({"pre": "tekken"}, 'pre is "tekken": served are gpt-2, default, llama-bpe'),
+        ({"pre": "tekken"}, r'pre is "tekken": built are gpt-2, .*; or put the model\'s tokenizer.json'),
+        ({"pre": None}, "pre is null: built are gpt-2"),
         ({"tokens": None}, "tokens is null: it must be a list of strings"),
         ({"tokens": [1, 2, 3]}, "it must be a list of strings"),
         ({"tokens": ["a", "b", "a"]}, "a token comes twice"),
@@ -172,7 +174,7 @@ def test_another_tokenizer_beside_the_file_is_for_files_whose_own_cannot_be_buil
     other.save(str(tmp_path / "tokenizer.json"))
     assert tokenizer(tmp_path).encode("a") == BUNDLED.encode("a") != [0]
     assert not logged
-    for changes in ({"model": "t5"}, {"model": "llama"}, {"pre": "tekken"}):
+    for changes in ({"model": "t5"}, {"model": "llama"}, {"pre": None}, {"pre": "tekken"}):
         assert tokenizer(tmp_path, **changes).encode("a") == [0]
         assert logged[-1]["event"] == "tokenizer_beside" and logged[-1]["file"] == str(tmp_path / "tokenizer.json")
     assert 'tokenizer.ggml.pre is "tekken"' in logged[-1]["instead_of"]

@@ -18,9 +18,11 @@ from safetensors.numpy import save_file
 
 from kernels import ops_numpy
 from services.engine.checkpoint import Checkpoint
+from services.engine.ggufblocks import ENCODINGS
 from services.engine.loading import EVERY_S, Loading
 from services.engine.model import Model
 from services.engine.modelconfig import ModelConfig
+from services.engine.storedtensor import StoredTensor
 from services.engine.weights import Weights, shapes
 from services.errors import ModelInvalid
 from tests.models.checkpoints import DTYPES, llama_config, random_tensors, write_checkpoint
@@ -73,6 +75,27 @@ def test_progress_is_told_at_the_start_every_few_seconds_and_at_the_end(
         done = event["bytes"]
         # As long again as it took, in proportion.
         assert event["eta_s"] == np.ceil(nth * EVERY_S / done * (4 * STORED - done))
+
+
+class Mixed(Weights):
+    """Two tensors of as many numbers: one of seven times the bytes of the other."""
+
+    def __init__(self, file: Path) -> None:
+        shape, plain, packed = (1, 1 << 20), ENCODINGS[0], ENCODINGS[2]
+        file.write_bytes(bytes((4 << 20) + (1 << 20) // packed.block_values * packed.block_bytes))
+        self.path = file
+        self._tensors = {
+            "plain": StoredTensor(file, "plain", shape, 0, plain),
+            "packed": StoredTensor(file, "packed", shape, 4 << 20, packed),
+        }
+
+
+def test_the_seconds_left_go_by_the_numbers(tmp_path: Path, logged: list[MutableMapping[str, Any]]) -> None:
+    loading = Loading(Mixed(tmp_path / "it"), Clock(), every_s=2.0)
+    loading.take("plain", dtype="f32")
+    loading.take("packed", dtype="f32")
+    # Each tensor is read in two pieces, of a second each.
+    assert [event["eta_s"] for event in logged if event["event"] == "weights_progress"] == [2, 0]
 
 
 def test_a_model_tells_its_progress(tmp_path: Path, logged: list[MutableMapping[str, Any]]) -> None:

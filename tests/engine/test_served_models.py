@@ -33,7 +33,11 @@ def write(directory: Path, family: str, form: str) -> Path:
     config, tensors = FAMILIES[family], family_tensors(FAMILIES[family], SEEDS[family])
     if form == "gguf":
         letters = [chr(33 + nth) for nth in range(94)]
-        metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [*letters, "!!"]}
+        metadata = {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": [*letters, "!!"],
+        }
         metadata |= {"tokenizer.ggml.merges": ["! !"]}
         write_gguf(directory / "tiny.gguf", config, tensors, metadata=metadata)
         return directory / "tiny.gguf"

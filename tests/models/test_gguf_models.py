@@ -74,6 +74,28 @@ def test_all_tokens_that_end_a_text(tmp_path: Path) -> None:
     assert Checkpoint.open(tmp_path / "it.gguf").config.eos_token_ids == (5, 3)
 
 
+def test_control_tokens_that_are_spelled_as_ends_end_a_text(tmp_path: Path) -> None:
+    tokens = ["a", "<|end_of_text|>", "</s>", "<|im_start|>", "<|eom_id|>", *(f"b{n}" for n in range(123))]
+    spelled = {
+        "tokenizer.ggml.tokens": [*tokens, "<|endoftext|>"],
+        # The third is text that only looks like one.
+        "tokenizer.ggml.token_type": [1, 3, 1, 3, 3] + [1] * 123 + [3],
+        "tokenizer.ggml.eos_token_id": 4,
+    }
+    write_gguf(tmp_path / "it.gguf", LLAMA, TENSORS, metadata=spelled)
+    # Nor does the last one, which the model has no number for.
+    assert Checkpoint.open(tmp_path / "it.gguf").config.eos_token_ids == (4, 1)
+
+
+def test_what_a_file_says_of_sampling_is_the_default(tmp_path: Path) -> None:
+    said = {"temp": 0.7, "top_k": 20, "top_p": 0.8, "penalty_repeat": 1.05}
+    metadata = {f"general.sampling.{name}": value for name, value in said.items()}
+    write_gguf(tmp_path / "it.gguf", LLAMA, TENSORS, metadata=metadata)
+    config = Checkpoint.open(tmp_path / "it.gguf").config
+    found = (config.default_temperature, config.default_top_p, config.default_repetition_penalty)
+    assert found == pytest.approx((0.7, 0.8, 1.05)) and config.default_top_k == 20
+
+
 @pytest.mark.parametrize(
     ("metadata", "scaling"),
     [
@@ -116,6 +138,9 @@ def test_a_window_is_served_as_far_as_it_hides_nothing(tmp_path: Path) -> None:
         ({"llama.attention.layer_norm_rms_epsilon": None}, "rms_epsilon is null: it must be a number"),
         ({"llama.rope.freq_base": float("nan")}, "freq_base is NaN: it must be a number"),
         ({"llama.rope.scaling.type": "yarn"}, 'scaling.type is "yarn": served are none and linear'),
+        ({"general.sampling.temp": -1.0}, "sampling.temp is -1.0: it must be a number from 0 to 100"),
+        ({"general.sampling.top_p": 0.0}, "sampling.top_p is 0.0: it must be more than 0"),
+        ({"general.sampling.penalty_repeat": 0.0}, "sampling.penalty_repeat is 0.0: it must be more than 0"),
         ({"tokenizer.ggml.eos_token_id": 128}, "eos_token_id is 128: it must hold token ids from 0 to 127"),
         ({"split.count": 3}, "split.count is 3: the files .* are to be named NAME-00001-of-00003.gguf and so on"),
     ],

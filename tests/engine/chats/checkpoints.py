@@ -33,6 +33,7 @@ def chat_file(path: Path, template: str) -> Path:
     kinds = [{True: 3, False: 4, None: 1}[added.get(number)] for number in range(len(words))]
     keys: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": words,
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
