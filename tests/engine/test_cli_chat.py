@@ -20,6 +20,7 @@ import pytest
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine import cli
+from services.engine.cli.chat import Conversation
 from tests.engine.chats.checkpoints import chat_folder
 from tests.engine.chats.conversations import said, template_of
 from tests.engine.running import RunningEngine
@@ -81,6 +82,17 @@ def test_a_system_s_message(engine: RunningEngine, capsys: Captured, monkeypatch
     brief, rage = (answer(engine, "Hi!", system=system) for system in ("Be brief", "Rage, the"))
     assert len({brief, rage, answer(engine, "Hi!")}) == 3
     assert capsys.readouterr().out == printed(brief, rage, rage, answer(engine, "Hi!"))
+
+
+def test_a_system_s_message_that_cannot_be_sent_changes_nothing() -> None:
+    talk = Conversation(pb.GenerateRequest(), "Be brief")
+    talk.ask("Hi!")
+    before = pb.GenerateRequest.FromString(talk.request.SerializeToString())
+    with pytest.raises(UnicodeError):
+        talk.reset("\udcff")
+    assert talk.request == before
+    talk.reset(talk.system)
+    assert [one.content for one in talk.request.prompt.messages.items] == ["Be brief"]
 
 
 def test_arguments_of_the_template(engine: RunningEngine, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

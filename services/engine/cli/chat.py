@@ -36,12 +36,12 @@ class Conversation:
         self.reset(system)
 
     def reset(self, system: str | None) -> None:
-        """Begin anew."""
+        """Begin anew. Raises UnicodeError, and then goes on as it was."""
+        first = [pb.Message(role="system", content=system)] if system else []
+        items = self.request.prompt.messages.items
+        del items[:]
+        items.extend(first)
         self.system = system
-        messages = self.request.prompt.messages
-        del messages.items[:]
-        if system:
-            messages.items.add(role="system", content=system)
 
     def ask(self, text: str) -> None:
         """A message of the user's."""
