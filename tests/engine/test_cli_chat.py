@@ -324,8 +324,11 @@ def test_flags_hold_for_lines(engine: RunningEngine, capsys: Captured, tmp_path:
         (["generate", "x", "--template-argument", "=1"], "rocmforge generate: --template-argument =1: want NAME=VALUE"),
         (["batch", "--template-argument", "x"], "rocmforge batch: --template-argument x: want NAME=VALUE"),
         (["chat", "--max-tokens", "-1"], "rocmforge chat: --max-tokens -1: out of range"),
-        (["chat", "--system", "\udcff"], "rocmforge chat: --system and --stop must be UTF-8"),
-        (["generate", "x", "--system", "\udcff"], "rocmforge generate: PROMPT, --system and --stop must be UTF-8"),
+        (["chat", "--system", "\udcff"], "rocmforge chat: --system must be UTF-8"),
+        (["chat", "--cache-salt", "\udcff"], "rocmforge chat: --cache-salt must be UTF-8"),
+        (["chat", "--template-argument", "x=\udcff"], "rocmforge chat: --template-argument must be UTF-8"),
+        (["generate", "x", "--template-argument", "x=\udcff"], "rocmforge generate: PROMPT and --template-argument"),
+        (["generate", "x", "--system", "\udcff"], "rocmforge generate: PROMPT and --system must be UTF-8"),
     ],
 )
 def test_flags_that_cannot_be(engine: RunningEngine, capsys: Captured, arguments: list[str], says: str) -> None:

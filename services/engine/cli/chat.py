@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         call.say(NAME, str(unfit))
         return 2
     except UnicodeError:
-        call.say(NAME, "--system and --stop must be UTF-8")
+        call.say(NAME, "--system must be UTF-8")
         return 2
 
     def body(stub: Any) -> int:
@@ -91,14 +91,16 @@ def _put_all(request: pb.GenerateRequest, values: dict[str, Any]) -> None:
             continue
         try:
             put(request, name, value)
-        except UnicodeError:
-            raise
+        except UnicodeError as error:
+            raise Unfit(f"--{name.replace('_', '-')} must be UTF-8") from error
         except (TypeError, ValueError) as error:
             raise Unfit(f"--{name.replace('_', '-')} {value}: out of range") from error
     try:
         begun = conversation.of({"prompt": "", "template_arguments": values.get("template_arguments")})
     except conversation.Unheard as error:
         raise Unfit(f"--template-argument: {error}") from error
+    except UnicodeError as error:
+        raise Unfit("--template-argument must be UTF-8") from error
     request.prompt.messages.CopyFrom(begun)
 
 
