@@ -210,11 +210,12 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(engine: RunningEngine, mo
         terminal.close()
 
 
+@pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_an_interrupt_while_the_call_begins(
-    engine: RunningEngine, capsys: Captured, monkeypatch: pytest.MonkeyPatch, moment: str
+    engine: RunningEngine, capsys: Captured, monkeypatch: pytest.MonkeyPatch, moment: str, terminal: bool
 ) -> None:
-    """It ends that answer, wherever gRPC is; the chat goes on as if the question was not asked."""
+    """It ends that answer, wherever gRPC is; on a terminal the chat goes on as if the question was not asked."""
     began: list[Any] = []
 
     class Stub:
@@ -236,9 +237,11 @@ def test_an_interrupt_while_the_call_begins(
 
     expected = printed(answer(engine, "the"))
     typed(monkeypatch, "Hi!", "the")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: terminal)
     monkeypatch.setattr("services.engine.cli.call.engine_pb2_grpc.EngineServiceStub", lambda channel: Stub())
-    assert run(engine, "chat", *GREEDY) == 0
-    assert len(began) == 1 and capsys.readouterr().out == expected
+    assert run(engine, "chat", *GREEDY) == (0 if terminal else 130)
+    assert len(began) == 1 and capsys.readouterr().out == (expected if terminal else "")
+    assert began[0].cancelled()
 
 
 # --- conversations for the other commands -----------------------------------------------------------------------------

@@ -57,7 +57,9 @@ class Conversation:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 at the input's end. Without a terminal the first failure ends it, with 1."""
+    """Returns the exit status: 0 at the input's end. Without a terminal the first failure ends it, with 1, and so does
+    an interrupt, with 130.
+    """
     flags = _parser().parse_args(arguments)
     try:
         values = given(flags)
@@ -119,7 +121,9 @@ def _talk(stub: Any, talk: Conversation, terminal: bool, flags: argparse.Namespa
             elif word.startswith("/") and not word.startswith("//"):
                 call.say(NAME, f"there is no {word}. {_HELP}")
             else:
-                _answer(stub, talk, line.strip().removeprefix("/") if word.startswith("//") else line, flags)
+                text = line.strip().removeprefix("/") if word.startswith("//") else line
+                if _answer(stub, talk, text, flags) and not terminal:
+                    raise KeyboardInterrupt
         except KeyboardInterrupt:  # between an answer and the next line
             if not terminal:
                 raise
@@ -134,8 +138,8 @@ def _talk(stub: Any, talk: Conversation, terminal: bool, flags: argparse.Namespa
     return 0
 
 
-def _answer(stub: Any, talk: Conversation, text: str, flags: argparse.Namespace) -> None:
-    """Ask, print the answer as it comes, and remember both. An interrupt ends the answer."""
+def _answer(stub: Any, talk: Conversation, text: str, flags: argparse.Namespace) -> bool:
+    """Ask, print the answer as it comes, and remember both. An interrupt ends the answer; whether one came."""
     said: list[str] = []
     with _Interrupt() as interrupt:
         talk.ask(text)
@@ -153,13 +157,14 @@ def _answer(stub: Any, talk: Conversation, text: str, flags: argparse.Namespace)
             except grpc.RpcError:
                 if not interrupt.came:
                     raise
-                return
+                return True
             finally:
                 stream.cancel()
             if flags.stats and finish is not None:
                 print(summary(finish), file=sys.stderr)
         finally:
             talk.answered("".join(said))
+    return interrupt.came
 
 
 class _Interrupt:
