@@ -164,11 +164,11 @@ def _retention(message: Any, retains: bool) -> Retention | None:
     with inside("cache_retention"):
         ttl_s = read_span(asked, "ttl", MAX_RETENTION_S)
         if ttl_s is None:
-            raise FieldInvalid("ttl is missing: how long shall the pages be kept?", field="ttl")
+            raise FieldInvalid("cache_retention.ttl is missing: how long shall the pages be kept?", field="ttl")
         priority = asked.priority if asked.HasField("priority") else RETENTION_PRIORITY
         if not 1 <= priority <= MAX_RETENTION_PRIORITY:
             raise FieldInvalid(
-                f"priority is {priority}; it must be 1 to {MAX_RETENTION_PRIORITY}",
+                f"cache_retention.priority is {priority}; it must be 1 to {MAX_RETENTION_PRIORITY}",
                 field="priority",
                 limit=MAX_RETENTION_PRIORITY,
             )

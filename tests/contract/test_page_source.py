@@ -157,6 +157,29 @@ def test_a_retained_page_goes_last(make: Maker) -> None:
     assert one(source, opening("nor", [ord("o")] * 9, 3)).cached_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("stronger", "weaker"),
+    [
+        (Retention(60.0, 80), Retention(600.0, 10)),
+        (Retention(600.0, 50), Retention(60.0, 50)),
+    ],
+)
+def test_of_retained_pages_the_weaker_go_first(make: Maker, stronger: Retention, weaker: Retention) -> None:
+    """By priority, and of one priority by the time that is left; whichever was used last."""
+    source = make(8)
+    if not source.retains:
+        return
+    for name, retention in (("strong", stronger), ("weak", weaker)):
+        tokens = [ord(name[0])] * 8
+        ask(source, replace(opening(name, tokens, 2), opening=Opening(tokens, retention=retention)))
+        ask(source, more(name, tokens, 2, known=2))
+        ask(source, removed=(name,))
+    assert one(source, opening("room", [9], 6)).error is None  # four free ones, and two that are retained
+    ask(source, removed=("room",))
+    assert one(source, opening("again", [ord("s")] * 9, 3)).cached_tokens == 8
+    assert one(source, opening("nor", [ord("w")] * 9, 3)).cached_tokens == 0
+
+
 def test_live_sequences_share_too(make: Maker) -> None:
     source = make(8)
     first = one(source, opening("a", list(range(9)), 3))

@@ -20,6 +20,7 @@ import pytest
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine import cli
+from services.engine.cli.chat import Conversation
 from tests.engine.chats.checkpoints import chat_folder
 from tests.engine.chats.conversations import said, template_of
 from tests.engine.running import RunningEngine
@@ -81,6 +82,17 @@ def test_a_system_s_message(engine: RunningEngine, capsys: Captured, monkeypatch
     brief, rage = (answer(engine, "Hi!", system=system) for system in ("Be brief", "Rage, the"))
     assert len({brief, rage, answer(engine, "Hi!")}) == 3
     assert capsys.readouterr().out == printed(brief, rage, rage, answer(engine, "Hi!"))
+
+
+def test_a_system_s_message_that_cannot_be_sent_changes_nothing() -> None:
+    talk = Conversation(pb.GenerateRequest(), "Be brief")
+    talk.ask("Hi!")
+    before = pb.GenerateRequest.FromString(talk.request.SerializeToString())
+    with pytest.raises(UnicodeError):
+        talk.reset("\udcff")
+    assert talk.request == before
+    talk.reset(talk.system)
+    assert [one.content for one in talk.request.prompt.messages.items] == ["Be brief"]
 
 
 def test_arguments_of_the_template(engine: RunningEngine, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,11 +210,12 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(engine: RunningEngine, mo
         terminal.close()
 
 
+@pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_an_interrupt_while_the_call_begins(
-    engine: RunningEngine, capsys: Captured, monkeypatch: pytest.MonkeyPatch, moment: str
+    engine: RunningEngine, capsys: Captured, monkeypatch: pytest.MonkeyPatch, moment: str, terminal: bool
 ) -> None:
-    """It ends that answer, wherever gRPC is; the chat goes on as if the question was not asked."""
+    """It ends that answer, wherever gRPC is; on a terminal the chat goes on as if the question was not asked."""
     began: list[Any] = []
 
     class Stub:
@@ -224,9 +237,11 @@ def test_an_interrupt_while_the_call_begins(
 
     expected = printed(answer(engine, "the"))
     typed(monkeypatch, "Hi!", "the")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: terminal)
     monkeypatch.setattr("services.engine.cli.call.engine_pb2_grpc.EngineServiceStub", lambda channel: Stub())
-    assert run(engine, "chat", *GREEDY) == 0
-    assert len(began) == 1 and capsys.readouterr().out == expected
+    assert run(engine, "chat", *GREEDY) == (0 if terminal else 130)
+    assert len(began) == 1 and capsys.readouterr().out == (expected if terminal else "")
+    assert began[0].cancelled()
 
 
 # --- conversations for the other commands -----------------------------------------------------------------------------
@@ -312,8 +327,11 @@ def test_flags_hold_for_lines(engine: RunningEngine, capsys: Captured, tmp_path:
         (["generate", "x", "--template-argument", "=1"], "rocmforge generate: --template-argument =1: want NAME=VALUE"),
         (["batch", "--template-argument", "x"], "rocmforge batch: --template-argument x: want NAME=VALUE"),
         (["chat", "--max-tokens", "-1"], "rocmforge chat: --max-tokens -1: out of range"),
-        (["chat", "--system", "\udcff"], "rocmforge chat: --system and --stop must be UTF-8"),
-        (["generate", "x", "--system", "\udcff"], "rocmforge generate: PROMPT, --system and --stop must be UTF-8"),
+        (["chat", "--system", "\udcff"], "rocmforge chat: --system must be UTF-8"),
+        (["chat", "--cache-salt", "\udcff"], "rocmforge chat: --cache-salt must be UTF-8"),
+        (["chat", "--template-argument", "x=\udcff"], "rocmforge chat: --template-argument must be UTF-8"),
+        (["generate", "x", "--template-argument", "x=\udcff"], "rocmforge generate: PROMPT and --template-argument"),
+        (["generate", "x", "--system", "\udcff"], "rocmforge generate: PROMPT and --system must be UTF-8"),
     ],
 )
 def test_flags_that_cannot_be(engine: RunningEngine, capsys: Captured, arguments: list[str], says: str) -> None:

@@ -85,6 +85,22 @@ def test_spans_that_no_field_holds(seconds: object) -> None:
             from_flags(parsed(f"--cache-ttl {seconds}"))
 
 
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("5", "5: want ID=X"),
+        ("x=1", "x=1: want ID=X"),
+        ("5=", "5=: want ID=X"),
+        ("-1=1", "no token has the id -1"),
+        ("4294967296=1", "no token has the id 4294967296"),
+    ],
+)
+def test_a_bias_that_is_none(word: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(f"--logit-bias={word}")
+    assert f"argument --logit-bias: {word}: " in (shown := capsys.readouterr().err) and says in shown
+
+
 def test_a_span_is_told_to_the_nanosecond() -> None:
     assert from_flags(parsed("--cache-ttl 1.000000001")).cache_retention.ttl.ToNanoseconds() == 1_000_000_001
 

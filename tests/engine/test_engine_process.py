@@ -296,8 +296,8 @@ def test_an_address_in_use_and_the_client(directory: Path) -> None:
         (["x", "--max-tokens", "-1"], "--max-tokens -1: out of range"),
         (["x", "--top-k", "4294967296"], "--top-k 4294967296: out of range"),
         (["x", "--timeout", "inf"], "--timeout inf: want more than 0 seconds"),
-        (["\udcff"], "PROMPT and --stop must be UTF-8"),
-        (["x", "--stop", "\udcff"], "PROMPT and --stop must be UTF-8"),
+        (["\udcff"], "PROMPT must be UTF-8"),
+        (["x", "--stop", "\udcff"], "--stop must be UTF-8"),
     ],
 )
 def test_the_client_names_the_flag_at_fault(arguments: list[str], says: str) -> None:

@@ -66,12 +66,12 @@ def test_what_is_asked_of_the_cache() -> None:
 @pytest.mark.parametrize(
     ("asked", "more", "field", "says"),
     [
-        (retention(), {}, ".ttl", "ttl is missing"),
+        (retention(), {}, ".ttl", "^cache_retention.ttl is missing"),
         (retention(0), {}, ".ttl", "ttl is 0 s; it must be more than 0 and at most 86400 s"),
         (retention(-1), {}, ".ttl", "ttl is -1 s"),
         (retention(86400.5), {}, ".ttl", "at most 86400 s"),
-        (retention(1, priority=0), {}, ".priority", "priority is 0; it must be 1 to 100"),
-        (retention(1, priority=101), {}, ".priority", "priority is 101; it must be 1 to 100"),
+        (retention(1, priority=0), {}, ".priority", "^cache_retention.priority is 0; it must be 1 to 100"),
+        (retention(1, priority=101), {}, ".priority", "^cache_retention.priority is 101; it must be 1 to 100"),
         (retention(1), {"sampling": pb.Sampling(prompt_logprobs=0)}, "", "nobody finds the pages of such a request"),
         (retention(1), {"retains": False}, "", "cache_retention needs a KV-cache daemon"),
     ],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from services.engine.admission import ADMISSION_RETRY_S, Limits
-from services.engine.pagesource import Demand, Grant, Opening
+from services.engine.pagesource import Demand, Grant, Opening, Retention
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import FinishReason, Outcome, State
 from services.errors import (
@@ -418,6 +420,25 @@ def test_alone_and_short_it_steps_back_and_waits_a_while() -> None:
     [again], _ = scheduler.demands()
     assert again.sequence_id != demands[0].sequence_id
     assert list(again.opening.prompt) == [*[1] * 7, 0]  # type: ignore[union-attr]
+
+
+def test_whoever_opens_a_sequence_again_asks_for_the_same_retention() -> None:
+    scheduler, clock = started(pages=4)
+    asked = Retention(60.0, 7)
+    scheduler.submit(dataclasses.replace(make_request("a", [1] * 7, max_tokens=9), retention=asked))
+    openings = [demand.opening for demand in serve(scheduler)]
+    step(scheduler)
+    [more], _ = scheduler.demands()
+    scheduler.granted([Grant(more.sequence_id, error=CapacityExceeded("others hold them"))])
+    serve(scheduler)
+    clock.now += ADMISSION_RETRY_S
+    openings += [demand.opening for demand in serve(scheduler)]
+    step(scheduler)
+    scheduler.lost_pages()
+    openings += [demand.opening for demand in serve(scheduler)]
+    assert [opening and (len(opening.prompt), opening.retention) for opening in openings] == [
+        (7, asked), (8, asked), (9, asked)
+    ]  # fmt: skip
 
 
 def test_after_a_refused_opening_the_head_of_the_queue_is_tried_alone() -> None:

@@ -15,7 +15,7 @@ from google.protobuf import duration_pb2
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2 as kv
 from services import rpc
-from services.engine import intake
+from services.engine import generation, intake
 from services.engine.choice import Result
 from services.engine.scheduler import MAX_SAMPLES
 from services.engine.step import Chunk
@@ -116,12 +116,12 @@ def watched(engine: Engine, name: str, samples: int = 3, from_tokens: Sequence[i
     return Told().read(watching(engine, name, from_tokens), samples)
 
 
-def kept(generation: pb.Generation) -> Told:
+def kept(found: pb.Generation) -> Told:
     """What GetGeneration tells."""
-    assert not (generation.text or generation.token_ids or generation.logprobs)
-    assert not (generation.HasField("finish") or generation.HasField("usage"))
-    told = Told(prompt=[str(choice) for choice in generation.prompt_logprobs])
-    for at, sample in enumerate(generation.samples):
+    assert not (found.text or found.token_ids or found.logprobs)
+    assert not (found.HasField("finish") or found.HasField("usage"))
+    told = Told(prompt=[str(choice) for choice in found.prompt_logprobs])
+    for at, sample in enumerate(found.samples):
         finish = sample.finish if sample.HasField("finish") else None
         told.add(
             pb.GenerateResponse(
@@ -195,7 +195,10 @@ def test_every_replay_is_exactly_the_rest_of_each(engine: Engine) -> None:
     assert watched(engine, name, from_tokens=[10] * 3).places(3) == [0, 0, 0]
 
 
-def test_a_reader_that_loses_its_connection_all_the_time_repeats_nothing_and_misses_nothing(engine: Engine) -> None:
+def test_a_reader_that_loses_its_connection_all_the_time_repeats_nothing_and_misses_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "REPLAY_TOKENS", 7)  # many messages, however late it reads
     message = asked(5, 40, sampling={"logprobs": 0, "prompt_logprobs": 0})
     whole = generated(engine, message)
     name, told = submit(engine, message).request_id, Told()
@@ -343,11 +346,20 @@ def test_a_live_one_is_not_deleted_until_its_last_sample_has_ended(engine: Engin
     assert engine.stub.GetStats(pb.GetStatsRequest()).generation_bytes == 0
 
 
-def test_a_timeout_keeps_what_there_is_of_each(engine: Engine) -> None:
-    timeout = duration_pb2.Duration(nanos=300_000_000)
-    submit(engine, asked(4, 900, request_id="late"), timeout=timeout)
+def test_a_timeout_keeps_what_there_is_of_each(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is up when each has three tokens."""
+    deadlines = engine.engine.loop.scheduler._deadlines
+    take, ahead = deadlines.take, [0.0]
+    monkeypatch.setattr(deadlines, "take", lambda now: take(now + ahead[0]))
+
+    def due(step: Sequence[Chunk]) -> None:
+        ahead[0] = 600.0 * all(chunk.sequence.num_generated_tokens >= 3 for chunk in step)
+
+    engine.steps.fault = due
+    submit(engine, asked(4, 900, request_id="late"), timeout=duration_pb2.Duration(seconds=600))
     told = watched(engine, "late", 4)
     assert told.error is not None and told.error.reason == "DEADLINE_EXCEEDED" and not told.finishes
+    assert min(told.places(4)) >= 3
     over = get(engine, "late")
     assert over.state == pb.GENERATION_STATE_FAILED and kept(over).said() == told.said()
     assert rpc.error_from_status(over.error).reason == "DEADLINE_EXCEEDED"
@@ -505,7 +517,8 @@ def test_log_probabilities_count_for_every_sample(engine: Engine, monkeypatch: p
 # --- pages that are short, or lost ------------------------------------------------------------------------------------
 
 
-def test_preempted_samples_say_the_same(engine: Engine, tmp_path: Path) -> None:
+def test_preempted_samples_say_the_same(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "REPLAY_TOKENS", 7)  # many messages, however late they are read
     small = RunningEngine(tmp_path, "--max-batch", "6", "--local-pages", "14").start()
     try:
         message = asked(5, 60, sampling={"logprobs": 1})

@@ -36,12 +36,12 @@ class Conversation:
         self.reset(system)
 
     def reset(self, system: str | None) -> None:
-        """Begin anew."""
+        """Begin anew. Raises UnicodeError, and then goes on as it was."""
+        first = [pb.Message(role="system", content=system)] if system else []
+        items = self.request.prompt.messages.items
+        del items[:]
+        items.extend(first)
         self.system = system
-        messages = self.request.prompt.messages
-        del messages.items[:]
-        if system:
-            messages.items.add(role="system", content=system)
 
     def ask(self, text: str) -> None:
         """A message of the user's."""
@@ -57,7 +57,9 @@ class Conversation:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 at the input's end. Without a terminal the first failure ends it, with 1."""
+    """Returns the exit status: 0 at the input's end. Without a terminal the first failure ends it, with 1, and so does
+    an interrupt, with 130.
+    """
     flags = _parser().parse_args(arguments)
     try:
         values = given(flags)
@@ -68,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         call.say(NAME, str(unfit))
         return 2
     except UnicodeError:
-        call.say(NAME, "--system and --stop must be UTF-8")
+        call.say(NAME, "--system must be UTF-8")
         return 2
 
     def body(stub: Any) -> int:
@@ -91,14 +93,16 @@ def _put_all(request: pb.GenerateRequest, values: dict[str, Any]) -> None:
             continue
         try:
             put(request, name, value)
-        except UnicodeError:
-            raise
+        except UnicodeError as error:
+            raise Unfit(f"--{name.replace('_', '-')} must be UTF-8") from error
         except (TypeError, ValueError) as error:
             raise Unfit(f"--{name.replace('_', '-')} {value}: out of range") from error
     try:
         begun = conversation.of({"prompt": "", "template_arguments": values.get("template_arguments")})
     except conversation.Unheard as error:
         raise Unfit(f"--template-argument: {error}") from error
+    except UnicodeError as error:
+        raise Unfit("--template-argument must be UTF-8") from error
     request.prompt.messages.CopyFrom(begun)
 
 
@@ -117,7 +121,9 @@ def _talk(stub: Any, talk: Conversation, terminal: bool, flags: argparse.Namespa
             elif word.startswith("/") and not word.startswith("//"):
                 call.say(NAME, f"there is no {word}. {_HELP}")
             else:
-                _answer(stub, talk, line.strip().removeprefix("/") if word.startswith("//") else line, flags)
+                text = line.strip().removeprefix("/") if word.startswith("//") else line
+                if _answer(stub, talk, text, flags) and not terminal:
+                    raise KeyboardInterrupt
         except KeyboardInterrupt:  # between an answer and the next line
             if not terminal:
                 raise
@@ -132,8 +138,8 @@ def _talk(stub: Any, talk: Conversation, terminal: bool, flags: argparse.Namespa
     return 0
 
 
-def _answer(stub: Any, talk: Conversation, text: str, flags: argparse.Namespace) -> None:
-    """Ask, print the answer as it comes, and remember both. An interrupt ends the answer."""
+def _answer(stub: Any, talk: Conversation, text: str, flags: argparse.Namespace) -> bool:
+    """Ask, print the answer as it comes, and remember both. An interrupt ends the answer; whether one came."""
     said: list[str] = []
     with _Interrupt() as interrupt:
         talk.ask(text)
@@ -151,13 +157,14 @@ def _answer(stub: Any, talk: Conversation, text: str, flags: argparse.Namespace)
             except grpc.RpcError:
                 if not interrupt.came:
                     raise
-                return
+                return True
             finally:
                 stream.cancel()
             if flags.stats and finish is not None:
                 print(summary(finish), file=sys.stderr)
         finally:
             talk.answered("".join(said))
+    return interrupt.came
 
 
 class _Interrupt:

@@ -33,6 +33,8 @@ _FLAGS = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "prompt_logprobs", "n"),
 )
 _CHAT_FLAGS = ("chat", "system", "template_arguments")
+#: Flags whose words become part of the prompt.
+_TOLD_TOO = {"--system": "system", "--template-argument": "template_arguments"}
 #: How a prompt may be said in a line of JSON.
 _PROMPT = ("prompt", *conversation.NAMES)
 
@@ -91,7 +93,13 @@ def add_samples(parser: argparse.ArgumentParser) -> None:
 
 def _bias(text: str) -> tuple[int, float]:
     token, _, bias = text.partition("=")
-    return int(token), float(bias)
+    try:
+        found = int(token), float(bias)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: want ID=X, a token's id and a number") from error
+    if not 0 <= found[0] < 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text}: no token has the id {token}")
+    return found
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
@@ -142,14 +150,15 @@ def from_flags(flags: argparse.Namespace) -> pb.GenerateRequest:
         request = pb.GenerateRequest()
         _put_prompt(request.prompt, {"prompt": prompt, **values})
     except UnicodeError as error:
-        raise Unfit(f"PROMPT{', --system' if flags.system else ''} and --stop must be UTF-8") from error
+        also = [flag for flag, told in _TOLD_TOO.items() if getattr(flags, told, None)]
+        raise Unfit(f"{' and '.join(['PROMPT', *also])} must be UTF-8") from error
     for name, value in values.items():
         if name in _CHAT_FLAGS:
             continue
         try:
             put(request, name, value)
         except UnicodeError as error:
-            raise Unfit("PROMPT and --stop must be UTF-8") from error
+            raise Unfit(f"--{name.replace('_', '-')} must be UTF-8") from error
         except (TypeError, ValueError) as error:
             raise Unfit(f"--{name.replace('_', '-')} {value}: out of range") from error
     return request
