@@ -31,6 +31,7 @@ class Gate:
         self.open = threading.Event()
         self.open.set()
         self.reached = threading.Event()
+        self._one = False  # step is let through
         self.fault: Callable[[Sequence[Chunk]], None] = lambda step: None
 
     def hold(self) -> None:
@@ -38,6 +39,13 @@ class Gate:
         self.open.clear()
 
     def release(self) -> None:
+        self._one = False
+        self.open.set()
+
+    def step(self) -> None:
+        """Let one step through, and none behind it until ``release``."""
+        self.reached.clear()
+        self._one = True
         self.open.set()
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
@@ -47,6 +55,8 @@ class Gate:
         self.reached.set()
         if not self.open.wait(60):
             raise TimeoutError("nobody released the gate")
+        if self._one:
+            self.open.clear()
         self.fault(step)
         return self.inner.run(step)
 

@@ -101,6 +101,17 @@ def test_a_bias_that_is_none(word: str, says: str, capsys: pytest.CaptureFixture
     assert f"argument --logit-bias: {word}: " in (shown := capsys.readouterr().err) and says in shown
 
 
+def test_null_takes_a_default_back() -> None:
+    """Of a batch that asks for a retention, a line that asks for what none goes with."""
+    defaults = given(parsed("--cache-ttl 60 --cache-priority 9 --max-tokens 4"))
+    line = {"prompt": "Hi", "prompt_logprobs": 0, "cache_ttl": None, "cache_priority": None, "stop": None}
+    assert paths(from_fields(line, defaults)) == {"sampling.prompt_logprobs", "stopping.max_tokens"}
+    assert paths(from_fields({"prompt": "Hi", "cache_priority": None}, defaults)) >= {"cache_retention.ttl"}
+    for name in ("prompt", "id", "bogus"):
+        with pytest.raises(Unfit, match=name):
+            from_fields({"prompt": "Hi", name: None}, defaults)
+
+
 def test_a_span_is_told_to_the_nanosecond() -> None:
     assert from_flags(parsed("--cache-ttl 1.000000001")).cache_retention.ttl.ToNanoseconds() == 1_000_000_001
 

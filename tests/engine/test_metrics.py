@@ -97,9 +97,11 @@ class Watched:
         self.engine.idle()
 
     def cancel(self) -> None:
-        stream = self.stub.Generate(request(max_tokens=140, request_id="ends"))
-        next(stream)
         self.engine.steps.hold()
+        stream = self.stub.Generate(request(max_tokens=140, request_id="ends"))
+        assert self.engine.steps.reached.wait(60)
+        self.engine.steps.step()
+        next(stream)
         self.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="ends"))
         self.engine.steps.release()
         assert collect(stream)[2].reason == pb.FINISH_REASON_CANCELLED

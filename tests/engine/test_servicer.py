@@ -373,9 +373,8 @@ def test_a_drain_tells_those_that_wait_and_lets_those_go_on_that_run(tmp_path: P
         late = engine.stub.SubmitGeneration.future(asked[1])
         while len(engine.engine.streams) < 4:
             pass
-        engine.steps.release()
+        engine.steps.step()
         late.result(30)  # it is queued
-        engine.steps.hold()
         watches = [engine.stub.WatchGeneration(pb.WatchGenerationRequest(request_id=n)) for n in ("runs", "waits")]
         next(watches[0])
         stopping = engine.begin(engine.engine.stop(100))

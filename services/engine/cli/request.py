@@ -165,7 +165,7 @@ def from_flags(flags: argparse.Namespace) -> pb.GenerateRequest:
 
 
 def from_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> pb.GenerateRequest:
-    """The request of an object with a prompt and any of the other names.
+    """The request of an object with a prompt and any of the other names, of which None is as if nobody had said it.
 
     The prompt is ``prompt``, text or a list of token ids, or it is ``messages``. Raises Unfit, naming what is at fault.
     """
@@ -177,7 +177,7 @@ def from_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> pb.Ge
         try:
             if name == "id":
                 request.request_id = value
-            elif name not in _PROMPT:
+            elif name in _PLACES and value is not None:
                 put(request, name, value)
         except UnicodeError as error:
             raise Unfit(f"{name} is not UTF-8") from error
