@@ -53,8 +53,9 @@ UNCHECKED bool poisoned(const volatile unsigned char *at, size_t bytes) {
 
 // --- memory ------------------------------------------------------------------------------------------------------------
 
-// Of exactly the size asked for: the sanitizer sees the first byte past it. Without a sanitizer it ends where a page
-// that faults begins, but for what the alignment leaves, which is marked and looked at after every launch.
+// Of exactly the size asked for: the sanitizer sees the first byte past it. Without a sanitizer it ends where GUARD bytes
+// that fault begin, but for what the alignment leaves, which is marked and looked at after every launch. As many are
+// before it, so that an access that is off by some megabytes does not find other memory; they are addresses alone.
 struct Memory {
     size_t bytes;
     unsigned char *start;
@@ -68,14 +69,16 @@ struct Memory {
 #else
         size_t page = (size_t)sysconf(_SC_PAGESIZE);
         whole_ = (bytes + alignment + page - 1) / page * page;
-        unsigned char *memory =
-            (unsigned char *)mmap(nullptr, page + whole_ + page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (memory == MAP_FAILED || mprotect(memory + page, whole_, PROT_READ | PROT_WRITE) != 0)
+        void *map = mmap(nullptr, GUARD + whole_ + GUARD, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (map == MAP_FAILED) throw std::runtime_error("out of memory: " + std::to_string(bytes) + " bytes");
+        first_ = (unsigned char *)map + GUARD;
+        if (mprotect(first_, whole_, PROT_READ | PROT_WRITE) != 0) {
+            munmap(map, GUARD + whole_ + GUARD);
             throw std::runtime_error("out of memory: " + std::to_string(bytes) + " bytes");
-        map_ = memory;
-        start = memory + page + whole_ - (bytes + alignment - 1) / alignment * alignment;
-        memset(start + bytes, SLACK_MARK, (size_t)(memory + page + whole_ - (start + bytes)));
-        memset(memory + page, SLACK_MARK, (size_t)(start - (memory + page)));
+        }
+        start = first_ + whole_ - (bytes + alignment - 1) / alignment * alignment;
+        memset(start + bytes, SLACK_MARK, (size_t)(first_ + whole_ - (start + bytes)));
+        memset(first_, SLACK_MARK, (size_t)(start - first_));
 #endif
     }
     Memory(const Memory &) = delete;
@@ -83,17 +86,15 @@ struct Memory {
 #if defined(__SANITIZE_ADDRESS__)
         free(start);
 #else
-        size_t page = (size_t)sysconf(_SC_PAGESIZE);
-        munmap(map_, page + whole_ + page);
+        munmap(first_ - GUARD, GUARD + whole_ + GUARD);
 #endif
     }
     // Whether something was written beside it.
     bool overrun() const {
 #if !defined(__SANITIZE_ADDRESS__)
-        size_t page = (size_t)sysconf(_SC_PAGESIZE);
-        for (unsigned char *at = map_ + page; at < map_ + page + whole_; at++) {
+        for (unsigned char *at = first_; at < first_ + whole_; at++) {
             if (at == start) at += bytes;
-            if (at < map_ + page + whole_ && *at != SLACK_MARK) return true;
+            if (at < first_ + whole_ && *at != SLACK_MARK) return true;
         }
 #endif
         return false;
@@ -107,7 +108,8 @@ struct Memory {
 
 #if !defined(__SANITIZE_ADDRESS__)
   private:
-    unsigned char *map_;
+    static const size_t GUARD = 16 << 20;
+    unsigned char *first_;  // of whole_ bytes that do not fault
     size_t whole_;
 #endif
 };
