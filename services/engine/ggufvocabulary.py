@@ -37,8 +37,11 @@ def named_ids(keys: Keys, name: str, vocab_size: int) -> tuple[int, ...]:
     """The ids of ``bos``, ``eos``, ``eot`` or ``eom``: none, one, or a list of them."""
     key = f"tokenizer.ggml.{name}_token_id"
     if not keys.has(key):
-        number = _turn_end(keys) if name == "eot" else unsaid_id(keys, name)
-        return (number,) if number is not None and number < vocab_size else ()
+        unsaid = unsaid_id(keys, name)
+        found = [unsaid] if unsaid is not None else []
+        if name == "eot":
+            found = _spelled(keys, _TURN_ENDS, CONTROL, USER_DEFINED)
+        return tuple(number for number in found[:1] if number < vocab_size)
     return keys.token_ids(key, vocab_size)
 
 
@@ -50,24 +53,17 @@ def unsaid_id(keys: Keys, name: str) -> int | None:
 def ending_ids(keys: Keys, vocab_size: int) -> tuple[int, ...]:
     """The ids that end an answer, each once."""
     named = [token for name in ("eos", "eot", "eom") for token in named_ids(keys, name, vocab_size)]
-    return tuple(dict.fromkeys([*named, *(number for number in _text_ends(keys) if number < vocab_size)]))
+    spelled = (number for number in _spelled(keys, _TEXT_ENDS, CONTROL) if number < vocab_size)
+    return tuple(dict.fromkeys([*named, *spelled]))
 
 
-def _turn_end(keys: Keys) -> int | None:
-    tokens, kinds = keys.values.get(TOKENS), keys.values.get(KINDS)
-    if not isinstance(tokens, list) or not isinstance(kinds, list):
-        return None
-    found = [tokens.index(name) for name in _TURN_ENDS if name in tokens]
-    return next((number for number in found if kinds[number : number + 1] in ([CONTROL], [USER_DEFINED])), None)
-
-
-def _text_ends(keys: Keys) -> list[int]:
-    """Control tokens alone: what is text may be spelled so, too."""
+def _spelled(keys: Keys, names: tuple[str, ...], *of_kinds: int) -> list[int]:
+    """The ids of tokens of these names, and kinds: what is text may be spelled so, too."""
     tokens, kinds = keys.values.get(TOKENS), keys.values.get(KINDS)
     if not isinstance(tokens, list) or not isinstance(kinds, list):
         return []
-    found = [tokens.index(name) for name in _TEXT_ENDS if name in tokens]
-    return [number for number in found if kinds[number : number + 1] == [CONTROL]]
+    found = [tokens.index(name) for name in names if name in tokens]
+    return [number for number in found if number < len(kinds) and kinds[number] in of_kinds]
 
 
 @dataclass(frozen=True, slots=True)
