@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -41,6 +42,13 @@ class Scrape:
 
 
 NOTHING = Scrape({}, {})
+
+
+def until(look: Callable[[], Scrape], name: str, value: float, **labels: str) -> Scrape:
+    """Look until a sample is what it must become: a call that is refused is counted when its caller knows already."""
+    while (seen := look()).value(name, **labels) != value:
+        pass
+    return seen
 
 
 def read(address: str, accept: str = "text/plain") -> str:

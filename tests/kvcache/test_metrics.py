@@ -24,7 +24,7 @@ from services.metrics import Endpoint
 from services.serving import Listener
 from tests.kvcache.conftest import Running
 from tests.kvcache.ongpus import OnGpus
-from tests.scraping import NOTHING, Scrape, read, scrape
+from tests.scraping import NOTHING, Scrape, read, scrape, until
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 ENDPOINT = ("--metrics", "127.0.0.1:0")
@@ -194,7 +194,8 @@ def test_turns_to_attach_are_counted(tmp_path: Path) -> None:
             outcome: seen.value(f"{PREFIX}attach_turns_total", outcome=outcome) for outcome in ("taken", "refused")
         }
         assert turns == {"taken": 2, "refused": 1}
-        assert seen.value(f"{PREFIX}rpc_handled_total", method="OpenSession", code="RESOURCE_EXHAUSTED") == 1
+        refused = {"method": "OpenSession", "code": "RESOURCE_EXHAUSTED"}
+        until(Watched(running).look, f"{PREFIX}rpc_handled_total", 1, **refused)
 
 
 def test_calls_are_counted_by_how_they_ended(tmp_path: Path) -> None:
@@ -209,10 +210,9 @@ def test_calls_are_counted_by_how_they_ended(tmp_path: Path) -> None:
         next(watching)
         watching.cancel()
         given_up = {"method": "WatchEvents", "code": "CANCELLED"}
-        while not (seen := watched.look()).value(f"{PREFIX}rpc_handled_total", **given_up):
-            pass
+        until(watched.look, f"{PREFIX}rpc_handled_total", 1, **given_up)
+        seen = until(watched.look, f"{PREFIX}rpc_handled_total", 1, method="DropPool", code="NOT_FOUND")
         assert seen.value(f"{PREFIX}rpc_handled_total", method="GetStats", code="OK") == 3
-        assert seen.value(f"{PREFIX}rpc_handled_total", method="DropPool", code="NOT_FOUND") == 1
         assert seen.value(f"{PREFIX}rpc_handling_seconds_count", method="GetStats") == 3
         assert seen.value(f"{PREFIX}rpc_handling_seconds_sum", method="GetStats") > 0
 
