@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,8 +62,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Maker]:
     daemon.close()
 
 
-def opening(name: str, prompt: list[int], pages: int, salt: str = "") -> Demand:
-    return Demand(name, start=0, tokens=[], total_pages=pages, known_pages=0, opening=Opening(prompt, salt))
+def opening(name: str, prompt: list[int], pages: int, salt: str = "", retention: Retention | None = None) -> Demand:
+    how = Opening(prompt, salt, retention)
+    return Demand(name, start=0, tokens=[], total_pages=pages, known_pages=0, opening=how)
 
 
 def more(name: str, tokens: list[int], pages: int, *, start: int = 0, known: int = 0) -> Demand:
@@ -86,10 +86,12 @@ def one(source: PageSource, demand: Demand, removed: tuple[str, ...] = ()) -> Gr
     return grant
 
 
-def run(source: PageSource, name: str, tokens: list[int], salt: str = "") -> tuple[int, ...]:
+def run(
+    source: PageSource, name: str, tokens: list[int], salt: str = "", retention: Retention | None = None
+) -> tuple[int, ...]:
     """Open, report everything, leave; the pages it had."""
     pages = -(-len(tokens) // SIZE)
-    grant = one(source, opening(name, tokens, pages, salt))
+    grant = one(source, opening(name, tokens, pages, salt, retention))
     assert grant.error is None
     ask(source, more(name, tokens, pages, known=len(grant.pages)))
     ask(source, removed=(name,))
@@ -131,10 +133,7 @@ def test_retention_is_taken_by_who_says_so(make: Maker) -> None:
     """Up to the limits that both services have, and refused with nothing done by who does not say so."""
     source = make(8)
     for at, (ttl_s, priority) in enumerate(((MAX_RETENTION_S, 1), (1e-9, MAX_RETENTION_PRIORITY))):
-        demand = opening(f"kept {at}", [at] * 5, 2)
-        assert demand.opening is not None
-        retention = Retention(ttl_s, priority)
-        grant = one(source, replace(demand, opening=replace(demand.opening, retention=retention)))
+        grant = one(source, opening(f"kept {at}", [at] * 5, 2, retention=Retention(ttl_s, priority)))
         if source.retains:
             assert grant.error is None and len(grant.pages) == 2
         else:
@@ -147,10 +146,7 @@ def test_a_retained_page_goes_last(make: Maker) -> None:
     if not source.retains:
         return  # refused: see above
     for name, retention in (("kept", Retention(60.0, 50)), ("other", None)):
-        tokens = [ord(name[0])] * 8
-        ask(source, replace(opening(name, tokens, 2), opening=Opening(tokens, retention=retention)))
-        ask(source, more(name, tokens, 2, known=2))
-        ask(source, removed=(name,))
+        assert len(run(source, name, [ord(name[0])] * 8, retention=retention)) == 2
     assert one(source, opening("room", [9], 4)).error is None  # two free ones, and what was used last
     ask(source, removed=("room",))
     assert one(source, opening("again", [ord("k")] * 9, 3)).cached_tokens == 8
@@ -170,10 +166,7 @@ def test_of_retained_pages_the_weaker_go_first(make: Maker, stronger: Retention,
     if not source.retains:
         return
     for name, retention in (("strong", stronger), ("weak", weaker)):
-        tokens = [ord(name[0])] * 8
-        ask(source, replace(opening(name, tokens, 2), opening=Opening(tokens, retention=retention)))
-        ask(source, more(name, tokens, 2, known=2))
-        ask(source, removed=(name,))
+        assert len(run(source, name, [ord(name[0])] * 8, retention=retention)) == 2
     assert one(source, opening("room", [9], 6)).error is None  # four free ones, and two that are retained
     ask(source, removed=("room",))
     assert one(source, opening("again", [ord("s")] * 9, 3)).cached_tokens == 8

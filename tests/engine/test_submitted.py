@@ -31,11 +31,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    """Shared by this module's tests; each leaves it idle, and finds it without generations."""
-    shared.stub.PurgeGenerations(pb.PurgeGenerationsRequest(older_than=span(0)))
-    yield shared
-    shared.settle()
+def engine(engine: Engine) -> Engine:
+    """As in other modules, and each test finds it without generations."""
+    engine.stub.PurgeGenerations(pb.PurgeGenerationsRequest(older_than=span(0)))
+    return engine
 
 
 def span(seconds: float) -> duration_pb2.Duration:

@@ -37,11 +37,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    """Shared by this module's tests; each leaves it idle, and finds it without generations."""
-    shared.stub.PurgeGenerations(pb.PurgeGenerationsRequest(older_than=duration_pb2.Duration()))
-    yield shared
-    shared.settle()
+def engine(engine: Engine) -> Engine:
+    """As in other modules, and each test finds it without generations."""
+    engine.stub.PurgeGenerations(pb.PurgeGenerationsRequest(older_than=duration_pb2.Duration()))
+    return engine
 
 
 def asked(n: int = 3, max_tokens: int = 12, **fields: Any) -> pb.GenerateRequest:

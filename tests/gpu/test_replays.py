@@ -84,22 +84,21 @@ def same_share(replays: Any) -> float:
     return sum(same) / sum(map(len, mine))
 
 
+def check(kind: type[Graphs] | type[Tapes]) -> None:
+    replays = kind(kept=6)
+    assert same_share(replays) >= 0.9
+    assert replays.recorded >= 4 and replays.replayed >= 15
+    replays = kind()
+    assert farthest(replays) < 0.03
+    assert replays.recorded >= 2 and replays.replayed >= 4
+
+
 def test_graphs_give_the_same_tokens_as_without() -> None:
     if gpu_or_skip().runtime.is_hip:
         pytest.skip("no GPU that CuPy has graphs for: this is ROCm")
-    graphs = Graphs(kept=6)
-    assert same_share(graphs) >= 0.9
-    assert graphs.recorded >= 4 and graphs.replayed >= 15
-    graphs = Graphs()
-    assert farthest(graphs) < 0.03
-    assert graphs.recorded >= 2 and graphs.replayed >= 4
+    check(Graphs)
 
 
 def test_tapes_give_the_same_tokens_as_without() -> None:
     gpu_or_skip()
-    tapes = Tapes(kept=6)
-    assert same_share(tapes) >= 0.9
-    assert tapes.recorded >= 4 and tapes.replayed >= 15
-    tapes = Tapes()
-    assert farthest(tapes) < 0.03
-    assert tapes.recorded >= 2 and tapes.replayed >= 4
+    check(Tapes)
