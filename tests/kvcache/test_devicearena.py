@@ -17,9 +17,12 @@ import structlog
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services import rpc
-from services.errors import InvalidConfiguration, ServiceError
+from services.errors import ExceedsBudget, InvalidConfiguration, ServiceError
 from services.gpu import Runtime
 from services.kvcache.config import Config
+from services.kvcache.devicearena import GRANULE_BYTES, DeviceArena
+from services.kvcache.messages import read_layout
+from services.kvcache.pools import CANARY_SLOT_BYTES
 from services.kvcache.server import Daemon
 from tests.fakegpu import OUT_OF_MEMORY, Machine
 from tests.kvcache.conftest import LAYOUT_PB
@@ -56,6 +59,27 @@ def test_a_pool_is_one_allocation_exported_once(running: OnGpus) -> None:
     assert running.machine.used(1) == running.arena_bytes() and running.machine.used(0) == 0
     [pool] = running.stub.GetStats(pb.GetStatsRequest()).pools
     assert (pool.pool_id, pool.device_ordinal, pool.sessions) == ("pool/gpu1", 1, 2)
+
+
+@pytest.mark.parametrize(("total", "allocated"), [(4 << 20, 4 << 20), (3 << 20, None)])
+def test_an_arena_is_allocated_in_whole_granules_of_the_driver(total: int, allocated: int | None) -> None:
+    # Else the engine's mapping of it is made of the smallest pages there are, at half the speed.
+    machine = Machine(total=total)
+    layout = read_layout(LAYOUT_PB)
+    pages = GRANULE_BYTES // layout.page_bytes
+
+    def make() -> DeviceArena:
+        return DeviceArena(machine.process().gpu(0), layout, pages, 4)
+
+    if allocated is None:
+        with pytest.raises(ExceedsBudget, match="does not fit GPU 0"):
+            make()
+        assert machine.used(0) == 0
+        return
+    arena = make()
+    assert (machine.used(0), arena.size_bytes) == (allocated, GRANULE_BYTES + 4 * CANARY_SLOT_BYTES)
+    arena.close()
+    assert machine.used(0) == 0
 
 
 def test_the_daemon_makes_the_device_current_before_it_touches_it(running: OnGpus) -> None:
