@@ -24,7 +24,7 @@ from benchmarks.rows import Row as Found
 from benchmarks.shapes import RandomOps
 from benchmarks.stand import PAGE_SIZE, Pages, Stand
 from benchmarks.step import GREEDY
-from kernels import attention, gemm
+from kernels import attention, gemm, gemv
 from kernels.attention import Geometry, Plan
 from kernels.ops_cupy import CupyOps
 from services.engine.batch import Row
@@ -59,6 +59,9 @@ class InvariantOps(CupyOps):
         for at in range(0, whole, self.ROWS):
             gemm.linear(x[at : at + self.ROWS], weight, out[at : at + self.ROWS])
         return out[:n]
+
+    def _few(self, product: gemv.Product) -> bool:
+        return False
 
     def _whole(self, rows: int) -> int:
         return -(-rows // self.ROWS) * self.ROWS

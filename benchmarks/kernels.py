@@ -35,7 +35,7 @@ TOKENS = 8192
 ATTACHES = 20
 
 #: Share of the ceiling that a row must reach; of copy bandwidth, or of torch's time.
-MOVING, DECODE, OTHER_DECODE = 0.85, 0.85, 0.75
+MOVING, DECODE, OTHER_DECODE, PRODUCT = 0.85, 0.85, 0.75, 0.80
 BARS = {"decode": DECODE, "decode, one long row": OTHER_DECODE, "decode, many short rows": OTHER_DECODE,
         "decode, no groups": OTHER_DECODE, "decode, int8 pages": OTHER_DECODE}  # fmt: skip
 
@@ -77,6 +77,8 @@ class Elementwise:
         yield self._page_copy()
         yield from self._packing()
         yield self._gather()
+        yield self._product("gemv", INNER, HIDDEN, lambda x, w: self._ops.linear(x, w))
+        yield self._normed_product()
 
     def _time(self, kernel: str, shape: str, moved: int, launch: Callable[[int], Any], sets: int) -> Row:
         kept: dict[int, Any] = {}
@@ -183,6 +185,21 @@ class Elementwise:
 
             shape = f"{pages} pages of {self._page_bytes} bytes"
             yield self._time(kernel, shape, 2 * pages * self._page_bytes, launch, count)
+
+    def _product(self, kernel: str, inputs: int, outputs: int, multiply: Callable[[Any, Any], Any]) -> Row:
+        moved = 2 * inputs * outputs
+        count = self._sets(moved)
+        x, weights = self._filled((1, inputs)), [self._filled((outputs, inputs)) for _ in range(count)]
+        row = self._time(kernel, f"1 x {inputs}, to {outputs}", moved, lambda n: multiply(x, weights[n]), count)
+        return dataclasses.replace(row, bar=PRODUCT)
+
+    def _normed_product(self) -> Row:
+        residual, norm = self._filled((1, HIDDEN)), self._filled((HIDDEN,))
+
+        def multiply(x: Any, weight: Any) -> Any:
+            return self._ops.norm_gated(x, norm, 1e-5, weight, residual)
+
+        return self._product("gemv, norm and activation", HIDDEN, 2 * INNER, multiply)
 
     def _gather(self) -> Row:
         vocab = 128256

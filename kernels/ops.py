@@ -79,6 +79,12 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: Any) -> Any:
         """The activation of the gate, times up."""
 
+    def norm_linear(self, x: Any, norm: Any, eps: float, weight: Any, residual: Any | None = None) -> tuple[Any, Any]:
+        """A product of the normalised sum, and the sum."""
+
+    def norm_gated(self, x: Any, norm: Any, eps: float, weight: Any, residual: Any | None = None) -> tuple[Any, Any]:
+        """The same, with the activation of the product's gate times up in its place."""
+
     def attention_plan(
         self,
         block_tables: NDArray[np.int64],

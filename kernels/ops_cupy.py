@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels import attention, gemm, module, ops_numpy
+from kernels import attention, gemm, gemv, module, ops_numpy
 from kernels.attention import Attention, Geometry, size_class
 from kernels.replays import Replays
 from kernels.sampling import Sampler
@@ -292,9 +292,57 @@ class CupyOps:
 
     def linear(self, x: Any, weight: Any, widen: bool = False) -> Any:
         """See `ops_numpy.linear`."""
-        out = self._empty((x.shape[0], weight.shape[0]), np.dtype(np.float32) if widen else self._dtype)
-        gemm.linear(x, weight, out)
+        (rows, inputs), outputs = x.shape, weight.shape[0]
+        out = self._empty((rows, outputs), np.dtype(np.float32) if widen else self._dtype)
+        product = gemv.Product(rows, inputs, outputs, x.itemsize)
+        if self._few(product):
+            self._gemv("gemv_wide" if widen else "gemv", product, [x, weight, out])
+        else:
+            gemm.linear(x, weight, out)
         return out
+
+    def norm_linear(self, x: Any, norm: Any, eps: float, weight: Any, residual: Any | None = None) -> tuple[Any, Any]:
+        """See `ops_numpy.norm_linear`."""
+        rows, inputs = x.shape
+        product = gemv.Product(rows, inputs, weight.shape[0], x.itemsize, normed=True)
+        if self._few(product):
+            return self._normed("norm_gemv", product, x, norm, eps, weight, residual)
+        normed, total = self.rms_norm(x, norm, eps, residual)
+        return self.linear(normed, weight), total
+
+    def norm_gated(self, x: Any, norm: Any, eps: float, weight: Any, residual: Any | None = None) -> tuple[Any, Any]:
+        """See `ops_numpy.norm_gated`."""
+        rows, inputs = x.shape
+        product = gemv.Product(rows, inputs, weight.shape[0] // 2, x.itemsize, normed=True, gated=True)
+        if self._few(product):
+            return self._normed("norm_gated_gemv", product, x, norm, eps, weight, residual)
+        normed, total = self.rms_norm(x, norm, eps, residual)
+        return self.silu_mul(self.linear(normed, weight)), total
+
+    def compile_products(self) -> None:
+        """Compile all that products of a few rows can need."""
+        self._device.use()
+        for rows in gemv.COMPILED:
+            self._module("gemv", RF_ROWS=rows)
+
+    def _few(self, product: gemv.Product) -> bool:
+        """Whether a product is one for gemv.hip."""
+        return gemv.fits(product)
+
+    def _normed(
+        self, kernel: str, product: gemv.Product, x: Any, norm: Any, eps: float, weight: Any, residual: Any
+    ) -> tuple[Any, Any]:
+        """A norm and a product by one launch, and the sum."""
+        out = self._empty((product.rows, product.outputs), x.dtype)
+        total = None if residual is None else self._empty(x.shape, x.dtype)
+        self._gemv(kernel, product, [x, residual, norm, np.float32(eps), weight, out, total], product.rows_bytes)
+        return out, x if total is None else total
+
+    def _gemv(self, kernel: str, product: gemv.Product, arguments: list[Any], shared: int = 0) -> None:
+        launch = gemv.launch(self._gpu, product)
+        sizes = [np.int32(product.rows), np.int32(product.inputs), np.int32(product.outputs), np.int32(launch.split)]
+        compiled = self._module("gemv", RF_ROWS=launch.rows)
+        compiled.launch(kernel, launch.blocks, gemv.THREADS, [*arguments, *sizes], shared)
 
     def silu_mul(self, gate_up: Any) -> Any:
         """See `ops_numpy.silu_mul`."""

@@ -219,6 +219,18 @@ def silu_mul(gate_up: F32) -> F32:
     return product
 
 
+def norm_linear(x: F32, norm: F32, eps: float, weight: F32, residual: F32 | None = None) -> tuple[F32, F32]:
+    """`linear` of the first that `rms_norm` returns, and the second: ``[n, outputs]``, and the sum ``[n, inputs]``."""
+    normed, total = rms_norm(x, norm, eps, residual)
+    return linear(normed, weight), total
+
+
+def norm_gated(x: F32, norm: F32, eps: float, weight: F32, residual: F32 | None = None) -> tuple[F32, F32]:
+    """The same, and `silu_mul` of the product: ``[n, outputs]`` for ``weight`` ``[2 outputs, inputs]``, and the sum."""
+    product, total = norm_linear(x, norm, eps, weight, residual)
+    return silu_mul(product), total
+
+
 def copy_page(pages: F32, source: int, target: int) -> None:
     """Make page ``target`` equal to page ``source``, all layers."""
     pages[target] = pages[source]

@@ -88,6 +88,7 @@ def on_gpu(
     def prepare(config: ModelConfig) -> Drawer:
         try:
             sampler = ops.sampler(config.vocab_size)
+            ops.compile_products()
             ops.compile_attention(
                 config.query_heads, config.layers, config.kv_heads, config.head_dim, config.head_dim**-0.5
             )

@@ -171,10 +171,9 @@ class Model:
         total = ops.take(self._embedding, step.tokens)
         change: Any = None  # what the block before adds to the residual stream
         for index, layer in enumerate(self._layers):
-            normed, total = ops.rms_norm(total, layer.attention_norm, config.rms_norm_eps, change)
-            qkv = ops.linear(normed, layer.qkv).reshape(len(normed), -1, config.head_dim)
+            qkv, total = ops.norm_linear(total, layer.attention_norm, config.rms_norm_eps, layer.qkv, change)
             q = ops.rope_write_kv(
-                qkv, step.angles, pages, index, step.places, config.query_heads,
+                qkv.reshape(len(qkv), -1, config.head_dim), step.angles, pages, index, step.places, config.query_heads,
                 layer.qkv_bias, layer.qk_norms, config.rms_norm_eps,
             )  # fmt: skip
             if index == config.layers - 1 and not step.count:
@@ -183,8 +182,8 @@ class Model:
                 q, total, plan = ops.take(q, step.wanted), ops.take(total, step.wanted), step.last_plan
             attended = ops.paged_attention(q, pages, index, plan, config.head_dim**-0.5)
             change = ops.linear(attended.reshape(len(q), config.query_heads * config.head_dim), layer.output)
-            normed, total = ops.rms_norm(total, layer.mlp_norm, config.rms_norm_eps, change)
-            change = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)
+            gated, total = ops.norm_gated(total, layer.mlp_norm, config.rms_norm_eps, layer.gate_up, change)
+            change = ops.linear(gated, layer.down)
         normed, _ = ops.rms_norm(total, self._norm, config.rms_norm_eps, change)
         return normed
 

@@ -78,6 +78,8 @@ def test_steps_made_up_to_a_size_give_the_logits_of_the_step_itself(process: Pro
     process.run("nexts = [Row([7 + r], n, row.pages, True) for r, (n, row) in enumerate(zip(lengths, rows))]")
     for count in (11, 1, 3, 10):
         assert process.get("compared(nexts[:count], host, device)", count=count) < 1e-4
+    # A few rows are multiplied by a kernel of ours, more by the library.
+    assert process.get("sorted(dict(key[1:])['RF_ROWS'] for key in model._ops._modules if key[0] == 'gemv')") == [1, 4]
     # 10 and 11 rows are of one size, and all else about them too; of pages that are other ones nothing is shared.
     assert process.get("called.keys[0] == called.keys[3]") and process.get("len(set(called.keys))") == 3
     assert process.get("bool((device[-36:] == 0xFF).all())")  # rows that make up the number write nowhere
