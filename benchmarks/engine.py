@@ -154,7 +154,7 @@ def prefix_rows(device: str, shape: ModelConfig | None, scale: Scale, replay: st
         engine = ["--device", device, "--max-step-tokens", "8192", "--dtype", "bf16", "--max-batch", "64"]
         engine += ["--replay", replay] if replay else []
         cache = ("--device", device, "--memory", "24GiB")
-        yield from prefix.measure(folder, shape.vocab_size, scale.prompts, engine, cache)
+        yield from prefix.measure(folder, shape.vocab_size, scale.prompts, engine, cache, exact=False)
 
 
 def ablation_rows(stand: Stand, scale: Scale) -> Iterator[Row]:

@@ -11,6 +11,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,15 @@ class Client:
 class Asking:
     """Prompts of some lengths, and how long their first tokens took, by where."""
 
-    def __init__(self, vocab_size: int, lengths: Sequence[int], prompts: int) -> None:
+    def __init__(self, vocab_size: int, lengths: Sequence[int], prompts: int, exact: bool) -> None:
         self._draw = random.Random(0)
         self._vocab_size = vocab_size
         self._lengths = lengths
         self._texts = [self._text(length) for length in lengths for _ in range(prompts)]
+        self._exact = exact
         self._expected: list[int] = []
         self.times: dict[tuple[str, int], list[float]] = {}
+        self.others: Counter[tuple[str, int]] = Counter()
 
     def _text(self, length: int) -> list[int]:
         return [self._draw.randrange(1, self._vocab_size) for _ in range(length)]
@@ -80,9 +83,9 @@ class Asking:
             client.first_token(text)
 
     def ask(self, where: str, client: Client) -> None:
-        """Time every prompt. The first time none may be cached, later all must be and give the same tokens as then.
+        """Time every prompt. The first time none may be cached, later all must be, and give the same tokens as then.
 
-        Raises RuntimeError where that is not so.
+        Raises RuntimeError where that is not so; without ``exact``, other tokens are counted.
         """
         cold = not self._expected
         found = []
@@ -94,7 +97,10 @@ class Asking:
                 raise RuntimeError(f"{where}: {hit} of {len(text)} tokens were cached")
         if cold:
             self._expected = found
-        elif found != self._expected:
+            return
+        for text, token, expected in zip(self._texts, found, self._expected, strict=True):
+            self.others[where, len(text)] += token != expected
+        if self._exact and found != self._expected:
             raise RuntimeError(f"{where}: tokens {found} instead of {self._expected}")
 
 
@@ -105,9 +111,14 @@ def measure(
     engine_flags: Sequence[str],
     daemon_flags: Sequence[str],
     prompts: int = 5,
+    exact: bool = True,
 ) -> Iterator[Row]:
-    """Rows for ``prompts`` different prompts of each of ``lengths``. Raises RuntimeError where a token differs."""
-    asking = Asking(vocab_size, lengths, prompts)
+    """Rows for ``prompts`` different prompts of each of ``lengths``.
+
+    Raises RuntimeError where a token differs, unless what computes is not ``exact``: a near tie may fall the other way
+    when a prompt's last tokens are computed alone.
+    """
+    asking = Asking(vocab_size, lengths, prompts, exact)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rf-bench-", dir=default_directory().parent))
         cache = stack.enter_context(daemon(*daemon_flags))
@@ -137,4 +148,6 @@ def measure(
         took, cold = statistics.median(found), statistics.median(asking.times["cold", length])
         bar = None if where == "cold" else BAR
         detail = f"to cold; median of {prompts} prompts, {min(found) * 1e3:.1f} to {max(found) * 1e3:.1f} ms"
+        if not exact and where != "cold":
+            detail += f"; {asking.others[where, length]} other tokens"
         yield Row("prefix", f"{where}, {length} tokens", took * 1e3, "ms", took / cold, bar, True, detail)
