@@ -26,7 +26,8 @@ from services.engine.admission import Limits
 from services.engine.arena import private_pages
 from services.engine.kvclient import GrpcPageSource
 from services.engine.localpages import LocalPageSource
-from services.engine.loop import EngineLoop, Event
+from services.engine.event import Event
+from services.engine.loop import EngineLoop
 from services.engine.model import Model
 from services.engine.pagesource import PageSource
 from services.engine.runner import Runner

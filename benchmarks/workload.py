@@ -13,7 +13,8 @@ from benchmarks.stand import Pages, Stand
 from benchmarks.step import GREEDY, NoText
 from services.engine.admission import Limits
 from services.engine.choice import Result
-from services.engine.loop import EngineLoop, Event
+from services.engine.event import Event
+from services.engine.loop import EngineLoop
 from services.engine.pagesource import PageCopy, PageSource
 from services.engine.runner import Runner
 from services.engine.sampling import Drawer, SamplingParams

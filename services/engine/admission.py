@@ -153,6 +153,8 @@ class Admission:
         if self._clock() < self.opens_at:
             return
         slots = max(0, self._limits.max_batch - len(running))
+        if not slots:
+            return
         # What those that run and those just let in take, and a page to come for each that may still grow.
         taken = held + sum(self._may_grow(sequence, len(sequence.pages)) for sequence in running)
         tokens = 0

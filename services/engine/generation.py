@@ -10,7 +10,7 @@ from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from copy import copy
 
-from services.engine.loop import Event
+from services.engine.event import Event
 from services.engine.output import Output
 from services.engine.streams import News
 from services.errors import FieldInvalid, RequestUnknown, ServiceError, TooManyWatchers

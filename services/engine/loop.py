@@ -19,10 +19,11 @@ from typing import Protocol
 import structlog
 
 from services.engine.admission import Limits
-from services.engine.choice import Choice, Result
+from services.engine.choice import Result
+from services.engine.event import Event
 from services.engine.observations import Observations
 from services.engine.pagesource import Exchange, PageCopy, PageSource
-from services.engine.scheduler import Delta, Scheduler
+from services.engine.scheduler import Advance, Scheduler
 from services.engine.sequence import FinishReason, Outcome, Request, Sequence
 from services.engine.step import Chunk
 from services.errors import DeadlineExceeded, Internal, KvCacheDown, ServiceError, SessionExpired
@@ -42,25 +43,6 @@ class StepRunner(Protocol):
 
     def copy_pages(self, copies: Items[PageCopy]) -> None:
         """Make each target equal to its source, between two steps. Raises if that cannot be done."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """News of one request: first its ``sequence`` alone, once it is queued; then text and tokens; last, how it ended.
-
-    A request that is refused has one event, its ``outcome`` without a ``sequence``. Of several samples each has its own
-    text, tokens and end. ``logprobs`` are of ``token_ids``, one for each, or none; ``prompt_logprobs`` of the prompt's
-    tokens but the first, and come with the first token.
-    """
-
-    request_id: str
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    outcome: Outcome | None = None
-    sequence: Sequence | None = None
-    sample: int = 0
-    logprobs: tuple[Choice, ...] = ()
-    prompt_logprobs: tuple[Choice, ...] = ()
 
 
 @dataclass(slots=True)
@@ -217,23 +199,14 @@ class EngineLoop:
             results = self._runner.run(step)
             computed = self._clock()
             self.totals.steps += 1
-            for delta in self.scheduler.apply(step, results):
-                self._count_token(delta)
-                self._events.append(
-                    Event(
-                        delta.request_id,
-                        delta.text,
-                        (delta.token,),
-                        sample=delta.sample,
-                        logprobs=(delta.choice,) if delta.choice is not None else (),
-                        prompt_logprobs=delta.prompt,
-                    )
-                )
+            advance = self.scheduler.apply(step, results)
+            self._count_tokens(advance)
+            self._events += advance.events
             self._deliver()
         done = self._clock()
         waited_s = self._collect(exchange) if exchange is not None else 0.0
         if step:
-            tokens = sum(chunk.count for chunk in step)
+            tokens = sum([chunk.count for chunk in step])
             scheduled_s = (launched - began) + (done - computed)
             self.observations.step(len(step), tokens, scheduled_s, computed - launched, waited_s)
         if step or self._lost:
@@ -396,10 +369,12 @@ class EngineLoop:
             events, self._events = self._events, []
             self._outbox(events)
 
-    def _count_token(self, delta: Delta) -> None:
-        self.totals.generated_tokens += 1
-        observed = self.observations.first_token if delta.first else self.observations.between_tokens
-        observed.observe(delta.after_s)
+    def _count_tokens(self, advance: Advance) -> None:
+        self.totals.generated_tokens += len(advance.events)
+        for waited_s in advance.first_s:
+            self.observations.first_token.observe(waited_s)
+        for since, tokens in Counter(advance.since).items():
+            self.observations.between_tokens.observe(advance.now - since, tokens)
 
     def _count(self, sequence: Sequence, outcome: Outcome) -> None:
         usage = sequence.usage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from services.engine.choice import Choice
-from services.engine.loop import Event
+from services.engine.event import Event
 from services.engine.sequence import Outcome, Sequence, Usage
 
 #: What a token's log probability counts for, in bytes, and each of the likeliest tokens told with it.

@@ -19,7 +19,7 @@ import bisect
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
 
@@ -28,6 +28,7 @@ import structlog
 from services.engine.admission import GROWTH_PAGES, Admission, Limits
 from services.engine.choice import Choice, Computed, Draw, Result
 from services.engine.deadlines import Deadlines
+from services.engine.event import Event
 from services.engine.holds import Holds
 from services.engine.pagesource import Demand, Grant, Opening, PageCopy
 from services.engine.sequence import Key, Outcome, Request, Sequence, State, key_of
@@ -52,20 +53,18 @@ SOURCE_ID_CHARS = 128
 MAX_SAMPLES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """One token accepted by a request, and the text that it released; ``after_s`` seconds after the one before it, or
-    the ``first`` after the request was submitted. ``prompt`` comes with a request's first token.
+@dataclass(slots=True)
+class Advance:
+    """What a step brought: an event for each token that was accepted, in order, and when those tokens came.
+
+    ``first_s`` are seconds from a request's submission to its first token. ``since`` are the times at which the others
+    had the token before; those that were in one step before this have the same.
     """
 
-    request_id: str
-    text: str
-    token: int
-    first: bool
-    after_s: float
-    sample: int = 0
-    choice: Choice | None = None
-    prompt: tuple[Choice, ...] = ()
+    now: float
+    events: list[Event] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    since: list[float] = field(default_factory=list)
 
 
 class Scheduler:
@@ -205,6 +204,7 @@ class Scheduler:
         is served, so a request that ends with complete pages to report is removed one exchange later.
         """
         removed, urgent, along, returning = list(self._released), [], [], []
+        size, held_back = self._page_size, list[Sequence]()
         for source_id, sequence in self.leaving.items():
             if sequence.forks or self._has_last_report(sequence):
                 urgent.append((self._demand(sequence, 0), sequence))
@@ -213,25 +213,27 @@ class Scheduler:
                 returning.append(sequence.pages)
                 self._admission.open()
         for sequence in self.running:
-            if sequence.held:
+            if (sequence.shares_tail or sequence.forks) and sequence.held:
                 # What its forks are to find is told before them; it asks for room of its own behind them.
                 urgent.append((self._demand(sequence, 0), sequence))
+                held_back.append(sequence)
                 continue
+            if (
+                len(sequence.tokens) < len(sequence.pages) * size
+                and sequence.num_computed_tokens // size == sequence.num_reported_tokens // size
+            ):
+                continue  # it has the pages it needs, and none to tell of: most have, most of the time
             pages = self._admission.growth(sequence)
-            unreported = sequence.unreported_pages(self._page_size)
+            unreported = sequence.unreported_pages(size)
             in_prompt = sequence.num_reported_tokens < len(sequence.request.prompt)
             worth_a_call = REPORT_PAGES if in_prompt else 2 * GROWTH_PAGES  # a growth comes before, and tells them
             if pages > len(sequence.pages) or unreported >= worth_a_call:
                 urgent.append((self._demand(sequence, pages), sequence))
             elif unreported:
                 along.append(sequence)
-        held = self._holds.without(returning)
-        forks, own = self._forks(held)
-        free = (sequence for sequence in self.waiting if sequence.leader is None)
-        opened = [*self.running, *(sequence for _, sequence in forks)]
-        openings = [self._opening(sequence) for sequence in self._admission.candidates(free, opened, held + own)]
-        for sequence in self.running:
-            if sequence.held:
+        forks, openings = self._joining(returning) if self.waiting else ([], [])
+        for sequence in held_back:
+            if sequence.held:  # by those forks that are on their way
                 sequence.shares_tail = True
                 forks.append((self._demand(sequence, self._admission.growth(sequence)), sequence))
         if not (removed or urgent or openings):
@@ -240,39 +242,46 @@ class Scheduler:
         self._sent = (demands, removed)
         return [demand for demand, _ in demands], removed
 
+    def _joining(self, returning: Items[Items[int]]) -> tuple[list[tuple[Demand, Sequence]], ...]:
+        """Demands of the forks, and of the others that wait, that may be opened now, ``returning`` tables given back."""
+        held = self._holds.without(returning)
+        forks, own = self._forks(held)
+        free = (sequence for sequence in self.waiting if sequence.leader is None)
+        opened = [*self.running, *(sequence for _, sequence in forks)]
+        return forks, [self._opening(sequence) for sequence in self._admission.candidates(free, opened, held + own)]
+
     def schedule(self) -> tuple[Chunk, ...]:
         """The next step."""
         return share_out(self.running, self._max_step_tokens, self._page_size)
 
-    def apply(self, step: Items[Chunk], results: Items[Result]) -> list[Delta]:
+    def apply(self, step: Items[Chunk], results: Items[Result]) -> Advance:
         """Commit a step that has synchronised; ``results[i]`` is what chunk i sampled, or the error that ends it."""
-        deltas: list[Delta] = []
+        advance, running = Advance(self._clock()), State.RUNNING
         for chunk, result in zip(step, results, strict=True):
             sequence = chunk.sequence
-            if sequence.state is not State.RUNNING:
+            if sequence.state is not running:
                 continue  # another sample of its request failed in this step
             if isinstance(result, ServiceError):
                 self.finish(sequence, Outcome(error=result))
                 continue
             sequence.num_computed_tokens = chunk.start + chunk.count
-            if result is None:
-                continue
-            drawn: tuple[Draw, ...] = (result,) if not isinstance(result, Computed) else result.drawn
             if isinstance(result, Computed):
                 sequence.prompt_logprobs.extend(result.prompt)
-            takers = [sequence, *sequence.forks][: len(drawn)]
-            for taker, draw in zip(takers, drawn, strict=True):
-                deltas.extend(self._accept(taker, draw))
-        return deltas
+                takers = [sequence, *sequence.forks][: len(result.drawn)]
+                for taker, draw in zip(takers, result.drawn, strict=True):
+                    self._accept(taker, draw, advance)
+            elif result is not None:
+                self._accept(sequence, result, advance)
+        return advance
 
-    def _accept(self, sequence: Sequence, draw: Draw) -> Iterator[Delta]:
+    def _accept(self, sequence: Sequence, draw: Draw, advance: Advance) -> None:
         if sequence.state is State.FINISHED:
             return
         if isinstance(draw, ServiceError):
             self.finish(sequence, Outcome(error=draw))
             return
         token, choice = (draw.token, draw) if isinstance(draw, Choice) else (draw, None)
-        leader, before, now = sequence.leader, sequence.last_token_at, self._clock()
+        leader, before, now = sequence.leader, sequence.last_token_at, advance.now
         if leader is not None:  # the prompt is computed, for this one as well
             self.waiting.remove(sequence)
             sequence.admitted_at, sequence.cached_tokens = leader.admitted_at, len(sequence.request.prompt)
@@ -286,9 +295,14 @@ class Scheduler:
         if leader is not None:
             self.waiting.add(sequence)
         if outcome is None or outcome.error is None:
-            prompt = tuple(sequence.prompt_logprobs) if sequence.num_generated_tokens == 1 else ()
-            after_s = now - (sequence.request.submitted_at if before is None else before)
-            yield Delta(sequence.id, text, token, before is None, after_s, sequence.request.sample, choice, prompt)
+            request, logprobs, prompt = sequence.request, (choice,) if choice is not None else (), tuple[Choice, ...]()
+            if before is None:
+                advance.first_s.append(now - request.submitted_at)
+                prompt = tuple(sequence.prompt_logprobs)
+            else:
+                advance.since.append(before)
+            event = Event(request.request_id, text, (token,), None, None, request.sample, logprobs, prompt)
+            advance.events.append(event)
         if outcome is not None:
             self.finish(sequence, outcome)
 

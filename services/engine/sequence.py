@@ -226,19 +226,20 @@ class Sequence:
 
     def accept(self, token: int, now: float) -> tuple[str, Outcome | None]:
         """Take a sampled token. Returns the text it released and, when it ends the request, how."""
-        self.tokens.append(token)
+        tokens, request = self.tokens, self.request
+        tokens.append(token)
         if self.first_token_at is None:
             self.first_token_at = now
         self.last_token_at = now
-        stopping, text = self.request.stopping, self.request.text
+        stopping, text, generated = request.stopping, request.text, len(tokens) - len(request.prompt)
         outcome: Outcome | None = None
-        if self.num_generated_tokens >= stopping.min_tokens:
+        if generated >= stopping.min_tokens:
             if token in stopping.eos_token_ids:
                 outcome = Outcome(FinishReason.EOS, stop_token_id=token)
             elif token in stopping.stop_token_ids:
                 outcome = Outcome(FinishReason.STOP, stop_token_id=token)
         released = "" if outcome else text.push(token)
-        if outcome is None and text.stopped is None and self.num_generated_tokens >= stopping.max_tokens:
+        if outcome is None and generated >= stopping.max_tokens and text.stopped is None:
             outcome = Outcome(FinishReason.LENGTH)
         if outcome is not None:
             released += text.finish()

@@ -23,7 +23,8 @@ from services.engine.devicearena import DevicePages
 from services.engine.generations import Generations
 from services.engine.kvclient import GrpcPageSource
 from services.engine.localpages import LocalPageSource
-from services.engine.loop import EngineLoop, Event, StepRunner
+from services.engine.event import Event
+from services.engine.loop import EngineLoop, StepRunner
 from services.engine.metrics import EngineMetrics
 from services.engine.model import Model
 from services.engine.pagesource import PageSource

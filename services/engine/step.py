@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from services.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
-    """``count`` tokens of a sequence from ``start`` on; ``samples`` when they are its last and the next is wanted."""
+    """``count`` tokens of a sequence from ``start`` on; ``samples`` when they are its last and the next is wanted.
+
+    Not frozen, as a row's records are not: to make one takes a quarter of the time.
+    """
 
     sequence: Sequence
     start: int
@@ -24,25 +27,37 @@ def share_out(running: Iterable[Sequence], budget: int, page_size: int) -> tuple
     No prefill stalls a decoding request, nor the reverse: each that lacks one token has it, and the others share what
     is left. A budget that is not larger than the batch may leave some without a token: the last of those that decode.
     """
-    ready: list[tuple[Sequence, int, int]] = []
+    chunks, decoding, wanted = list[Chunk](), 0, 0
     for sequence in running:
-        if sequence.held:
+        if (sequence.shares_tail or sequence.forks) and sequence.held:
             continue
-        missing = sequence.num_tokens - sequence.num_computed_tokens
-        want = min(missing, len(sequence.pages) * page_size - sequence.num_computed_tokens)
-        if want > 0:
-            ready.append((sequence, want, missing))
-    decoding = sum(missing == 1 for _, _, missing in ready)
-    chunks = []
-    prefills = max(1, budget - decoding) if decoding < len(ready) else 0
-    decodes = budget - prefills
-    for sequence, want, missing in ready:
+        start = sequence.num_computed_tokens
+        room = len(sequence.pages) * page_size - start
+        if room <= 0:
+            continue
+        missing = len(sequence.tokens) - start
         if missing == 1:
-            count = min(1, decodes)
-            decodes -= count
+            chunks.append(Chunk(sequence, start, 1, True))
+            decoding += 1
+            wanted += 1
+        elif missing:
+            count = min(missing, room)
+            chunks.append(Chunk(sequence, start, count, count == missing))
+            wanted += count
+    return tuple(chunks if wanted <= budget else _cut(chunks, budget, decoding))
+
+
+def _cut(chunks: list[Chunk], budget: int, decoding: int) -> list[Chunk]:
+    """What is left of the chunks in a budget that is less than they want; ``decoding`` are of one that lacks a token."""
+    prefills = max(1, budget - decoding) if decoding < len(chunks) else 0
+    decodes = budget - prefills
+    for chunk in chunks:
+        want = chunk.count
+        if len(chunk.sequence.tokens) - chunk.start == 1:
+            chunk.count = min(1, decodes)
+            decodes -= chunk.count
         else:
-            count = min(want, prefills)
-            prefills -= count
-        if count:
-            chunks.append(Chunk(sequence, sequence.num_computed_tokens, count, samples=count == missing))
-    return tuple(chunks)
+            chunk.count = min(want, prefills)
+            prefills -= chunk.count
+        chunk.samples &= chunk.count == want
+    return [chunk for chunk in chunks if chunk.count]

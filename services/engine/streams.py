@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.engine.choice import Choice
-from services.engine.loop import Event
+from services.engine.event import Event
 from services.engine.sequence import Outcome, Usage
 from services.errors import RequestExists, RequestUnknown, ServiceError
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from services.engine.admission import Limits
 from services.engine.choice import Computed, Result
-from services.engine.loop import EngineLoop, Event
+from services.engine.event import Event
+from services.engine.loop import EngineLoop
 from services.engine.pagesource import Demand, Exchange, Grant, PageCopy, PageSource
 from services.engine.sequence import FinishReason, Key, Outcome, Request, Stopping, key_of
 from services.engine.step import Chunk

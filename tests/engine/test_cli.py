@@ -19,7 +19,7 @@ import pytest
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine import cli
 from services.engine.cli.progress import Progress
-from services.engine.loop import Event
+from services.engine.event import Event
 from services.engine.sequence import FinishReason, Outcome, Sequence
 from tests.engine.fakes import Clock, make_request
 from tests.engine.running import RunningEngine

@@ -23,7 +23,7 @@ from services.engine.generation import (
     Watch,
 )
 from services.engine.generations import Generations, Retention
-from services.engine.loop import Event
+from services.engine.event import Event
 from services.engine.output import CHOICE_BYTES, TOP_BYTES
 from services.engine.sequence import FinishReason, Outcome
 from services.engine.sequence import Sequence as Live

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.engine.choice import Choice
-from services.engine.loop import Event
+from services.engine.event import Event
 from services.engine.sequence import FinishReason, Outcome, Sequence
 from services.engine.streams import REMEMBERED, REMEMBERED_S, Bundle, News, Stream, Streams
 from services.errors import FieldInvalid, RequestExists, RequestUnknown

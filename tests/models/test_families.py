@@ -13,7 +13,8 @@ from services.engine import modelconfig
 from services.engine.admission import Limits
 from services.engine.batch import Row
 from services.engine.localpages import LocalPageSource
-from services.engine.loop import EngineLoop, Event
+from services.engine.event import Event
+from services.engine.loop import EngineLoop
 from services.engine.model import Model
 from services.engine.rope import Divisors, frequencies
 from services.engine.runner import Runner
