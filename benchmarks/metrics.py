@@ -23,9 +23,9 @@ from services.calls import Calls
 from services.distribution import Distribution
 from services.engine.admission import Limits
 from services.engine.choice import Result
+from services.engine.event import Event
 from services.engine.generations import Generations, Retention
 from services.engine.localpages import LocalPageSource
-from services.engine.event import Event
 from services.engine.loop import EngineLoop
 from services.engine.metrics import EngineMetrics
 from services.engine.observations import Observations

@@ -24,9 +24,9 @@ from threadpoolctl import threadpool_limits
 from benchmarks.stand import daemon
 from services.engine.admission import Limits
 from services.engine.arena import private_pages
+from services.engine.event import Event
 from services.engine.kvclient import GrpcPageSource
 from services.engine.localpages import LocalPageSource
-from services.engine.event import Event
 from services.engine.loop import EngineLoop
 from services.engine.model import Model
 from services.engine.pagesource import PageSource

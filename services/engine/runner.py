@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ from services.engine.step import Chunk
 from services.errors import ForwardFailed, GpuError, ServiceError
 
 log = structlog.get_logger()
+
+_NOTHING = frozenset[int]()
 
 
 class Forward(Protocol):
@@ -43,15 +45,48 @@ class Forward(Protocol):
         """Make a page equal to another."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """What is wanted of one row of logits: a draw, and one more for each sequence that is to go on from here too."""
+@dataclass(slots=True)
+class _Asks:
+    """What is wanted of rows of logits, one after another, as columns: how each is drawn from, the position that the
+    token will have, what its request has so far, and what must not be drawn.
 
-    params: SamplingParams
-    position: int
-    counts: TokenCounts | None = None
-    banned: frozenset[int] = frozenset()
-    forks: tuple[_Ask, ...] = ()
+    ``forks`` are by row, of those from which one more is drawn for each sequence that is to go on from there too.
+    """
+
+    params: list[SamplingParams] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    counts: list[TokenCounts | None] = field(default_factory=list)
+    banned: list[frozenset[int]] = field(default_factory=list)
+    forks: dict[int, list[Sequence]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    def next_token(self, sequence: Sequence) -> None:
+        """Ask for what comes after a sequence's last token."""
+        request, banned = sequence.request, _NOTHING
+        stopping, params = request.stopping, request.sampling
+        if stopping.min_tokens and sequence.num_generated_tokens + 1 < stopping.min_tokens:
+            banned = stopping.eos_token_ids | stopping.stop_token_ids
+        self.params.append(params)
+        self.positions.append(len(sequence.tokens))
+        self.counts.append(_counts(sequence) if params.counts_tokens else None)
+        self.banned.append(banned)
+
+    def prompt(self, sequence: Sequence, count: int) -> None:
+        """Ask for the log probabilities of the next ``count`` tokens of a prompt."""
+        first = len(sequence.prompt_logprobs) + 1
+        for at in range(first, first + count):
+            self.params.append(certain(sequence.tokens[at], sequence.request.sampling.prompt_logprobs))
+            self.positions.append(at)
+            self.counts.append(None)
+            self.banned.append(_NOTHING)
+
+    def part(self, first: int, end: int) -> _Asks:
+        """Those of the rows ``first`` to ``end``."""
+        cut = slice(first, end)
+        forks = {at - first: one for at, one in self.forks.items() if first <= at < end}
+        return _Asks(self.params[cut], self.positions[cut], self.counts[cut], self.banned[cut], forks)
 
 
 class Runner:
@@ -104,84 +139,66 @@ class Runner:
             raise GpuError(f"pages could not be copied: {failure}") from failure
 
     def _run(self, step: Items[Chunk]) -> list[Result]:
-        rows = [_row(chunk) for chunk in step]
-        asks = [ask for chunk, row in zip(step, rows, strict=True) for ask in _asks(chunk, row.want_logits)]
-        if all(row.want_logits <= 1 for row in rows):
-            drawn = iter(self._drawn(self._model.forward(rows, self._memory()), asks))
-        else:
+        rows, asks, telling = list[Row](), _Asks(), False
+        for chunk in step:
+            sequence, start, wanted = chunk.sequence, chunk.start, int(chunk.samples)
+            if sequence.request.sampling.prompt_logprobs is not None:
+                untold = _untold(chunk)
+                asks.prompt(sequence, untold)
+                wanted += untold
+                telling |= untold > 0
+            if chunk.samples:
+                if sequence.forks and not sequence.num_generated_tokens:
+                    asks.forks[len(asks)] = sequence.forks
+                asks.next_token(sequence)
+            rows.append(Row(sequence.tokens[start : start + chunk.count], start, sequence.pages, wanted))
+        if telling:
             states, most = self._model.states(rows, self._memory()), self._model.logits_at_once
-            drawn = (
+            drawn = [
                 one
                 for at in range(0, len(asks), most)
-                for one in self._drawn(self._model.logits(states[at : at + most]), asks[at : at + most])
-            )
-        of_rows = [list(islice(drawn, row.want_logits)) for row in rows]
-        return [_result(chunk, found) for chunk, found in zip(step, of_rows, strict=True)]
+                for one in self._drawn(self._model.logits(states[at : at + most]), asks.part(at, at + most))
+            ]
+        else:
+            drawn = self._drawn(self._model.forward(rows, self._memory()), asks)
+        if len(drawn) == len(step) and not telling and not asks.forks:
+            return [one for (one,) in drawn]
+        found = iter(drawn)
+        return [_result(chunk, list(islice(found, row.want_logits))) for chunk, row in zip(step, rows, strict=True)]
 
-    def _drawn(self, logits: Any, asks: list[_Ask]) -> list[tuple[Draw, ...]]:
-        if not asks:
+    def _drawn(self, logits: Any, asks: _Asks) -> list[tuple[Draw, ...]]:
+        if not asks.params:
             return []
         drawn: list[tuple[Draw, ...]] = [(one,) for one in self._of_rows(logits, asks)]
-        for at, ask in enumerate(asks):
-            if ask.forks:
-                drawn[at] += tuple(self._of_rows(logits[at : at + 1], [fork])[0] for fork in ask.forks)
+        for at, forks in asks.forks.items():
+            for sequence in forks:
+                one = _Asks()
+                one.next_token(sequence)
+                drawn[at] += tuple(self._of_rows(logits[at : at + 1], one))
         return drawn
 
-    def _of_rows(self, logits: Any, asks: list[_Ask]) -> list[Draw]:
-        params = [ask.params for ask in asks]
+    def _of_rows(self, logits: Any, asks: _Asks) -> list[Draw]:
         # A token's random numbers depend on the seed and its position alone, not on batch, chunk or attempt.
-        positions = [ask.position for ask in asks]
-        counts = [ask.counts for ask in asks]
-        banned = [ask.banned for ask in asks] if any(ask.banned for ask in asks) else None
+        params, positions, counts = asks.params, asks.positions, asks.counts
+        banned = asks.banned if any(asks.banned) else None
         if any(one.logprobs is not None for one in params):
             chosen = choose(logits, params, positions, counts, banned, self._draw)
             return [
-                one.token if isinstance(one, Choice) and ask.params.logprobs is None else one
-                for one, ask in zip(chosen, asks, strict=True)
+                one.token if isinstance(one, Choice) and asked.logprobs is None else one
+                for one, asked in zip(chosen, params, strict=True)
             ]
-        return list(sample(logits, params, positions, counts, banned, self._draw))
-
-
-def _row(chunk: Chunk) -> Row:
-    sequence = chunk.sequence
-    return Row(
-        tokens=sequence.tokens[chunk.start : chunk.start + chunk.count],
-        start=chunk.start,
-        pages=sequence.pages,
-        want_logits=_untold(chunk) + chunk.samples,
-    )
+        return list[Draw](sample(logits, params, positions, counts, banned, self._draw))
 
 
 def _untold(chunk: Chunk) -> int:
     """Of how many of the prompt's tokens the chunk has the log probabilities that are still to be told."""
-    request = chunk.sequence.request
-    if request.sampling.prompt_logprobs is None:
-        return 0
-    # Whatever lies before the chunk was told when it was computed, perhaps for pages that were given up since.
-    return max(0, min(chunk.start + chunk.count, len(request.prompt) - 1) - len(chunk.sequence.prompt_logprobs))
-
-
-def _asks(chunk: Chunk, count: int) -> Iterator[_Ask]:
     sequence = chunk.sequence
-    told = len(sequence.prompt_logprobs)
-    for at in range(told + 1, told + 1 + count - chunk.samples):
-        yield _Ask(certain(sequence.tokens[at], sequence.request.sampling.prompt_logprobs), at)
-    if chunk.samples:
-        first = not sequence.num_generated_tokens
-        yield _ask(sequence, tuple(map(_ask, sequence.forks)) if first else ())
+    # Whatever lies before the chunk was told when it was computed, perhaps for pages that were given up since.
+    return max(0, min(chunk.start + chunk.count, len(sequence.request.prompt) - 1) - len(sequence.prompt_logprobs))
 
 
-def _ask(sequence: Sequence, forks: tuple[_Ask, ...] = ()) -> _Ask:
-    stopping, banned = sequence.request.stopping, frozenset[int]()
-    if sequence.num_generated_tokens + 1 < stopping.min_tokens:
-        banned = stopping.eos_token_ids | stopping.stop_token_ids
-    return _Ask(sequence.request.sampling, sequence.num_tokens, _counts(sequence), banned, forks)
-
-
-def _counts(sequence: Sequence) -> TokenCounts | None:
-    """How often the sequence has which token, where its draw needs to know; kept whatever becomes of its pages."""
-    if not sequence.request.sampling.counts_tokens:
-        return None
+def _counts(sequence: Sequence) -> TokenCounts:
+    """How often the sequence has which token; kept whatever becomes of its pages."""
     prompt, counts = sequence.request.prompt, sequence.counts
     if counts is None:
         counts = sequence.counts = TokenCounts(prompt)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kernels import sample_numpy, sampling
@@ -41,6 +41,10 @@ class SamplingParams:
     penalties 0 are off. ``logit_bias`` has (token, what to add) in the order of tokens. ``logprobs`` is how many of the
     likeliest tokens to tell with the log probability of the one drawn, None for neither; ``prompt_logprobs`` the same
     of the prompt's tokens.
+
+    The rest follows from these, and is kept because every step needs it of every row: ``record`` is what a sampler
+    takes; ``counts_tokens`` is whether a draw needs the request's `TokenCounts`, and ``changes_logits`` whether any
+    logits are penalised or biased.
     """
 
     temperature: float
@@ -54,11 +58,26 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    record: bytes = field(init=False, repr=False, compare=False)
+    counts_tokens: bool = field(init=False, repr=False, compare=False)
+    changes_logits: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether a draw needs the request's `TokenCounts`."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+    def __post_init__(self) -> None:
+        record = sampling.settings(
+            seed=self.seed,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logprobs=self.logprobs,
+        )
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        object.__setattr__(self, "record", record)
+        object.__setattr__(self, "counts_tokens", penalties)
+        object.__setattr__(self, "changes_logits", penalties or bool(self.logit_bias))
 
 
 def validate(
@@ -141,6 +160,7 @@ def seed_of(seed: int, sample: int) -> int:
     return (seed + sample) % (MAX_SEED + 1)
 
 
+@functools.lru_cache(maxsize=4096)
 def certain(token: int, logprobs: int) -> SamplingParams:
     """Parameters that draw this token whatever the logits are, and tell its log probability in them."""
     return SamplingParams(0.0, 0, 1.0, 0.0, 0, logit_bias=((token, _CERTAIN),), logprobs=logprobs)
@@ -221,8 +241,8 @@ def batch(
     banned: Sequence[Iterable[int]] | None = None,
 ) -> Batch:
     """Return the arrays that a sampler takes; arguments as of `choose`. ValueError if penalties miss their counts."""
-    records = [_record(p) for p in params]
-    if banned is None and not any(p.logit_bias or p.counts_tokens for p in params):
+    records = [p.record for p in params]
+    if banned is None and not any(p.changes_logits for p in params):
         return Batch.of(records, positions)
     entries = []
     for row, p in enumerate(params):
@@ -232,18 +252,3 @@ def batch(
         prompt = p.repetition_penalty != 1
         entries.append(sampling.entries(own, dict(p.logit_bias), banned[row] if banned is not None else (), prompt))
     return Batch.of(records, positions, entries)
-
-
-@functools.lru_cache(maxsize=4096)
-def _record(p: SamplingParams) -> bytes:
-    return sampling.settings(
-        seed=p.seed,
-        temperature=p.temperature,
-        top_k=p.top_k,
-        top_p=p.top_p,
-        min_p=p.min_p,
-        repetition_penalty=p.repetition_penalty,
-        presence_penalty=p.presence_penalty,
-        frequency_penalty=p.frequency_penalty,
-        logprobs=p.logprobs,
-    )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
@@ -218,18 +218,18 @@ class Scheduler:
                 urgent.append((self._demand(sequence, 0), sequence))
                 held_back.append(sequence)
                 continue
-            if (
-                len(sequence.tokens) < len(sequence.pages) * size
-                and sequence.num_computed_tokens // size == sequence.num_reported_tokens // size
-            ):
-                continue  # it has the pages it needs, and none to tell of: most have, most of the time
-            pages = self._admission.growth(sequence)
-            unreported = sequence.unreported_pages(size)
-            in_prompt = sequence.num_reported_tokens < len(sequence.request.prompt)
-            worth_a_call = REPORT_PAGES if in_prompt else 2 * GROWTH_PAGES  # a growth comes before, and tells them
-            if pages > len(sequence.pages) or unreported >= worth_a_call:
-                urgent.append((self._demand(sequence, pages), sequence))
-            elif unreported:
+            reported, worth_a_call = sequence.num_reported_tokens, False
+            unreported = sequence.num_computed_tokens // size - reported // size
+            if unreported:
+                in_prompt = reported < len(sequence.request.prompt)
+                # Once it decodes a growth comes before, and tells them.
+                worth_a_call = unreported >= (REPORT_PAGES if in_prompt else 2 * GROWTH_PAGES)
+            if worth_a_call or len(sequence.tokens) >= len(sequence.pages) * size:
+                pages = self._admission.growth(sequence)
+                if worth_a_call or pages > len(sequence.pages):
+                    urgent.append((self._demand(sequence, pages), sequence))
+                    continue
+            if unreported:
                 along.append(sequence)
         forks, openings = self._joining(returning) if self.waiting else ([], [])
         for sequence in held_back:
@@ -243,7 +243,7 @@ class Scheduler:
         return [demand for demand, _ in demands], removed
 
     def _joining(self, returning: Items[Items[int]]) -> tuple[list[tuple[Demand, Sequence]], ...]:
-        """Demands of the forks, and of the others that wait, that may be opened now, ``returning`` tables given back."""
+        """Demands of forks, and of others that wait, that may be opened now, ``returning`` tables given back."""
         held = self._holds.without(returning)
         forks, own = self._forks(held)
         free = (sequence for sequence in self.waiting if sequence.leader is None)
@@ -269,18 +269,22 @@ class Scheduler:
                 sequence.prompt_logprobs.extend(result.prompt)
                 takers = [sequence, *sequence.forks][: len(result.drawn)]
                 for taker, draw in zip(takers, result.drawn, strict=True):
-                    self._accept(taker, draw, advance)
+                    if taker.state is not State.FINISHED:  # with one before it, by an error
+                        self._accept(taker, draw, advance)
             elif result is not None:
                 self._accept(sequence, result, advance)
         return advance
 
     def _accept(self, sequence: Sequence, draw: Draw, advance: Advance) -> None:
-        if sequence.state is State.FINISHED:
-            return
-        if isinstance(draw, ServiceError):
+        logprobs: tuple[Choice, ...] = ()
+        prompt: tuple[Choice, ...] = ()
+        if isinstance(draw, int):
+            token = draw
+        elif isinstance(draw, Choice):
+            token, logprobs = draw.token, (draw,)
+        else:
             self.finish(sequence, Outcome(error=draw))
             return
-        token, choice = (draw.token, draw) if isinstance(draw, Choice) else (draw, None)
         leader, before, now = sequence.leader, sequence.last_token_at, advance.now
         if leader is not None:  # the prompt is computed, for this one as well
             self.waiting.remove(sequence)
@@ -295,7 +299,7 @@ class Scheduler:
         if leader is not None:
             self.waiting.add(sequence)
         if outcome is None or outcome.error is None:
-            request, logprobs, prompt = sequence.request, (choice,) if choice is not None else (), tuple[Choice, ...]()
+            request = sequence.request
             if before is None:
                 advance.first_s.append(now - request.submitted_at)
                 prompt = tuple(sequence.prompt_logprobs)

@@ -20,10 +20,10 @@ from services.engine.chat import Chat
 from services.engine.checkpoint import Checkpoint
 from services.engine.config import LOCAL, Config, default_pool_id, model_id
 from services.engine.devicearena import DevicePages
+from services.engine.event import Event
 from services.engine.generations import Generations
 from services.engine.kvclient import GrpcPageSource
 from services.engine.localpages import LocalPageSource
-from services.engine.event import Event
 from services.engine.loop import EngineLoop, StepRunner
 from services.engine.metrics import EngineMetrics
 from services.engine.model import Model

@@ -48,7 +48,7 @@ def share_out(running: Iterable[Sequence], budget: int, page_size: int) -> tuple
 
 
 def _cut(chunks: list[Chunk], budget: int, decoding: int) -> list[Chunk]:
-    """What is left of the chunks in a budget that is less than they want; ``decoding`` are of one that lacks a token."""
+    """Share out a budget that is less than the chunks want; ``decoding`` of them are of one that lacks one token."""
     prefills = max(1, budget - decoding) if decoding < len(chunks) else 0
     decodes = budget - prefills
     for chunk in chunks:

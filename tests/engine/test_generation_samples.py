@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.choice import Choice
+from services.engine.event import Event
 from services.engine.generation import (
     MAX_WATCHES,
     OVERHEAD_BYTES,
@@ -23,7 +24,6 @@ from services.engine.generation import (
     Watch,
 )
 from services.engine.generations import Generations, Retention
-from services.engine.event import Event
 from services.engine.output import CHOICE_BYTES, TOP_BYTES
 from services.engine.sequence import FinishReason, Outcome
 from services.engine.sequence import Sequence as Live

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.engine.event import Event
 from services.engine.generation import MAX_WATCHES, OVERHEAD_BYTES, REPLAY_TOKENS, Generation, GenerationState, Watch
 from services.engine.generations import Generations, Retention
-from services.engine.event import Event
 from services.engine.sequence import FinishReason, Outcome, Sequence
 from services.engine.streams import News
 from services.errors import (

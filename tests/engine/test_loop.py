@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from services.engine.admission import Limits
-from services.engine.localpages import LocalPageSource
 from services.engine.event import Event
+from services.engine.localpages import LocalPageSource
 from services.engine.loop import IDLE_CHECK_S, EngineLoop
 from services.engine.pagesource import PageCopy
 from services.engine.sequence import FinishReason

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from services.engine import modelconfig
 from services.engine.admission import Limits
 from services.engine.batch import Row
-from services.engine.localpages import LocalPageSource
 from services.engine.event import Event
+from services.engine.localpages import LocalPageSource
 from services.engine.loop import EngineLoop
 from services.engine.model import Model
 from services.engine.rope import Divisors, frequencies
