@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -58,17 +60,15 @@ class Batch:
         _check(np.logical_or(starts < 0, ends > max_context), f"has a position outside 0 to {max_context - 1}")
         _check(held * page_size < ends, "has too few pages for its tokens")
 
+        pages = np.frombuffer(b"".join([_table(row.pages) for row in rows]), np.int64)
+        _check((pages < 0) | (pages >= total_pages), f"has a page outside 0 to {total_pages - 1}", held)
         block_tables = np.zeros((len(rows), int(held.max())), np.int64)
-        for index, row in enumerate(rows):
-            block_tables[index, : len(row.pages)] = row.pages
-        unknown = np.logical_or(block_tables < 0, block_tables >= total_pages)
-        _check(np.logical_or.reduce(unknown, axis=1), f"has a page outside 0 to {total_pages - 1}")
+        block_tables[np.arange(block_tables.shape[1]) < held[:, np.newaxis]] = pages
 
         row_of = np.repeat(np.arange(len(rows)), lengths)
         last = np.cumsum(lengths) - 1
-        tokens = np.concatenate([np.asarray(row.tokens, np.int64) for row in rows])
-        outside = (tokens < 0) | (tokens >= vocab_size)
-        _check(np.bincount(row_of, outside) > 0, f"has a token outside 0 to {vocab_size - 1}")
+        tokens = np.fromiter(chain.from_iterable([row.tokens for row in rows]), np.int64, int(lengths.sum()))
+        _check((tokens < 0) | (tokens >= vocab_size), f"has a token outside 0 to {vocab_size - 1}", lengths)
 
         wants = np.array([row.want_logits for row in rows], np.int64)
         _check(np.logical_or(wants < 0, wants > lengths), "wants the logits of more tokens than it has")
@@ -91,7 +91,14 @@ class Batch:
         )
 
 
-def _check(wrong: NDArray[np.bool_], what: str) -> None:
-    """Raise naming the first row that is ``wrong``."""
+def _table(pages: Sequence[int]) -> array[int]:
+    """A block table as 64-bit integers: itself, if it is."""
+    return pages if isinstance(pages, array) and pages.typecode == "q" else array("q", pages)
+
+
+def _check(wrong: NDArray[np.bool_], what: str, lengths: I64 | None = None) -> None:
+    """Raise naming the first row that is ``wrong``, or has something that is, of as many as its length."""
     if wrong.any():
-        raise ForwardFailed(f"row {int(np.argmax(wrong))} of the batch {what}")
+        at = int(np.argmax(wrong))
+        row = at if lengths is None else int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+        raise ForwardFailed(f"row {row} of the batch {what}")

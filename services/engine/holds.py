@@ -47,7 +47,7 @@ class Holds:
         """Empty a sequence's table."""
         for page in sequence.pages:
             self._let_go(page)
-        sequence.pages.clear()
+        del sequence.pages[:]
 
     def _let_go(self, page: int) -> None:
         self._tables[page] -= 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from services.engine.choice import Choice
@@ -112,8 +114,9 @@ class Sequence:
     """A request's progress. The counters are the truth; everything else is derived from them.
 
     ``num_reported_tokens <= num_computed_tokens <= len(tokens)``, and ``num_computed_tokens`` never exceeds what
-    ``pages`` hold. ``pages`` is append-only while a ``source_id`` lasts. A source id is given per admission and never
-    used again; it is empty as long as the page source has not heard of the sequence.
+    ``pages`` hold. ``pages`` is append-only while a ``source_id`` lasts; 64 bits each, they are laid out for a step at
+    once. A source id is given per admission and never used again; it is empty as long as the page source has not heard
+    of the sequence.
 
     ``order`` never changes: the first by it is admitted first, has the step's budget first, and is preempted last.
 
@@ -129,7 +132,7 @@ class Sequence:
     tokens: list[int] = field(init=False)
     num_computed_tokens: int = 0
     num_reported_tokens: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=partial(array, "q"))
     source_id: str = ""
     state: State = State.WAITING
     outcome: Outcome | None = None
@@ -218,7 +221,7 @@ class Sequence:
 
     def forget_pages(self) -> None:
         """Go back to having computed nothing. The tokens stay, so the same output comes out again."""
-        self.pages.clear()
+        del self.pages[:]
         self.num_computed_tokens = self.num_reported_tokens = 0
         self.source_id = ""
         self.shares_tail = False

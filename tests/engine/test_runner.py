@@ -44,7 +44,7 @@ class Model:
 
 def chunk(tokens: list[int], start: int = 0, count: int | None = None, name: str = "r") -> Chunk:
     sequence = Progress(Request(name, tokens, Stopping(4), GREEDY, PlainText()), 1)
-    sequence.pages = [7, 9]
+    sequence.pages.extend([7, 9])
     count = len(tokens) - start if count is None else count
     return Chunk(sequence, start, count, samples=start + count == len(tokens))
 
