@@ -10,11 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
@@ -49,6 +49,16 @@ _CHANNEL_OPTIONS = [
 
 
 _DATA_TYPES = {"f32": pb.DATA_TYPE_F32, "f16": pb.DATA_TYPE_F16, "bf16": pb.DATA_TYPE_BF16, "int8": pb.DATA_TYPE_INT8}
+
+
+#: Of a demand that is sent as a step: the sequence's id, and the pages that the engine knows of.
+_Step: TypeAlias = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    epoch: int
+    grants: list[Grant]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +163,9 @@ class GrpcPageSource:
         )
         return _Call(self, session, request, [(step.sequence_id, step.known_pages) for step in steps])
 
-    def send(self, request: pb.AllocatePagesRequest, session: _Session) -> Any:
-        """Start one attempt at a call of the session; the future of its reply."""
-        return self._caller.submit(self._timed, "AllocatePages", request, _call_s(session.lease))
+    def send(self, request: pb.AllocatePagesRequest, session: _Session, steps: list[_Step]) -> Future[_Answer]:
+        """Start one attempt at a call of the session, which asks for ``steps``; the future of what is answered."""
+        return self._caller.submit(self._answered, request, steps, _call_s(session.lease))
 
     def now(self) -> float:
         """The clock that leases are measured with."""
@@ -260,6 +270,10 @@ class GrpcPageSource:
         except grpc.RpcError as failure:
             raise _error_of(failure, self.target) from failure
 
+    def _answered(self, request: pb.AllocatePagesRequest, steps: list[_Step], timeout_s: float) -> _Answer:
+        reply = self._timed("AllocatePages", request, timeout_s)
+        return _Answer(reply.epoch, _grants(reply, steps))  # made here, a step runs meanwhile
+
     def _timed(self, method: str, request: Any, timeout_s: float) -> Any:
         began, code = self._clock(), "UNKNOWN"
         try:
@@ -289,15 +303,15 @@ class _Call:
         source: GrpcPageSource,
         session: _Session,
         request: pb.AllocatePagesRequest,
-        steps: list[tuple[str, int]],
+        steps: list[_Step],
     ) -> None:
-        """``steps`` are the ids and known pages of the request's steps."""
+        """``steps`` are those of the request."""
         self._source, self._session, self._request, self._steps = source, session, request, steps
         self._send()
 
     def _send(self) -> None:
         self._sent_at = self._source.now()
-        self._future = self._source.send(self._request, self._session)
+        self._future = self._source.send(self._request, self._session, self._steps)
 
     def result(self) -> list[Grant]:
         """Wait for the grants. Raises SessionExpired, KvCacheDown and whatever the call is refused with."""
@@ -305,21 +319,14 @@ class _Call:
             if attempt:
                 self._send()
             try:
-                reply = self._future.result()
+                answer = self._future.result()
                 break
             except grpc.RpcError as failure:
                 error = _error_of(failure, self._source.target)
                 if not isinstance(error, KvCacheDown) or attempt + 1 == ATTEMPTS:
                     raise error from failure
-        self._session.lease.renewed(self._sent_at, reply.epoch)
-        told = deque(reply.step_grants)
-        grants = []
-        for sequence_id, known_pages in self._steps:
-            if told and told[0].sequence_id == sequence_id:
-                grants.append(_grant(told.popleft()))
-            else:
-                grants.append(Grant(sequence_id, known_pages))  # nothing to tell: it has what it asked for
-        return grants + [_grant(grant) for grant in reply.grants]
+        self._session.lease.renewed(self._sent_at, answer.epoch)
+        return answer.grants
 
 
 def _call_s(lease: Lease) -> float:
@@ -357,6 +364,16 @@ def _steps(demands: list[Demand]) -> pb.SequenceSteps:
         total_pages=[demand.total_pages for demand in demands],
         known_pages=[demand.known_pages for demand in demands],
     )
+
+
+def _grants(reply: pb.AllocatePagesResponse, steps: list[_Step]) -> list[Grant]:
+    told, grants = deque(reply.step_grants), list[Grant]()
+    for sequence_id, known_pages in steps:
+        if told and told[0].sequence_id == sequence_id:
+            grants.append(_grant(told.popleft()))
+        else:
+            grants.append(Grant(sequence_id, known_pages))  # nothing to tell: it has what it asked for
+    return grants + [_grant(grant) for grant in reply.grants]
 
 
 def _grant(grant: pb.SequenceGrant) -> Grant:

@@ -255,9 +255,9 @@ def losing(source: GrpcPageSource, replies: int) -> list[pb.AllocatePagesRequest
     """Lose the next replies; collects what was sent."""
     send, sent = source.send, list[pb.AllocatePagesRequest]()
 
-    def lossy(request: pb.AllocatePagesRequest, session: Any) -> Any:
+    def lossy(request: pb.AllocatePagesRequest, session: Any, steps: Any) -> Any:
         sent.append(request)
-        future = send(request, session)
+        future = send(request, session, steps)
         return Lossy(future) if len(sent) <= replies else future
 
     source.send = lossy  # type: ignore[method-assign]
