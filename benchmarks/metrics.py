@@ -49,7 +49,7 @@ class NoModel:
         """Nothing is in them."""
 
 
-def drop(self: Distribution, value: float) -> None:
+def drop(self: Distribution, value: float, times: int = 1) -> None:
     """Stands for ``observe``."""
 
 

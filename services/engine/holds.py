@@ -30,8 +30,9 @@ class Holds:
         """Have a sequence's table be what it was granted; returns the copies that have yet to be made."""
         known = len(sequence.pages)
         new = grant.pages[known - grant.first_index :]
-        sequence.pages.extend(new)
-        self._tables.update(new)
+        if new:  # most grants are of reports alone
+            sequence.pages.extend(new)
+            self._tables.update(new)
         copies = []
         for copy in grant.copies:
             if copy.index < known:

@@ -28,6 +28,7 @@ MAX_LOGIT_BIAS = 100.0
 MAX_LOGPROBS = sampling.MAX_LOGPROBS
 #: A bias that no logit outweighs.
 _CERTAIN = 3e38
+_NO_ENTRIES = sampling.entries()
 
 #: What draws from the logits of a backend: `kernels.sample_numpy.sample`, or a device's.
 Drawer = Callable[[Any, Batch], Drawn]
@@ -246,9 +247,13 @@ def batch(
         return Batch.of(records, positions)
     entries = []
     for row, p in enumerate(params):
+        barred = banned[row] if banned is not None else ()
+        if not (p.changes_logits or barred):
+            entries.append(_NO_ENTRIES)
+            continue
         own = counts[row] if counts is not None and p.counts_tokens else None
         if own is None and p.counts_tokens:
             raise ValueError(f"row {row} has penalties, and no counts of its tokens")
         prompt = p.repetition_penalty != 1
-        entries.append(sampling.entries(own, dict(p.logit_bias), banned[row] if banned is not None else (), prompt))
+        entries.append(sampling.entries(own, dict(p.logit_bias), barred, prompt))
     return Batch.of(records, positions, entries)
