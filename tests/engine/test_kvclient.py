@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from services.engine import kvclient
 from services.engine.arena import map_pages, page_bytes_of, process_identity
 from services.engine.kvclient import GrpcPageSource
 from services.engine.lease import LEASE_SHARE, Lease, LeaseKeeper
@@ -22,6 +24,7 @@ from services.errors import (
     InvalidConfiguration,
     KvCacheDown,
     LayoutMismatch,
+    SequenceUnknown,
     SessionExpired,
 )
 from tests.engine.fakes import Clock
@@ -222,6 +225,26 @@ def test_a_session_heard_to_be_over_launches_nothing_more(daemon: Running) -> No
     source.reopen()
     assert source.may_launch()
     source.close()
+
+
+def test_a_reply_becomes_grants_beside_the_engines_thread(
+    source: GrpcPageSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.reopen()
+    made_by, grants = list[str](), kvclient._grants
+
+    def watched(*reply: Any) -> Any:
+        made_by.append(threading.current_thread().name)
+        return grants(*reply)
+
+    monkeypatch.setattr(kvclient, "_grants", watched)
+    known = dataclasses.replace(OPENING, opening=None, total_pages=2, known_pages=2)
+    assert [grant.pages for grant in source.exchange([OPENING], []).result()] == [(0, 1)]
+    unknown = dataclasses.replace(known, sequence_id="b")
+    told, refused = source.exchange([known, unknown], []).result()
+    assert (told.sequence_id, told.pages, told.error) == ("a", (), None)
+    assert isinstance(refused.error, SequenceUnknown) and refused.sequence_id == "b"
+    assert len(made_by) == 2 and all(name.startswith("kvcache-call") for name in made_by)
 
 
 # --- replies that do not come -----------------------------------------------------------------------------------------

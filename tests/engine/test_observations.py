@@ -22,6 +22,16 @@ def test_a_bound_belongs_to_the_range_that_it_ends() -> None:
     assert seen.count == 6 and seen.sum == pytest.approx(1e9 + 6.6)
 
 
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4))))
+def test_a_value_may_be_told_with_how_often_it_came(values: list[tuple[int, int]]) -> None:
+    together, apart = Distribution((2.0, 5.0)), Distribution((2.0, 5.0))
+    for value, times in values:
+        together.observe(value, times)
+        for _ in range(times):
+            apart.observe(value)
+    assert (together.cumulative(), together.sum) == (apart.cumulative(), apart.sum)
+
+
 @given(st.lists(st.floats(0, 100)), st.lists(st.floats(0, 100), min_size=1, unique=True))
 def test_each_range_counts_what_is_not_above_it(values: list[float], bounds: list[float]) -> None:
     seen = Distribution(sorted(bounds))
