@@ -18,7 +18,7 @@ from services.engine import kvclient
 from services.engine.arena import map_pages, page_bytes_of, process_identity
 from services.engine.kvclient import GrpcPageSource
 from services.engine.lease import LEASE_SHARE, Lease, LeaseKeeper
-from services.engine.pagesource import Demand, Geometry, Opening
+from services.engine.pagesource import Demand, Geometry, Grant, Opening
 from services.errors import (
     AttachMismatch,
     InvalidConfiguration,
@@ -231,20 +231,23 @@ def test_a_reply_becomes_grants_beside_the_engines_thread(
     source: GrpcPageSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source.reopen()
-    made_by, grants = list[str](), kvclient._grants
+    source.exchange([OPENING], []).result()
+    made, grants = list[list[Grant]](), kvclient._grants
+    done = threading.Event()
 
-    def watched(*reply: Any) -> Any:
-        made_by.append(threading.current_thread().name)
-        return grants(*reply)
+    def watched(*reply: Any) -> list[Grant]:
+        made.append(grants(*reply))
+        done.set()
+        return made[-1]
 
     monkeypatch.setattr(kvclient, "_grants", watched)
     known = dataclasses.replace(OPENING, opening=None, total_pages=2, known_pages=2)
-    assert [grant.pages for grant in source.exchange([OPENING], []).result()] == [(0, 1)]
-    unknown = dataclasses.replace(known, sequence_id="b")
-    told, refused = source.exchange([known, unknown], []).result()
+    exchange = source.exchange([known, dataclasses.replace(known, sequence_id="b")], [])
+    assert done.wait(10), "nobody has asked for the result"
+    told, refused = exchange.result()
     assert (told.sequence_id, told.pages, told.error) == ("a", (), None)
     assert isinstance(refused.error, SequenceUnknown) and refused.sequence_id == "b"
-    assert len(made_by) == 2 and all(name.startswith("kvcache-call") for name in made_by)
+    assert made == [[told, refused]]
 
 
 # --- replies that do not come -----------------------------------------------------------------------------------------
