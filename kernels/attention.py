@@ -11,6 +11,7 @@ Nothing here knows whose arrays it hands on: a `Plan` is NumPy, to be copied to 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,29 +20,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.items import ITEM_KEYS, NOTHING, Cost, Tiles, cut
+
 BYTES = {"F32": 4, "F16": 2, "BF16": 2, "INT8": 1}
 HEAD_DIMS = (64, 80, 96, 128, 256)
-
-#: Keys of an item are a multiple of this: whole steps of `attention_decode`.
-ITEM_KEYS = 64
-
+_MOST_POSITIONS = np.iinfo(np.int32).max // 2
 
 #: Values of RF_MATRIX: numbers are multiplied one at a time, by NVIDIA's mma.sync, by AMD's MFMA or WMMA.
 NO_MATRIX, MATRIX_16X8X16, MATRIX_16X16X16 = 0, 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What decides into how many items keys are cut, as measured (docs/attention.md)."""
-
-    #: Blocks that a multiprocessor (compute unit) works on at a time.
-    at_once: int
-    #: Fewer than these do no less in all: they share what bounds them, as blocks do the bandwidth of the memory.
-    enough: int
-    #: What a block takes besides its keys, in keys.
-    block: int
-    #: What an item takes besides, if it leaves a partial result, in keys.
-    split: int
 
 
 class Launches(Protocol):
@@ -123,14 +109,14 @@ class Gpu:
 class Plan:
     """What the blocks of a batch do, for every layer.
 
-    ``packed``: int32, all arrays that the kernels read, each of them ``packed[part]`` for the part of its name.
-    ``starts`` ``[rows]``, ``offsets`` ``[rows + 1]``; items of decode and prefill ``[n, 5]``: row, first query, begin
-    and end of the keys, first row of the partial result or -1, and a decode item of row -1 is none; entries of combine
-    ``[n, 5]``: row, first query, queries, first row of the partial results, how many.
+    ``arrays``, whole numbers, are what the kernels read, as int32: starts ``[rows]``; offsets ``[rows + 1]``; items of
+    decode and of prefill ``[n, 5]``: row, first query, begin and end of the keys, first row of the partial result or
+    -1; entries of combine ``[n, 5]``: row, first query, queries, first row of the partial results, how many.
     """
 
-    packed: NDArray[np.int32]
-    parts: list[slice]
+    arrays: tuple[NDArray[Any], ...]
+    #: Numbers that `write` writes of each: more than it has, for one that is to be made up.
+    sizes: tuple[int, ...]
     #: Queries of a tile of `attention_decode`.
     decode_rows: int
     decode_items: int
@@ -141,15 +127,33 @@ class Plan:
     #: Queries, of each kv head, that partial results are for.
     partial_rows: int
 
+    @property
+    def words(self) -> int:
+        """Numbers that `write` writes in all."""
+        return sum(self.sizes)
 
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Queries of one row that a block takes together, ``[n]`` each."""
+    @property
+    def parts(self) -> tuple[slice, ...]:
+        """Where `write` puts each array."""
+        ends = list(itertools.accumulate(self.sizes, initial=0))
+        return tuple(map(slice, ends, ends[1:]))
 
-    row: NDArray[np.int64]
-    first: NDArray[np.int64]
-    queries: NDArray[np.int64]
-    keys: NDArray[np.int64]
+    def write(self, out: NDArray[np.int32]) -> None:
+        """Put all arrays into ``out``, made up with rows without queries, items of row -1, entries of no queries."""
+        begin = 0
+        for size, array, rest in zip(self.sizes, self.arrays, (0, self.arrays[1][-1], -1, -1, 0), strict=True):
+            if size:
+                end = begin + array.size
+                out[begin:end].reshape(array.shape)[:] = array
+                begin += size
+                out[end:begin] = rest
+
+    @property
+    def packed(self) -> NDArray[np.int32]:
+        """What `write` writes, in memory of its own."""
+        out = np.empty(self.words, np.int32)
+        self.write(out)
+        return out
 
 
 def plan(
@@ -173,31 +177,41 @@ def plan(
     starts, lengths = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
     if starts.ndim != 1 or starts.shape != lengths.shape:
         raise ValueError(f"starts {starts.shape} and lengths {lengths.shape}: must be one number a row each")
-    if starts.size and (lengths.min() < 1 or starts.min() < 0):
-        raise ValueError("starts must be at least 0 and lengths at least 1")
-    if starts.size and (starts + lengths).max() > np.iinfo(np.int32).max // 2:
-        raise ValueError(f"position {(starts + lengths).max() - 1}: must be below {np.iinfo(np.int32).max // 2}")
+    most = 1
+    if starts.size:
+        of_starts, of_lengths = starts.tolist(), lengths.tolist()  # of which Python is done before NumPy has begun
+        most = max(of_lengths)
+        if min(of_lengths) < 1 or min(of_starts) < 0:
+            raise ValueError("starts must be at least 0 and lengths at least 1")
+        if max(of_starts) + most > _MOST_POSITIONS and (end := int((starts + lengths).max())) > _MOST_POSITIONS:
+            raise ValueError(f"position {end - 1}: must be below {_MOST_POSITIONS}")
 
-    group, most = geometry.group, max_decode_rows(geometry, gpu)
-    few = (lengths == 1) | (lengths * group <= most) | decode_all
-    rows = decode_rows(geometry, gpu, int(np.max(lengths[few] * group, initial=1)))
-    tiles = _tiles(np.flatnonzero(few), starts, lengths, group, rows)
-    decode, entries, partial_rows = _items(tiles, geometry, gpu, decode_cost(geometry, gpu, rows), 0, item_keys)
-    tiles = _tiles(np.flatnonzero(~few), starts, lengths, group, geometry.prefill_tile)
-    prefill, more, partial_rows = _items(tiles, geometry, gpu, prefill_cost(), partial_rows, item_keys)
-    entries = np.concatenate([entries, more])
+    group, heads, processors = geometry.group, geometry.kv_heads, gpu.processors
+    rows = decode_rows(geometry, gpu, group if starts.size else 1)
+    if most == 1 and group <= rows:
+        offsets, first, queries = _of_tokens(len(starts), group)
+        tiles = Tiles(offsets[:-1], first, queries, starts + 1)
+        decode = cut(tiles, heads, processors, decode_cost(geometry, gpu, rows), 0, item_keys)
+        prefill, entries = NOTHING, decode.entries
+    else:
+        few = (lengths == 1) | (lengths * group <= max_decode_rows(geometry, gpu)) | decode_all
+        rows = decode_rows(geometry, gpu, int(np.max(lengths[few] * group, initial=1)))
+        tiles = _tiles(few.nonzero()[0], starts, lengths, group, rows)
+        decode = cut(tiles, heads, processors, decode_cost(geometry, gpu, rows), 0, item_keys)
+        tiles = _tiles((~few).nonzero()[0], starts, lengths, group, geometry.prefill_tile)
+        prefill = cut(tiles, heads, processors, prefill_cost(), decode.partial_rows, item_keys)
+        offsets, entries = np.append(0, lengths.cumsum()), np.concatenate([decode.entries, prefill.entries])
 
-    arrays = [starts, np.concatenate([[0], np.cumsum(lengths)]), decode, prefill, entries]
-    ends = np.cumsum([array.size for array in arrays])
+    arrays = starts, offsets, decode.items, prefill.items, entries
     return Plan(
-        packed=np.concatenate([array.reshape(-1) for array in arrays]).astype(np.int32),
-        parts=[slice(int(end) - array.size, int(end)) for array, end in zip(arrays, ends, strict=True)],
+        arrays=arrays,
+        sizes=tuple([array.size for array in arrays]),
         decode_rows=rows,
-        decode_items=len(decode),
-        prefill_items=len(prefill),
+        decode_items=len(decode.items),
+        prefill_items=len(prefill.items),
         entries=len(entries),
-        entry_queries=int(np.max(entries[:, 2], initial=0)),
-        partial_rows=partial_rows,
+        entry_queries=max(decode.entry_queries, prefill.entry_queries),
+        partial_rows=max(decode.partial_rows, prefill.partial_rows),
     )
 
 
@@ -215,31 +229,17 @@ def padded(plan: Plan, rows: int) -> Plan:
     What is added does nothing: rows without items, items of row -1, entries without queries. `attention_prefill` knows
     no such items. Raises ValueError for a plan that has any, or has more rows.
     """
-    starts, offsets, decode, _, entries = (plan.packed[part] for part in plan.parts)
-    if plan.prefill_items or len(starts) > rows:
-        what = f"a plan of {len(starts)} rows and {plan.prefill_items} prefill items"
+    if plan.prefill_items or len(plan.arrays[0]) > rows:
+        what = f"a plan of {len(plan.arrays[0])} rows and {plan.prefill_items} prefill items"
         raise ValueError(f"{what}: not to be padded to {rows}")
-    items, combined = size_class(plan.decode_items), size_class(plan.entries)
-    parts, at = [], 0
-    for size in (rows, rows + 1, 5 * items, 0, 5 * combined):
-        parts.append(slice(at, at + size))
-        at += size
-    packed = np.zeros(at, np.int32)
-    for part, array, rest in (
-        (parts[0], starts, 0),
-        (parts[1], offsets, offsets[-1]),
-        (parts[2], decode, -1),
-        (parts[4], entries, 0),
-    ):
-        packed[part.start : part.start + len(array)] = array
-        packed[part.start + len(array) : part.stop] = rest
+    items, entries = size_class(plan.decode_items), size_class(plan.entries)
     return Plan(
-        packed=packed,
-        parts=parts,
+        arrays=plan.arrays,
+        sizes=(rows, rows + 1, 5 * items, 0, 5 * entries),
         decode_rows=plan.decode_rows,
         decode_items=items,
         prefill_items=0,
-        entries=combined,
+        entries=entries,
         entry_queries=size_class(plan.entry_queries),
         partial_rows=size_class(plan.partial_rows),
     )
@@ -303,82 +303,20 @@ def prefill_cost() -> Cost:
     return Cost(at_once=2, enough=2, block=64, split=192)
 
 
-def _tiles(rows: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any], group: int, tile: int) -> _Tiles:
+def _tiles(rows: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any], group: int, tile: int) -> Tiles:
     queries = lengths[rows] * group
     tiles = -(-queries // tile)
     row = np.repeat(rows, tiles)
     first = (np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile
     count = np.minimum(lengths[row] * group - first, tile)
     # The last query of the tile sees its own token, and no later one.
-    return _Tiles(row, first, count, starts[row] + (first + count - 1) // group + 1)
+    return Tiles(row, first, count, starts[row] + (first + count - 1) // group + 1)
 
 
-def _items(
-    tiles: _Tiles, geometry: Geometry, gpu: Gpu, cost: Cost, partial_rows: int, item_keys: int | None
-) -> tuple[NDArray[Any], NDArray[Any], int]:
-    """Cut tiles into items; their partial results are from row ``partial_rows`` on.
-
-    Returns (items, those with the most keys first, entries, the row behind the last partial result).
-    """
-    if not tiles.keys.size:
-        none = np.empty((0, 5), np.int64)
-        return none, none, partial_rows
-    if item_keys is None:
-        pieces = _pieces(tiles.keys, geometry.kv_heads, gpu.processors, cost)
-    else:
-        pieces = -(-tiles.keys // item_keys)
-    # Pieces of a tile are alike, but for the last, which may be shorter, or not be there.
-    size = -(-tiles.keys // (pieces * ITEM_KEYS)) * ITEM_KEYS
-    pieces = -(-tiles.keys // size)
-    of = np.repeat(np.arange(len(pieces)), pieces)
-    number = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    begin = number * size[of]
-    end = np.minimum(begin + size[of], tiles.keys[of])
-    split = pieces > 1
-    rows = np.where(split, pieces * tiles.queries, 0)
-    base = partial_rows + np.cumsum(rows) - rows
-    partial = np.where(split[of], base[of] + number * tiles.queries[of], -1)
-    items = np.stack([tiles.row[of], tiles.first[of], begin, end, partial], axis=1)
-    items = items[np.argsort(begin - end, kind="stable")]
-    entries = np.stack([tiles.row, tiles.first, tiles.queries, base, pieces], axis=1)[split]
-    return items, entries, partial_rows + int(rows.sum())
-
-
-def _pieces(keys: NDArray[np.int64], heads: int, processors: int, cost: Cost) -> NDArray[np.int64]:
-    """Return into how many pieces to cut each tile, such that all blocks of ``heads`` kv heads are over soonest.
-
-    Blocks are thought of as rounds of as many as run at once, all alike. Those of a last round that is not full are cut
-    once more, if that fills it better. So a batch of equal rows ends together, and one of unequal rows nearly does: its
-    short items come last.
-    """
-    slots, enough = processors * cost.at_once, processors * cost.enough
-    most = int(keys.max())
-    sizes = _item_sizes(-(-most // ITEM_KEYS))
-    counts = -(-keys[:, None] // sizes)
-    items = counts.sum(axis=0)
-    mean = keys.sum() / items
-    rounds, rest = np.divmod(items * heads, slots)
-    cuts = np.where(rounds > 0, np.minimum(enough // np.maximum(rest, 1), mean // (2 * ITEM_KEYS)), 1)
-    cuts = np.maximum(cuts, 1).astype(np.int64)
-    each = cost.block + np.where(counts.max(axis=0) > 1, cost.split, 0)
-    last_each = np.where(cuts > 1, cost.block + cost.split, each)
-    last = (mean / cuts + last_each) * np.maximum(rest * cuts, enough) / slots
-    time = rounds * (mean + each) + np.where(rest > 0, last, 0)
-    alone = (np.minimum(sizes, most) + each) * (enough / slots)
-    best = int(np.argmin(np.maximum(time, alone)))
-    pieces: NDArray[np.int64] = counts[:, best]
-    if rounds[best] and cuts[best] > 1:
-        shortest = np.argsort(keys / pieces, kind="stable")
-        before = np.cumsum(pieces[shortest]) - pieces[shortest]
-        pieces[shortest[before * heads < rest[best]]] *= cuts[best]
-    return pieces
-
-
-@functools.cache
-def _item_sizes(steps: int) -> NDArray[np.int64]:
-    """Return numbers of keys, falling, to try for an item of a tile of up to ``steps`` times `ITEM_KEYS` keys."""
-    pieces = np.geomspace(1, steps, 40).astype(np.int64)
-    return np.unique(-(-steps // pieces))[::-1] * ITEM_KEYS
+@functools.lru_cache(maxsize=512)
+def _of_tokens(rows: int, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Of rows of a token each, all of whose queries are a tile: offsets, and first query and queries of the tiles."""
+    return np.arange(rows + 1), np.zeros(rows, np.int64), np.full(rows, group)
 
 
 class Attention:

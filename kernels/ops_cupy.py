@@ -88,9 +88,9 @@ class Planned:
     """A batch's attention, with its arrays on the device."""
 
     plan: attention.Plan
-    parts: tuple[Any, ...]
+    packed: Any
     tables: Any
-    scratch: list[Any]  # partial results and their statistics, once a layer has needed them
+    made: list[Any]  # once a layer has needed them: the parts of `packed`, partial results and their statistics
 
     @property
     def launches(self) -> tuple[int, ...]:
@@ -192,27 +192,32 @@ class CupyOps:
         """How many tokens or rows so many are made up to."""
         return size_class(count)
 
-    def _put(self, values: NDArray[Any]) -> Any:
+    def _make(self, shape: tuple[int, ...], write: Callable[[NDArray[np.int32]], None]) -> Any:
+        """An int32 array of what ``write`` writes to the one that it is given."""
         if self._staged and self._staging is not None:
-            return self._staging.put(values)
-        return self._cupy.asarray(np.ascontiguousarray(values, np.int32))
+            return self._staging.make(shape, write)
+        found = np.empty(shape, np.int32)
+        write(found)
+        return self._cupy.asarray(found)
 
-    def _made_up(self, values: NDArray[Any], rest: int) -> NDArray[Any]:
-        """One number each, of those that make up the number too."""
-        if not self._made_to_size:
-            return values
-        found = np.full(self._size(len(values)), rest, np.int32)
-        found[: len(values)] = values
-        return found
+    def _put(self, values: NDArray[Any], rest: int = 0) -> Any:
+        """One number each; in a step that comes again the number of them is made up by ``rest``."""
+        count = len(values)
+
+        def write(out: NDArray[np.int32]) -> None:
+            out[:count] = values
+            out[count:] = rest
+
+        return self._make((self._size(count) if self._made_to_size else count,), write)
 
     def indices(self, values: I64) -> Any:
         """Tokens or rows: int32 ``[n]``."""
-        return self._put(self._made_up(values, 0))
+        return self._put(values)
 
     def places(self, page: I64, slot: I64) -> Places:
         """See `Places`. Slots of a page rise by one from a token to the next, and its first slot is written first."""
         if self._kv_kind != "INT8":
-            return Places(self._put(self._made_up(page, -1)), self._put(self._made_up(slot, 0)), None, 0)
+            return Places(self._put(page, -1), self._put(slot), None, 0)
         begins = np.flatnonzero(np.diff(page, prepend=-1))
         segments = np.append(begins, len(page))
         return Places(self._put(page), self._put(slot), self._put(segments), len(begins))
@@ -375,15 +380,17 @@ class CupyOps:
         """See `ops_numpy.attention_plan`."""
         geometry = self._geometry(query_heads, pages.layers, pages.kv_heads, pages.head_dim)
         plan = self._plan(geometry, starts, lengths)
+        rows, columns = block_tables.shape
+        most, width = rows, columns
         if self._made_to_size:
-            rows, columns = block_tables.shape
-            most = self._size(rows)
+            most, width = self._size(rows), max(LEAST_COLUMNS, 1 << (columns - 1).bit_length())
             plan = attention.padded(plan, most)
-            table = np.zeros((most, max(LEAST_COLUMNS, 1 << (columns - 1).bit_length())), np.int32)
-            table[:rows, :columns] = block_tables
-            block_tables = table
-        packed = self._put(plan.packed)
-        planned = Planned(plan, tuple(packed[part] for part in plan.parts), self._put(block_tables), [])
+
+        def write(out: NDArray[np.int32]) -> None:
+            # What is left may hold anything: there are no keys of it.
+            out[:rows, :columns] = block_tables
+
+        planned = Planned(plan, self._make((plan.words,), plan.write), self._make((most, width), write), [])
         self._launches.append(planned.launches)
         return planned
 
@@ -395,14 +402,15 @@ class CupyOps:
         _, query_heads, dim = q.shape
         out = self._empty(q.shape, q.dtype)
         stride = plan.tables.shape[1]
-        if not plan.scratch:
+        if not plan.made:
             # Made where it is used, so that it is a graph's where that is.
             results = plan.plan.partial_rows * pages.kv_heads
             floats = self._empty((results * (dim + 2),), np.dtype(np.float32)) if results else None
-            plan.scratch[:] = (None, None) if floats is None else (floats[: results * dim], floats[results * dim :])
-        partials, stats = plan.scratch
+            scratch = (None, None) if floats is None else (floats[: results * dim], floats[results * dim :])
+            plan.made[:] = [plan.packed[part] for part in plan.plan.parts], *scratch
+        parts, partials, stats = plan.made
         self._attention(query_heads, pages.layers, pages.kv_heads, dim, scale).run(
-            plan.plan, plan.parts, q, query_heads * dim, pages.memory, layer, plan.tables, stride, out, partials, stats
+            plan.plan, parts, q, query_heads * dim, pages.memory, layer, plan.tables, stride, out, partials, stats
         )
         return out
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,13 +11,15 @@ from numpy.typing import NDArray
 
 #: Words, of 4 bytes, to begin with, and what an array is aligned to.
 WORDS, ALIGNED = 1 << 16, 4
+#: Views of the device's memory that are kept.
+VIEWS = 4096
 
 
 class Staging:
     """Room for the int32 arrays of one step at a time, on the host and on the current device.
 
-    `put` hands out device memory that has its content once `send` has run, in the order of the current stream. It is
-    the same memory again for arrays of the same shapes in the same order, as long as `base` is the same.
+    `make` hands out device memory that has its content once `send` has run, in the order of the current stream.
+    It is the same memory again for arrays of the same shapes in the same order, as long as `base` is the same.
     """
 
     def __init__(self, words: int = WORDS) -> None:
@@ -30,6 +34,8 @@ class Staging:
         pinned = cupy.cuda.alloc_pinned_memory(4 * words)
         self._host: NDArray[np.int32] = np.frombuffer(pinned, np.int32, words)
         self._device = cupy.empty(words, np.int32)
+        # Of it: those of one step are mostly those of the last, and making them takes longer than the copy.
+        self._views: dict[tuple[int, tuple[int, ...]], Any] = {}
         self._used = 0
 
     @property
@@ -38,7 +44,7 @@ class Staging:
         return int(self._device.data.ptr)
 
     def begin(self) -> None:
-        """Start anew: what was put before is no longer needed by anything that is not queued yet."""
+        """Start anew: what was made before is no longer needed by anything that is not queued yet."""
         if self._sent is not None:
             self._sent.synchronize()  # the host's memory is free again
         if self._late:
@@ -47,23 +53,29 @@ class Staging:
         self._used = 0
         self.shapes = []
 
-    def put(self, values: NDArray[Any]) -> Any:
-        """Whole numbers that int32 has room for: an array of the same shape on the device."""
+    def make(self, shape: tuple[int, ...], write: Callable[[NDArray[np.int32]], None]) -> Any:
+        """An int32 array on the device, of what ``write`` is to write to one of the host that it is given."""
         import cupy
 
-        self.shapes.append(values.shape)
-        at, size = self._used, values.size
+        self.shapes.append(shape)
+        at, size = self._used, math.prod(shape)
         if at + size > len(self._host):
             self._late += size + ALIGNED
-            return cupy.asarray(values.astype(np.int32))
+            late = np.empty(shape, np.int32)
+            write(late)
+            return cupy.asarray(late)
         self._used = at + -(-size // ALIGNED) * ALIGNED
-        self._host[at : at + size] = values.reshape(-1)
-        placed = self._device[at : at + size]
-        return placed if values.ndim == 1 else placed.reshape(values.shape)
+        write(self._host[at : at + size].reshape(shape))
+        found = self._views.get((at, shape))
+        if found is None:
+            if len(self._views) >= VIEWS:
+                self._views.clear()
+            found = self._views[at, shape] = self._device[at : at + math.prod(shape)].reshape(shape)
+        return found
 
     @property
     def whole(self) -> bool:
-        """Whether all that was put is in the memory at `base`."""
+        """Whether all that was made is in the memory at `base`."""
         return not self._late
 
     def send(self) -> None:
