@@ -99,8 +99,8 @@ def cut(
     size = -(-keys // (pieces * ITEM_KEYS)) * ITEM_KEYS
     pieces = -(-keys // size)
     # All this stays as it is for many steps that add a key to each tile.
-    told = (pieces, size, tiles.row, tiles.first, tiles.queries)
-    laid = _laid(partial_rows, *(array.tobytes() for array in told))
+    told = pieces.tobytes(), size.tobytes(), tiles.row.tobytes(), tiles.first.tobytes(), tiles.queries.tobytes()
+    laid = _laid(partial_rows, *told)
     begin, end = laid.columns[2], np.minimum(laid.columns[3], keys[laid.of])
     order = (begin - end).argsort(kind="stable")
     items = laid.columns.take(order, axis=1)
@@ -135,8 +135,10 @@ def _pieces(keys: I64, heads: int, processors: int, cost: Cost) -> I64 | None:
     most = max(listed)
     steps = -(-most // ITEM_KEYS)
     sizes, each, alone = _tried(steps, cost, enough / slots)
-    if len(keys) < _MANY or steps > 4 * len(keys):
-        # Exact: a quotient that is no whole number differs from one by far more than a rounding.
+    # Exact: a quotient that is no whole number differs from one by far more than a rounding.
+    if len(listed) == 1:
+        items = np.ceil(most / sizes)
+    elif len(listed) < _MANY or steps > 4 * len(listed):
         items = np.add.reduce(np.ceil(keys[:, None] / sizes))
     else:
         items = np.bincount(-(-keys // ITEM_KEYS)) @ _counts(steps)

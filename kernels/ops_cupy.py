@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kernels import attention, gemm, gemv, module, ops_numpy
 from kernels.attention import Attention, Geometry, size_class
+from kernels.pinned import Pinned
 from kernels.replays import Replays
 from kernels.sampling import Sampler
 from kernels.staging import Staging
@@ -126,6 +127,7 @@ class CupyOps:
         self._dtype = _DTYPES[self._kind]
         self._attentions: dict[tuple[int, int, int, int, float], Attention] = {}
         self._modules: dict[tuple[object, ...], module.Module] = {}
+        self._geometries: dict[tuple[int, int, int, int], Geometry] = {}
         #: What replays steps, if anything does.
         self.replays = replays
         # Of the step under way: its arrays, whether they are being made, and whether it is one that comes again.
@@ -165,8 +167,9 @@ class CupyOps:
         if self._staging is None:
             self._staging = Staging()
         self._staging.begin()
-        few = lengths.max() == 1 or (lengths.max() <= FEW_OF_ROW and lengths.sum() <= FEW_IN_ALL)
-        self._again = bool(few) and self.replays is not None
+        most = max(lengths.tolist())
+        few = most == 1 or (most <= FEW_OF_ROW and int(lengths.sum()) <= FEW_IN_ALL)
+        self._again = few and self.replays is not None
         self._launches = []
         self._staged = True
         try:
@@ -437,7 +440,13 @@ class CupyOps:
         return found
 
     def _geometry(self, query_heads: int, layers: int, kv_heads: int, head_dim: int) -> Geometry:
-        return Geometry(query_heads, kv_heads, head_dim, self._page_size, layers, self._kind, self._kv_kind)
+        key = query_heads, layers, kv_heads, head_dim
+        found = self._geometries.get(key)
+        if found is None:
+            found = self._geometries[key] = Geometry(
+                query_heads, kv_heads, head_dim, self._page_size, layers, self._kind, self._kv_kind
+            )
+        return found
 
     def _upload(self, array: NDArray[Any]) -> Any:
         """Copy to the device from where it is: `asarray` would copy it to pinned memory first, and keep that."""
@@ -468,19 +477,14 @@ class _Memory:
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
+        pinned = Pinned()
+        self.array, self.get = pinned.array, pinned.get
 
     def compile(self, name: str, defines: Mapping[str, str]) -> module.Module:
         return module.load(name, defines)
 
-    def array(self, values: NDArray[Any]) -> Any:
-        return self._cupy.asarray(values)
-
     def empty(self, shape: int, dtype: Any) -> Any:
-        return self._cupy.empty(shape, dtype)
-
-    def get(self, array: Any) -> NDArray[Any]:
-        host: NDArray[Any] = self._cupy.asnumpy(array)
-        return host
+        return self._cupy.ndarray((shape,), dtype)
 
 
 def _gpu(cupy: Any, device: int) -> attention.Gpu:

@@ -7,6 +7,7 @@ what they mean.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -192,7 +193,7 @@ class Batch:
     @property
     def most_logprobs(self) -> int:
         """The most top tokens a row asks for; -1 if none asks for any log probability."""
-        return int(self.rows["logprobs"].max(initial=-1))
+        return max(self.rows["logprobs"].tolist(), default=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,15 +218,25 @@ class Drawn:
     def unpacked(cls, out: NDArray[np.int32], n: int, most: int) -> Drawn:
         """Read what the kernels wrote, `out_words` words, for ``n`` rows and ``most`` top tokens."""
         if most < 0:
-            nothing = np.empty((n, 0))
-            unknown = np.full(n, np.nan, np.float32)
             tokens, errors = out[: 2 * n].reshape(2, n)
-            return cls(
-                tokens, errors, unknown, np.zeros(n, np.int32), nothing.astype(np.int32), nothing.astype(np.float32)
-            )
+            return cls(tokens, errors, *_not_asked(n))
         tokens, errors, logprobs, ranks = out[: 4 * n].reshape(4, n)
         ids, values = out[4 * n : out_words(n, most)].reshape(2, n, most)
         return cls(tokens, errors, logprobs.view(np.float32), ranks, ids, values.view(np.float32))
+
+
+@functools.lru_cache(maxsize=512)
+def _not_asked(n: int) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+    """What `Drawn` has for rows none of which asks for log probabilities; not to be written to."""
+    found = (
+        np.full(n, np.nan, np.float32),
+        np.zeros(n, np.int32),
+        np.empty((n, 0), np.int32),
+        np.empty((n, 0), np.float32),
+    )
+    for array in found:
+        array.flags.writeable = False
+    return found
 
 
 def out_words(n: int, most: int) -> int:

@@ -33,15 +33,13 @@ class Staging:
 
         pinned = cupy.cuda.alloc_pinned_memory(4 * words)
         self._host: NDArray[np.int32] = np.frombuffer(pinned, np.int32, words)
+        self._host_at = self._host.ctypes.data
         self._device = cupy.empty(words, np.int32)
+        #: Where the device's memory is.
+        self.base = int(self._device.data.ptr)
         # Of it: those of one step are mostly those of the last, and making them takes longer than the copy.
         self._views: dict[tuple[int, tuple[int, ...]], Any] = {}
         self._used = 0
-
-    @property
-    def base(self) -> int:
-        """Where the device's memory is."""
-        return int(self._device.data.ptr)
 
     def begin(self) -> None:
         """Start anew: what was made before is no longer needed by anything that is not queued yet."""
@@ -83,10 +81,8 @@ class Staging:
         import cupy
 
         stream = cupy.cuda.get_current_stream()
-        size = 4 * self._used
-        cupy.cuda.runtime.memcpyAsync(
-            self.base, self._host.ctypes.data, size, cupy.cuda.runtime.memcpyHostToDevice, stream.ptr
-        )
+        to_device = cupy.cuda.runtime.memcpyHostToDevice
+        cupy.cuda.runtime.memcpyAsync(self.base, self._host_at, 4 * self._used, to_device, stream.ptr)
         if self._sent is None:
             self._sent = cupy.cuda.Event(disable_timing=True)
         self._sent.record(stream)

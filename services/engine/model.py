@@ -145,7 +145,7 @@ class Model:
         batch = Batch.build(rows, page_size, total_pages, config.vocab_size, config.max_context)
         step = self._prepared(batch, pages)
         states = ops.computed(lambda: self._computed(step, pages), pages, (self._weights, step.count > 0))
-        return states[: len(batch.wanted)]
+        return states if len(states) == len(batch.wanted) else states[: len(batch.wanted)]
 
     def _prepared(self, batch: Batch, pages: Any) -> _Step:
         """What the layers need to know of a batch, made before the first of them runs."""

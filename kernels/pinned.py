@@ -1,0 +1,65 @@
+"""Small arrays to and from a GPU, each by itself, through pinned memory that is kept.
+
+CuPy finds, and gives back, pinned memory for every array that it copies, which takes the host longer than the copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Bytes each way; what is larger goes as CuPy has it. And what an array is aligned to.
+BYTES, ALIGNED = 1 << 18, 16
+
+
+class Pinned:
+    """Room on the host for copies on one stream at a time of the current device."""
+
+    def __init__(self, size: int = BYTES) -> None:
+        import cupy
+
+        self._cupy = cupy
+        runtime = cupy.cuda.runtime
+        self._copy, self._there, self._back = (
+            runtime.memcpyAsync,
+            runtime.memcpyHostToDevice,
+            runtime.memcpyDeviceToHost,
+        )
+        self._out, self._in = (_bytes(cupy.cuda.alloc_pinned_memory(size), size) for _ in range(2))
+        self._out_at, self._in_at = self._out.ctypes.data, self._in.ctypes.data
+        self._used = 0
+        self._sent = cupy.cuda.Event(disable_timing=True)  # the last copy to the device
+
+    def array(self, values: NDArray[Any]) -> Any:
+        """A copy on the device of a contiguous array, in the order of the current stream."""
+        size = values.nbytes
+        if size > len(self._out):
+            return self._cupy.asarray(values)
+        if self._used + size > len(self._out):
+            self._sent.synchronize()
+            self._used = 0
+        at = self._used
+        self._used = at + -(-size // ALIGNED) * ALIGNED
+        self._out[at : at + size] = values.reshape(-1).view(np.uint8)
+        found = self._cupy.ndarray(values.shape, values.dtype)
+        stream = self._cupy.cuda.get_current_stream()
+        self._copy(found.data.ptr, self._out_at + at, size, self._there, stream.ptr)
+        self._sent.record(stream)
+        return found
+
+    def get(self, array: Any) -> NDArray[Any]:
+        """A copy on the host of a contiguous array, when the current stream has come to it."""
+        size = array.nbytes
+        if size > len(self._in):
+            found: NDArray[Any] = self._cupy.asnumpy(array)
+            return found
+        stream = self._cupy.cuda.get_current_stream()
+        self._copy(self._in_at, array.data.ptr, size, self._back, stream.ptr)
+        stream.synchronize()
+        return self._in[:size].view(array.dtype).reshape(array.shape).copy()
+
+
+def _bytes(memory: Any, size: int) -> NDArray[np.uint8]:
+    return np.frombuffer(memory, np.uint8, size)
