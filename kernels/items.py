@@ -76,7 +76,7 @@ class _Laid:
 
 
 _NO_CUTS = np.empty(0)
-#: Tiles from which on it may be faster to count how many of them have how many keys.
+#: Tiles from which on nothing stays as it is, and it may be faster to count how many tiles have how many keys.
 _MANY = 32
 
 
@@ -98,9 +98,12 @@ def cut(
     # Pieces of a tile are alike, but for the last, which may be shorter, or not be there.
     size = -(-keys // (pieces * ITEM_KEYS)) * ITEM_KEYS
     pieces = -(-keys // size)
-    # All this stays as it is for many steps that add a key to each tile.
-    told = pieces.tobytes(), size.tobytes(), tiles.row.tobytes(), tiles.first.tobytes(), tiles.queries.tobytes()
-    laid = _laid(partial_rows, *told)
+    told = pieces, size, tiles.row, tiles.first, tiles.queries
+    if len(keys) < _MANY:
+        # All this stays as it is for many steps that add a key to each tile, if there are few.
+        laid = _laid_before(partial_rows, *[array.tobytes() for array in told])
+    else:
+        laid = _laid(partial_rows, *told)
     begin, end = laid.columns[2], np.minimum(laid.columns[3], keys[laid.of])
     order = (begin - end).argsort(kind="stable")
     items = laid.columns.take(order, axis=1)
@@ -108,19 +111,28 @@ def cut(
     return Cut(items.T, laid.entries, laid.entry_queries, laid.partial_rows)
 
 
-@functools.lru_cache(maxsize=16)
-def _laid(partial_rows: int, *told: bytes) -> _Laid:
-    """Lay out ``told``, int64 ``[tiles]``: pieces, keys of a piece, row, first query and queries of each tile."""
-    pieces, size, row, first, queries = (np.frombuffer(array, np.int64) for array in told)
+def _laid(partial_rows: int, pieces: I64, size: I64, row: I64, first: I64, queries: I64) -> _Laid:
+    """Lay out tiles by the pieces of each and the keys of a piece; ``row``, ``first``, ``queries`` as of `Tiles`."""
     of = np.arange(len(pieces)).repeat(pieces)
     number = np.arange(len(of)) - (pieces.cumsum() - pieces)[of]
     split = pieces > 1
-    results = (pieces * queries * split).cumsum()
-    base = partial_rows + results - pieces * queries * split
-    partial = np.where(split[of], base[of] + number * queries[of], -1)
-    columns = np.stack([row[of], first[of], number * size[of], (number + 1) * size[of], partial])
-    entries = np.stack([row, first, queries, base, pieces], axis=1)[split]
-    return _Laid(of, columns, entries, int(entries[:, 2].max(initial=0)), partial_rows + int(results[-1]))
+    results = pieces * queries * split
+    behind = results.cumsum() + partial_rows
+    base = behind - results
+    columns = np.empty((5, len(of)), np.int64)
+    columns[0], columns[1], columns[2] = row[of], first[of], number * size[of]
+    columns[3] = columns[2] + size[of]
+    columns[4] = np.where(split[of], base[of] + number * queries[of], -1)
+    cut_up = split.nonzero()[0]
+    entries = np.empty((5, len(cut_up)), np.int64)
+    for column, values in zip(entries, (row, first, queries, base, pieces), strict=True):
+        column[:] = values[cut_up]
+    return _Laid(of, columns, entries.T, int(entries[2].max(initial=0)), int(behind[-1]))
+
+
+@functools.lru_cache(maxsize=64)
+def _laid_before(partial_rows: int, *told: bytes) -> _Laid:
+    return _laid(partial_rows, *(np.frombuffer(array, np.int64) for array in told))
 
 
 def _pieces(keys: I64, heads: int, processors: int, cost: Cost) -> I64 | None:
