@@ -52,6 +52,10 @@ class Batch:
         Raises ``ForwardFailed`` naming the row when it is empty, has too few pages for its tokens, or has a token, a
         page or a position out of range.
         """
+        if all(row.want_logits == 1 == len(row.tokens) for row in rows):
+            found = cls._decoding(rows, page_size, total_pages, vocab_size, max_context)
+            if found is not None:
+                return found
         lengths = np.array([len(row.tokens) for row in rows], np.int64)
         starts = np.array([row.start for row in rows], np.int64)
         held = np.array([len(row.pages) for row in rows], np.int64)
@@ -88,6 +92,44 @@ class Batch:
             asking=asking,
             asked=asked,
             wanted=np.repeat(last[asking], asked) - behind,
+        )
+
+    @classmethod
+    def _decoding(
+        cls, rows: Sequence[Row], page_size: int, total_pages: int, vocab_size: int, max_context: int
+    ) -> Batch | None:
+        """What `build` returns for rows of one token, each of which wants its logits; None if one of them is wrong.
+
+        These are most steps, and of few rows: what counts is how often NumPy is called.
+        """
+        tokens, starts = [row.tokens[0] for row in rows], [row.start for row in rows]
+        held = [len(row.pages) for row in rows]
+        fewest, widest = min(held), max(held)
+        outside = min(tokens) < 0 or max(tokens) >= vocab_size or min(starts) < 0 or max(starts) >= max_context
+        if outside or not fewest:
+            return None
+        pages = np.concatenate([np.asarray(row.pages, np.int64) for row in rows])
+        each, positions = np.arange(len(rows)), np.array(starts, np.int64)
+        column = positions // page_size
+        if pages.min() < 0 or pages.max() >= total_pages or (column >= held).any():
+            return None
+        if fewest == widest:
+            block_tables = pages.reshape(len(rows), widest)
+        else:
+            block_tables = np.zeros((len(rows), widest), np.int64)
+            block_tables[np.arange(widest) < np.array(held)[:, np.newaxis]] = pages
+        ones = np.ones(len(rows), np.int64)
+        return cls(
+            tokens=np.array(tokens, np.int64),
+            positions=positions,
+            page=block_tables[each, column],
+            slot=positions - column * page_size,
+            starts=positions,
+            lengths=ones,
+            block_tables=block_tables,
+            asking=each,
+            asked=ones,
+            wanted=each,
         )
 
 
