@@ -187,17 +187,15 @@ def plan(
             raise ValueError(f"position {end - 1}: must be below {_MOST_POSITIONS}")
 
     group, heads, processors = geometry.group, geometry.kv_heads, gpu.processors
-    rows = decode_rows(geometry, gpu, group if starts.size else 1)
+    rows, cost = _decoding(geometry, gpu, group if starts.size else 1)
     if most == 1 and group <= rows:
-        offsets, first, queries = _of_tokens(len(starts), group)
-        tiles = Tiles(offsets[:-1], first, queries, starts + 1)
-        decode = cut(tiles, heads, processors, decode_cost(geometry, gpu, rows), 0, item_keys)
+        offsets, row, first, queries = _of_tokens(len(starts), group)
+        decode = cut(Tiles(row, first, queries, starts + 1), heads, processors, cost, 0, item_keys)
         prefill, entries = NOTHING, decode.entries
     else:
         few = (lengths == 1) | (lengths * group <= max_decode_rows(geometry, gpu)) | decode_all
-        rows = decode_rows(geometry, gpu, int(np.max(lengths[few] * group, initial=1)))
-        tiles = _tiles(few.nonzero()[0], starts, lengths, group, rows)
-        decode = cut(tiles, heads, processors, decode_cost(geometry, gpu, rows), 0, item_keys)
+        rows, cost = _decoding(geometry, gpu, int(np.max(lengths[few] * group, initial=1)))
+        decode = cut(_tiles(few.nonzero()[0], starts, lengths, group, rows), heads, processors, cost, 0, item_keys)
         tiles = _tiles((~few).nonzero()[0], starts, lengths, group, geometry.prefill_tile)
         prefill = cut(tiles, heads, processors, prefill_cost(), decode.partial_rows, item_keys)
         offsets, entries = np.append(0, lengths.cumsum()), np.concatenate([decode.entries, prefill.entries])
@@ -314,9 +312,16 @@ def _tiles(rows: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any], grou
 
 
 @functools.lru_cache(maxsize=512)
-def _of_tokens(rows: int, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Of rows of a token each, all of whose queries are a tile: offsets, and first query and queries of the tiles."""
-    return np.arange(rows + 1), np.zeros(rows, np.int64), np.full(rows, group)
+def _of_tokens(rows: int, group: int) -> tuple[NDArray[np.int64], ...]:
+    """Of rows of a token each, all of whose queries are a tile: offsets, and row, first query and queries of a tile."""
+    return np.arange(rows + 1), np.arange(rows), np.zeros(rows, np.int64), np.full(rows, group)
+
+
+@functools.lru_cache(maxsize=64)
+def _decoding(geometry: Geometry, gpu: Gpu, queries: int) -> tuple[int, Cost]:
+    """`decode_rows` where rows have up to ``queries``, and `decode_cost`."""
+    rows = decode_rows(geometry, gpu, queries)
+    return rows, decode_cost(geometry, gpu, rows)
 
 
 class Attention:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,7 @@ class Cost:
     split: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Queries of one row that a block takes together, ``[n]`` each."""
 
     row: I64
@@ -45,8 +44,7 @@ class Tiles:
     keys: I64
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """Tiles as blocks take them: whole numbers ``[n, 5]``, as of `attention.Plan`.
 
     ``items``: those with the most keys first. ``entries``: what is to be combined, of ``entry_queries`` at most each.
@@ -161,11 +159,12 @@ def _pieces(keys: I64, heads: int, processors: int, cost: Cost) -> I64 | None:
         time = (mean + each) * np.maximum(blocks, enough) / slots
     else:
         rounds, rest = np.divmod(blocks, slots)
-        cuts = np.where(rounds > 0, np.minimum(enough // np.maximum(rest, 1), mean // (2 * ITEM_KEYS)), 1)
+        cuts = np.minimum(enough // np.maximum(rest, 1), mean // (2 * ITEM_KEYS)) * (rounds > 0)
         cuts = np.maximum(cuts, 1)
-        last_each = np.where(cuts > 1, float(cost.block + cost.split), each)
+        # Whoever is cut leaves a partial result; of all sizes but the first, there are such anyway.
+        last_each = each if cuts[0] == 1 else cost.block + cost.split
         last = (mean / cuts + last_each) * np.maximum(rest * cuts, enough) / slots
-        time = rounds * (mean + each) + np.where(rest > 0, last, 0)
+        time = rounds * (mean + each) + last * (rest > 0)
     time = np.maximum(time, alone)
     time[0] = max(time[0], (most + cost.block) * (enough / slots))
     best = int(time.argmin())

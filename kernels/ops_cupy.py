@@ -195,6 +195,12 @@ class CupyOps:
         """How many tokens or rows so many are made up to."""
         return size_class(count)
 
+    def _put(self, values: NDArray[Any], rest: int = 0) -> Any:
+        """One number each, int32; in a step that comes again the number of them is made up by ``rest``."""
+        if not self._staged or self._staging is None:
+            return self._cupy.asarray(np.ascontiguousarray(values, np.int32))
+        return self._staging.put(values, self._size(len(values)) if self._again else len(values), rest)
+
     def _make(self, shape: tuple[int, ...], write: Callable[[NDArray[np.int32]], None]) -> Any:
         """An int32 array of what ``write`` writes to the one that it is given."""
         if self._staged and self._staging is not None:
@@ -202,16 +208,6 @@ class CupyOps:
         found = np.empty(shape, np.int32)
         write(found)
         return self._cupy.asarray(found)
-
-    def _put(self, values: NDArray[Any], rest: int = 0) -> Any:
-        """One number each; in a step that comes again the number of them is made up by ``rest``."""
-        count = len(values)
-
-        def write(out: NDArray[np.int32]) -> None:
-            out[:count] = values
-            out[count:] = rest
-
-        return self._make((self._size(count) if self._made_to_size else count,), write)
 
     def indices(self, values: I64) -> Any:
         """Tokens or rows: int32 ``[n]``."""

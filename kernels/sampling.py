@@ -294,7 +294,7 @@ class Sampler:
         self._device = device
         self._module = device.compile("sampling", {"RF_TYPE": kind, "RF_THREADS": str(threads)})
         self._threads = threads
-        self._vocab_size = vocab_size
+        self._sizes = np.int64(vocab_size), np.int32(vocab_size)
 
     def start(self, logits: Any, batch: Batch, stride: int | None = None) -> Pending:
         """Queue the drawing from ``logits``, row i at i times ``stride`` elements, by default the vocabulary's size.
@@ -306,7 +306,8 @@ class Sampler:
         if n:
             rows = self._device.array(batch.rows.view(np.uint32))
             places = self._device.array(batch.entries.view(np.uint32)) if len(batch.entries) else None
-            of = [logits, np.int64(stride or self._vocab_size), np.int32(self._vocab_size), rows]
+            wide, vocab_size = self._sizes
+            of = [logits, np.int64(stride) if stride else wide, vocab_size, rows]
             self._module.launch("sample_tokens", n, self._threads, [*of, places, out])
             if most >= 0:
                 self._module.launch("token_logprobs", n, self._threads, [*of, out, np.int32(most)])

@@ -18,8 +18,8 @@ VIEWS = 4096
 class Staging:
     """Room for the int32 arrays of one step at a time, on the host and on the current device.
 
-    `make` hands out device memory that has its content once `send` has run, in the order of the current stream.
-    It is the same memory again for arrays of the same shapes in the same order, as long as `base` is the same.
+    `put` and `make` hand out device memory that has its content once `send` has run, in the order of the current
+    stream. It is the same memory again for arrays of the same shapes in the same order, as long as `base` is the same.
     """
 
     def __init__(self, words: int = WORDS) -> None:
@@ -51,25 +51,41 @@ class Staging:
         self._used = 0
         self.shapes = []
 
+    def put(self, values: NDArray[Any], size: int, rest: int) -> Any:
+        """Whole numbers that int32 has room for: an array on the device of ``size``, made up with ``rest``."""
+        at, count = self._used, len(values)
+        if at + size > len(self._host):
+            return self._too_late(np.append(values, np.full(size - count, rest)).astype(np.int32))
+        self._host[at : at + count] = values
+        if count < size:
+            self._host[at + count : at + size] = rest
+        return self._placed(at, size, (size,))
+
     def make(self, shape: tuple[int, ...], write: Callable[[NDArray[np.int32]], None]) -> Any:
         """An int32 array on the device, of what ``write`` is to write to one of the host that it is given."""
-        import cupy
-
-        self.shapes.append(shape)
         at, size = self._used, math.prod(shape)
         if at + size > len(self._host):
-            self._late += size + ALIGNED
             late = np.empty(shape, np.int32)
             write(late)
-            return cupy.asarray(late)
-        self._used = at + -(-size // ALIGNED) * ALIGNED
+            return self._too_late(late)
         write(self._host[at : at + size].reshape(shape))
+        return self._placed(at, size, shape)
+
+    def _placed(self, at: int, size: int, shape: tuple[int, ...]) -> Any:
+        self._used = at + -(-size // ALIGNED) * ALIGNED
+        self.shapes.append(shape)
         found = self._views.get((at, shape))
         if found is None:
             if len(self._views) >= VIEWS:
                 self._views.clear()
-            found = self._views[at, shape] = self._device[at : at + math.prod(shape)].reshape(shape)
+            found = self._views[at, shape] = self._device[at : at + size].reshape(shape)
         return found
+
+    def _too_late(self, values: NDArray[np.int32]) -> Any:
+        import cupy
+
+        self._late += values.size + ALIGNED
+        return cupy.asarray(values)
 
     @property
     def whole(self) -> bool:

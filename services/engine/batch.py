@@ -52,7 +52,7 @@ class Batch:
         Raises ``ForwardFailed`` naming the row when it is empty, has too few pages for its tokens, or has a token, a
         page or a position out of range.
         """
-        if all(row.want_logits == 1 == len(row.tokens) for row in rows):
+        if [row.want_logits for row in rows].count(1) == [len(row.tokens) for row in rows].count(1) == len(rows):
             found = cls._decoding(rows, page_size, total_pages, vocab_size, max_context)
             if found is not None:
                 return found
@@ -108,7 +108,7 @@ class Batch:
         outside = min(tokens) < 0 or max(tokens) >= vocab_size or min(starts) < 0 or max(starts) >= max_context
         if outside or not fewest:
             return None
-        pages = np.concatenate([np.asarray(row.pages, np.int64) for row in rows])
+        pages = np.frombuffer(b"".join([_table(row.pages) for row in rows]), np.int64)
         each, positions = np.arange(len(rows)), np.array(starts, np.int64)
         column = positions // page_size
         if pages.min() < 0 or pages.max() >= total_pages or (column >= held).any():
