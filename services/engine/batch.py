@@ -110,14 +110,14 @@ class Batch:
             return None
         pages = np.frombuffer(b"".join([_table(row.pages) for row in rows]), np.int64)
         each, positions = np.arange(len(rows)), np.array(starts, np.int64)
-        column = positions // page_size
-        if pages.min() < 0 or pages.max() >= total_pages or (column >= held).any():
+        column, of_row = positions // page_size, np.array(held, np.int64)
+        if pages.min() < 0 or pages.max() >= total_pages or (column >= of_row).any():
             return None
         if fewest == widest:
             block_tables = pages.reshape(len(rows), widest)
         else:
             block_tables = np.zeros((len(rows), widest), np.int64)
-            block_tables[np.arange(widest) < np.array(held)[:, np.newaxis]] = pages
+            block_tables[np.arange(widest) < of_row[:, np.newaxis]] = pages
         ones = np.ones(len(rows), np.int64)
         return cls(
             tokens=np.array(tokens, np.int64),
