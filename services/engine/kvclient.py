@@ -7,6 +7,7 @@ third of its ttl.
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -160,6 +161,7 @@ class GrpcPageSource:
             steps=_steps(steps) if steps else None,
             demands=[_demand(demand) for demand in demands[len(steps) :]],
             remove_sequence_ids=removed,
+            page_columns=True,
         )
         return _Call(self, session, request, [(step.sequence_id, step.known_pages) for step in steps])
 
@@ -348,7 +350,8 @@ def _demand(demand: Demand) -> pb.SequenceDemand:
 
 
 def _opening(opening: Opening) -> pb.SequenceOpening:
-    message, retention = pb.SequenceOpening(prompt=opening.prompt, salt=opening.salt), opening.retention
+    packed, retention = array("I", opening.prompt).tobytes(), opening.retention
+    message = pb.SequenceOpening(prompt_tokens=packed, salt=opening.salt)
     if retention is not None:
         message.retention.ttl.FromNanoseconds(round(retention.ttl_s * 1e9))
         message.retention.priority = retention.priority
@@ -379,7 +382,7 @@ def _grants(reply: pb.AllocatePagesResponse, steps: list[_Step]) -> list[Grant]:
 def _grant(grant: pb.SequenceGrant) -> Grant:
     if grant.HasField("error"):
         return Grant(grant.sequence_id, error=rpc.error_from_status(grant.error))
-    pages = tuple(page.page_id for page in grant.pages)
+    pages = tuple(grant.page_ids[:])
     copies = tuple(PageCopy(copy.index, copy.source.page_id, copy.target.page_id) for copy in grant.copies)
     return Grant(grant.sequence_id, grant.first_index, pages, grant.cached_tokens, copies=copies)
 

@@ -1,12 +1,12 @@
 """The prefix cache's index: which page holds the K and V of which prefix.
 
 A published page is one link of a chain: its tokens, behind a parent chain that starts at a root, one root a salt. The
-index maps a 64-bit hash of the chain to a page, and a hit counts only when the stored tokens, the parent's hash and
-(at the root) the salt are equal too.
+index names a chain by a 64-bit hash, and finds a page by the hash of the chain before it, or at the root the salt, and
+its tokens: a lookup compares all tokens and computes no hash.
 
 Why that is exact, collisions included: one hash names at most one chain at a time (a second chain with the same hash
 is refused publication), and **no page is indexed unless its parent is**. So a page whose parent hash equals the hash
-just verified continues exactly the verified chain, not another one that collides with it.
+of the page just found continues exactly the chain that was found, not another one that collides with it.
 
 Several pages may hold the same link, when sequences computed the same prefix at the same time. One of them, the
 primary, is indexed; the others stand by while their holders live. The parent rule holds through eviction because
@@ -54,6 +54,8 @@ class PrefixIndex:
         self._chain_hash = chain_hash
         self._on_change = on_change
         self._primary: dict[int, int] = {}
+        # The same pages, by what they continue (a chain by its hash, the root by its salt) and their tokens.
+        self._continuing: dict[tuple[int | str, bytes], int] = {}
         self._standby: dict[int, list[int]] = {}
         self._keys = array("Q", bytes(8 * total))
         self._parents = array("Q", bytes(8 * total))
@@ -88,14 +90,13 @@ class PrefixIndex:
     def match(self, salt: str, chunks: Iterable[bytes]) -> list[int]:
         """The indexed pages of the longest prefix of ``chunks``, one page of tokens each."""
         pages: list[int] = []
-        parent, first = root_hash(salt), True
+        find, keys, before = self._continuing.get, self._keys, salt
         for tokens in chunks:
-            key = self._chain_hash(parent, tokens)
-            page = self._primary.get(key)
-            if page is None or not self._same(page, parent, tokens, salt if first else None):
+            page = find((before, tokens))
+            if page is None:
                 break
             pages.append(page)
-            parent, first = key, False
+            before = keys[page]
         return pages
 
     def chain(self, salt: str, chunks: Iterable[bytes]) -> Iterator[int]:
@@ -130,7 +131,7 @@ class PrefixIndex:
         key = self._chain_hash(above, tokens)
         present = self._primary.get(key)
         if present is None:
-            self._primary[key] = page
+            self._primary[key] = self._continuing[salt if parent is None else above, tokens] = page
             self._on_change(EventKind.STORED, Link(key, above))
         elif self._same(present, above, tokens, salt if parent is None else None):
             self._standby.setdefault(key, []).append(page)
@@ -146,13 +147,13 @@ class PrefixIndex:
         as ``kind``.
         """
         key, heir = self._keys[page], None
-        standby = self._standby.get(key, [])
+        standby, link = self._standby.get(key, []), self._link(page)
         if self._primary[key] != page:
             standby.remove(page)
         elif standby:
-            self._primary[key] = heir = standby.pop(0)
+            self._primary[key] = self._continuing[link] = heir = standby.pop(0)
         else:
-            del self._primary[key]
+            del self._primary[key], self._continuing[link]
             self._on_change(kind, Link(key, self._parents[page]))
         if not standby:
             self._standby.pop(key, None)
@@ -162,6 +163,12 @@ class PrefixIndex:
 
     def _same(self, page: int, parent: int, tokens: bytes, salt: str | None) -> bool:
         return self._parents[page] == parent and self._tokens[page] == tokens and self._salts.get(page) == salt
+
+    def _link(self, page: int) -> tuple[int | str, bytes]:
+        tokens, salt = self._tokens[page], self._salts.get(page)
+        if tokens is None:
+            raise ValueError(f"page {page} is not published")
+        return self._parents[page] if salt is None else salt, tokens
 
     def links(self) -> Iterator[Link]:
         """Every link that lookups find."""
@@ -178,6 +185,10 @@ class PrefixIndex:
                 yield f"link {key:016x} names page {page}, which is not its"
             if page not in self._salts and self._parents[page] not in self._primary:
                 yield f"page {page} is indexed and its parent link is not"
+            if self._tokens[page] is not None and self._continuing.get(self._link(page)) != page:
+                yield f"page {page} is indexed and no lookup comes to it"
+        if len(self._continuing) != len(self._primary):
+            yield f"{len(self._primary)} links are indexed, lookups know {len(self._continuing)}"
         for key, pages in self._standby.items():
             if not pages or len(set(pages)) != len(pages) or key not in self._primary:
                 yield f"link {key:016x} has stand-bys {pages} and primary {self._primary.get(key)}"
