@@ -136,17 +136,17 @@ class PageTable:
 
     def hold_all(self, pages: Sequence[int], holder: Hashable) -> None:
         """As `hold`, of each of these pages in order."""
-        states, first, discard, hold = self._states, self._first, self.cached.discard, self.hold
-        cached = 0
-        for page in pages:
-            if states[page] != _CACHED:
-                hold(page, holder)
-                continue
-            discard(page)
+        states, first = self._states, self._first
+        cached = [page for page in pages if states[page] == _CACHED]
+        if len(cached) < len(pages):
+            for page in pages:
+                self.hold(page, holder)
+            return
+        self.cached.discard_all(cached)
+        for page in cached:
             states[page] = _HELD
             first[page] = holder
-            cached += 1
-        self._held_count += cached
+        self._held_count += len(cached)
 
     def drop(self, page: int, holder: Hashable) -> bool:
         """Take a holder away; true when it was the last, and the caller must now place the page.
