@@ -11,11 +11,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 import structlog
@@ -54,6 +55,8 @@ _DATA_TYPES = {"f32": pb.DATA_TYPE_F32, "f16": pb.DATA_TYPE_F16, "bf16": pb.DATA
 
 #: Of a demand that is sent as a step: the sequence's id, and the pages that the engine knows of.
 _Step: TypeAlias = tuple[str, int]
+
+Reply = TypeVar("Reply")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +168,9 @@ class GrpcPageSource:
         )
         return _Call(self, session, request, [(step.sequence_id, step.known_pages) for step in steps])
 
-    def send(self, request: pb.AllocatePagesRequest, session: _Session, steps: list[_Step]) -> Future[_Answer]:
-        """Start one attempt at a call of the session, which asks for ``steps``; the future of what is answered."""
-        return self._caller.submit(self._answered, request, steps, _call_s(session.lease))
+    def send(self, request: pb.AllocatePagesRequest, session: _Session, steps: list[_Step]) -> Attempt[_Answer]:
+        """Start one attempt at a call of the session, which asks for ``steps``; what is answered is its result."""
+        return Attempt(self._caller, partial(self._answered, request, steps, _call_s(session.lease)))
 
     def now(self) -> float:
         """The clock that leases are measured with."""
@@ -295,6 +298,22 @@ class GrpcPageSource:
         sent_at = self._clock()
         request = pb.RenewSessionRequest(session_id=session.id)
         lease.renewed(sent_at, self._call("RenewSession", request, _call_s(lease)).epoch)
+
+
+class Attempt(Generic[Reply]):
+    """A call on its way to another thread, which makes it while this one has a step to run.
+
+    An idle engine asks for the reply at once, before the other thread has begun: then this one makes the call, and
+    neither waits for the other to wake up.
+    """
+
+    def __init__(self, caller: Executor, call: Callable[[], Reply]) -> None:
+        self._call = call
+        self._future = caller.submit(call)
+
+    def result(self) -> Reply:
+        """The reply. Raises what the call raises."""
+        return self._call() if self._future.cancel() else self._future.result()
 
 
 class _Call:

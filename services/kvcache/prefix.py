@@ -90,7 +90,8 @@ class PrefixIndex:
     def match(self, salt: str, chunks: Iterable[bytes]) -> list[int]:
         """The indexed pages of the longest prefix of ``chunks``, one page of tokens each."""
         pages: list[int] = []
-        find, keys, before = self._continuing.get, self._keys, salt
+        find, keys = self._continuing.get, self._keys
+        before: int | str = salt
         for tokens in chunks:
             page = find((before, tokens))
             if page is None:
