@@ -7,11 +7,14 @@ import dataclasses
 import math
 import secrets
 import uuid
+from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
+
+import numpy as np
 
 from services.engine.chat import Chat
 from services.engine.modelconfig import ModelConfig
@@ -201,7 +204,7 @@ def _stopping(message: Any, config: ModelConfig) -> Stopping:
     return Stopping(max_tokens, message.min_tokens, frozenset(eos), frozenset(message.stop_token_ids))
 
 
-async def _prompt(message: Any, config: ModelConfig, tokenizer: Tokenizer, chat: Chat) -> tuple[int, ...]:
+async def _prompt(message: Any, config: ModelConfig, tokenizer: Tokenizer, chat: Chat) -> Items[int]:
     match message.WhichOneof("input"):
         case "text":
             size, limit = len(message.text.encode()), text_limit(config)
@@ -213,9 +216,10 @@ async def _prompt(message: Any, config: ModelConfig, tokenizer: Tokenizer, chat:
         case "tokens":
             if not message.tokens.ids:
                 raise FieldInvalid("the prompt has no tokens; it needs one at least", field="prompt.tokens.ids")
-            _room(len(message.tokens.ids), config)  # first: to look at millions of ids takes a second
-            check_tokens(message.tokens.ids, "prompt.tokens.ids", config.vocab_size)
-            return tuple(message.tokens.ids)
+            _room(len(message.tokens.ids), config)  # first: to look at millions of ids takes a while
+            ids = np.asarray(message.tokens.ids, np.uint32)  # in one copy: one by one they take ten times as long
+            check_tokens(ids, "prompt.tokens.ids", config.vocab_size)
+            return array("I", ids.tobytes())
         case "messages":
             with inside("prompt"):
                 return (await chat.read(message.messages, text_limit(config))).token_ids
@@ -284,12 +288,15 @@ def inside(field: str) -> Iterator[None]:
         raise
 
 
-def check_tokens(ids: Items[int], field: str, vocab_size: int) -> None:
-    """Raises FieldInvalid naming the first id that the model does not have."""
-    if ids and max(ids) >= vocab_size:
-        at = next(at for at, token in enumerate(ids) if token >= vocab_size)
+def check_tokens(ids: Any, field: str, vocab_size: int) -> None:
+    """Raises FieldInvalid naming the first id that the model does not have; ``ids`` are a uint32 field, or an array."""
+    if not len(ids):
+        return
+    found = np.asarray(ids)
+    if found.max() >= vocab_size:
+        at = int(np.argmax(found >= vocab_size))
         raise FieldInvalid(
-            f"{field}[{at}] is {ids[at]}; the vocabulary has {vocab_size} tokens", field=f"{field}[{at}]"
+            f"{field}[{at}] is {found[at]}; the vocabulary has {vocab_size} tokens", field=f"{field}[{at}]"
         )
 
 

@@ -7,14 +7,16 @@ third of its ttl.
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 import structlog
@@ -53,6 +55,8 @@ _DATA_TYPES = {"f32": pb.DATA_TYPE_F32, "f16": pb.DATA_TYPE_F16, "bf16": pb.DATA
 
 #: Of a demand that is sent as a step: the sequence's id, and the pages that the engine knows of.
 _Step: TypeAlias = tuple[str, int]
+
+Reply = TypeVar("Reply")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +164,13 @@ class GrpcPageSource:
             steps=_steps(steps) if steps else None,
             demands=[_demand(demand) for demand in demands[len(steps) :]],
             remove_sequence_ids=removed,
+            page_columns=True,
         )
         return _Call(self, session, request, [(step.sequence_id, step.known_pages) for step in steps])
 
-    def send(self, request: pb.AllocatePagesRequest, session: _Session, steps: list[_Step]) -> Future[_Answer]:
-        """Start one attempt at a call of the session, which asks for ``steps``; the future of what is answered."""
-        return self._caller.submit(self._answered, request, steps, _call_s(session.lease))
+    def send(self, request: pb.AllocatePagesRequest, session: _Session, steps: list[_Step]) -> Attempt[_Answer]:
+        """Start one attempt at a call of the session, which asks for ``steps``; what is answered is its result."""
+        return Attempt(self._caller, partial(self._answered, request, steps, _call_s(session.lease)))
 
     def now(self) -> float:
         """The clock that leases are measured with."""
@@ -295,6 +300,22 @@ class GrpcPageSource:
         lease.renewed(sent_at, self._call("RenewSession", request, _call_s(lease)).epoch)
 
 
+class Attempt(Generic[Reply]):
+    """A call on its way to another thread, which makes it while this one has a step to run.
+
+    An idle engine asks for the reply at once, before the other thread has begun: then this one makes the call, and
+    neither waits for the other to wake up.
+    """
+
+    def __init__(self, caller: Executor, call: Callable[[], Reply]) -> None:
+        self._call = call
+        self._future = caller.submit(call)
+
+    def result(self) -> Reply:
+        """The reply. Raises what the call raises."""
+        return self._call() if self._future.cancel() else self._future.result()
+
+
 class _Call:
     """An AllocatePages call under way. Sent again as it is when nobody answers: a replay changes nothing more."""
 
@@ -348,7 +369,8 @@ def _demand(demand: Demand) -> pb.SequenceDemand:
 
 
 def _opening(opening: Opening) -> pb.SequenceOpening:
-    message, retention = pb.SequenceOpening(prompt=opening.prompt, salt=opening.salt), opening.retention
+    packed, retention = array("I", opening.prompt).tobytes(), opening.retention
+    message = pb.SequenceOpening(prompt_tokens=packed, salt=opening.salt)
     if retention is not None:
         message.retention.ttl.FromNanoseconds(round(retention.ttl_s * 1e9))
         message.retention.priority = retention.priority
@@ -379,7 +401,7 @@ def _grants(reply: pb.AllocatePagesResponse, steps: list[_Step]) -> list[Grant]:
 def _grant(grant: pb.SequenceGrant) -> Grant:
     if grant.HasField("error"):
         return Grant(grant.sequence_id, error=rpc.error_from_status(grant.error))
-    pages = tuple(page.page_id for page in grant.pages)
+    pages = tuple(grant.page_ids[:])
     copies = tuple(PageCopy(copy.index, copy.source.page_id, copy.target.page_id) for copy in grant.copies)
     return Grant(grant.sequence_id, grant.first_index, pages, grant.cached_tokens, copies=copies)
 

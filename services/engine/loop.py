@@ -203,6 +203,10 @@ class EngineLoop:
             self._count_tokens(advance)
             self._events += advance.events
             self._deliver()
+            if len(step) == 1 and step[0].sequence.num_generated_tokens == 1:
+                # Whoever passes a lone request's first token on has the interpreter before this thread prepares what
+                # comes next, which may take longer than the step did. Among others it would hold up all of them.
+                time.sleep(0)
         done = self._clock()
         waited_s = self._collect(exchange) if exchange is not None else 0.0
         if step:

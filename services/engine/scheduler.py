@@ -430,7 +430,8 @@ class Scheduler:
         self._name(sequence)
         pages = self._admission.pages_for(sequence.resident_target)
         request = sequence.request
-        opening = Opening(tuple(sequence.tokens), request.salt, request.retention)
+        tokens = request.prompt if not sequence.num_generated_tokens else tuple(sequence.tokens)
+        opening = Opening(tokens, request.salt, request.retention)
         return self._demand(sequence, pages, opening), sequence
 
     def _take(self, sequence: Sequence, demand: Demand, grant: Grant) -> list[PageCopy]:

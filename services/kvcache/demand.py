@@ -6,6 +6,7 @@ Each function either raises a ServiceError and has changed nothing, or does all 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ class Demand(NamedTuple):
     """
 
     sequence_id: str
-    prompt: list[int] | None
+    prompt: Items[int] | None
     salt: str
     start: int
     tokens: list[int]
@@ -208,10 +209,12 @@ def _check_quota(session: Session, more: int, total: int = 0) -> None:
         )
 
 
-def prompt_array(prompt: list[int], field: str = "opening.prompt") -> array[int]:
+def prompt_array(prompt: Items[int], field: str = "opening.prompt") -> array[int]:
     """A prompt's tokens. Raises FieldInvalid when there are none, or one is not a uint32."""
     if not prompt:
         raise FieldInvalid(f"{field} is empty; it needs at least one token", field=field)
+    if isinstance(prompt, array):
+        return prompt
     try:
         return token_array(prompt)
     except OverflowError as error:

@@ -9,7 +9,7 @@ that comes back last, and keeping a part of the loop beats keeping none of it fo
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from services.kvcache.lru import LruQueue
@@ -152,6 +152,11 @@ class DensityQueue(LruQueue):
         """Take out of the queue: its content was asked for. Raises ValueError when it is not in it."""
         self._remove(page)
         self.note_returned(page)
+
+    def discard_all(self, pages: Sequence[int]) -> None:
+        """As `discard`, of each of these pages in order."""
+        for page in pages:
+            self.discard(page)
 
     def note_returned(self, page: int) -> None:
         """A stay has ended in a hit."""

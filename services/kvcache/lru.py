@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _NONE = -1
 
@@ -65,19 +65,28 @@ class LruQueue:
 
     def discard(self, page: int) -> None:
         """Take out of the queue: its content was asked for. Raises ValueError when it is not in it."""
-        if not self._member[page]:
-            raise ValueError(f"page {page} is not queued")
-        self._member[page] = 0
-        older, newer = self._older[page], self._newer[page]
-        if older == _NONE:
-            self._oldest = newer
-        else:
-            self._newer[older] = newer
-        if newer == _NONE:
-            self._newest = older
-        else:
-            self._older[newer] = older
-        self._length -= 1
+        self._take_out((page,))
+
+    def discard_all(self, pages: Sequence[int]) -> None:
+        """As `discard`, of each of these pages in order."""
+        self._take_out(pages)
+
+    def _take_out(self, pages: Sequence[int]) -> None:
+        olders, newers, member = self._older, self._newer, self._member
+        for page in pages:
+            if not member[page]:
+                raise ValueError(f"page {page} is not queued")
+            member[page] = 0
+            older, newer = olders[page], newers[page]
+            if older == _NONE:
+                self._oldest = newer
+            else:
+                newers[older] = newer
+            if newer == _NONE:
+                self._newest = older
+            else:
+                olders[newer] = older
+            self._length -= 1
 
     def evict(self, page: int) -> None:
         """Take out of the queue: its content is given up. Raises ValueError when it is not in it."""

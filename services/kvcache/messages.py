@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from itertools import islice
 from typing import Any
 
@@ -80,16 +82,21 @@ def arena_message(pool: Pool, canary_slot: int) -> pb.Arena:
     return message
 
 
-def fill_grant(message: pb.SequenceGrant, grant: Grant) -> None:
-    """Write what was granted into the message of its sequence."""
+def fill_grant(message: pb.SequenceGrant, grant: Grant, *, columns: bool = False) -> None:
+    """Write what was granted into the message of its sequence, its pages in ``columns`` or one by one."""
     first_index, pages, cached_tokens, copies = grant
     # Setting a field costs more than looking whether there is anything to set.
     if first_index:
         message.first_index = first_index
     if cached_tokens:
         message.cached_tokens = cached_tokens
-    for page_id, generation in pages:
-        message.pages.add(page_id=page_id, generation=generation)
+    if columns and pages:
+        ids, generations = zip(*pages, strict=True)
+        message.page_ids.extend(ids)
+        message.generations.extend(generations)
+    else:
+        for page_id, generation in pages:
+            message.pages.add(page_id=page_id, generation=generation)
     for copy in copies:
         source, target = page_message(copy.source), page_message(copy.target)
         message.copies.add(index=copy.index, source=source, target=target)
@@ -140,10 +147,11 @@ def read_demands(items: Any) -> list[Demand]:
         sequence_id = item.sequence_id
         if not 1 <= len(sequence_id) <= MAX_NAME:
             check_name(sequence_id, f"demands[{len(demands)}].sequence_id")
-        prompt, salt, retention = None, "", None
+        prompt: Items[int] | None = None
+        salt, retention = "", None
         if item.HasField("opening"):
             opening = item.opening
-            prompt, salt = opening.prompt[:], opening.salt
+            prompt, salt = _read_prompt(opening, len(demands)), opening.salt
             check_name(salt, f"demands[{len(demands)}].opening.salt", least=0)
             if opening.HasField("retention"):
                 retention = read_retention(opening.retention)
@@ -153,6 +161,20 @@ def read_demands(items: Any) -> list[Demand]:
         tokens, total, known = item.tokens[:], item.total_pages, item.known_pages
         demands.append(Demand(sequence_id, prompt, salt, item.start, tokens, total, known, retention, parent))
     return demands
+
+
+def _read_prompt(opening: pb.SequenceOpening, at: int) -> Items[int]:
+    """The tokens of ``demands[at].opening``, in whichever of its fields they are. Raises FieldInvalid."""
+    packed = opening.prompt_tokens
+    if not packed:
+        listed: list[int] = opening.prompt[:]
+        return listed
+    field = f"demands[{at}].opening.prompt_tokens"
+    if len(packed) % 4:
+        raise FieldInvalid(f"{field} has {len(packed)} bytes; each token has 4", field=field)
+    if opening.prompt:
+        raise FieldInvalid(f"{field}: the prompt is in opening.prompt, too; give one of them", field=field)
+    return array("I", packed)
 
 
 def read_appends(items: Any) -> list[tuple[str, int, list[int]]]:

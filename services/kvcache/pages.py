@@ -85,6 +85,14 @@ class PageTable:
         """How often the page's content was given up."""
         return self._generations[page]
 
+    def generations(self, pages: Sequence[int]) -> Iterator[int]:
+        """The generation of each of these pages."""
+        return map(self._generations.__getitem__, pages)
+
+    def cached_among(self, pages: Sequence[int]) -> int:
+        """How many of these pages are CACHED."""
+        return bytes(map(self._states.__getitem__, pages)).count(_CACHED)
+
     def holders(self, page: int) -> frozenset[Hashable]:
         """Who holds the page."""
         first = self._first[page]
@@ -125,6 +133,20 @@ class PageTable:
             self._held_count += 1
         else:
             raise ValueError(f"page {page} is {self.state(page).name}")
+
+    def hold_all(self, pages: Sequence[int], holder: Hashable) -> None:
+        """As `hold`, of each of these pages in order."""
+        states, first = self._states, self._first
+        cached = [page for page in pages if states[page] == _CACHED]
+        if len(cached) < len(pages):
+            for page in pages:
+                self.hold(page, holder)
+            return
+        self.cached.discard_all(cached)
+        for page in cached:
+            states[page] = _HELD
+            first[page] = holder
+        self._held_count += len(cached)
 
     def drop(self, page: int, holder: Hashable) -> bool:
         """Take a holder away; true when it was the last, and the caller must now place the page.

@@ -106,9 +106,9 @@ class Pool:
 
     def match(self, prompt: array[int], salt: str) -> list[int]:
         """Cached pages of the prompt's whole pages, never the one with its last token. Changes nothing."""
-        size = self.page_size
-        whole = (len(prompt) - 1) // size
-        return self.index.match(salt, (prompt[at * size : (at + 1) * size].tobytes() for at in range(whole)))
+        tokens, width = prompt.tobytes(), prompt.itemsize * self.page_size
+        whole = (len(prompt) - 1) // self.page_size
+        return self.index.match(salt, (tokens[at : at + width] for at in range(0, whole * width, width)))
 
     def check_tokens(self, sequence: Sequence, start: int, tokens: list[int]) -> array[int]:
         """Those of ``tokens`` that are not recorded yet, if all of them may stand at ``start``.
@@ -173,13 +173,12 @@ class Pool:
 
     def cached_among(self, pages: list[int]) -> int:
         """How many of these pages nobody holds."""
-        return sum(self.table.state(page) == PageState.CACHED for page in pages)
+        return self.table.cached_among(pages)
 
     def open(self, sequence: Sequence, prompt: array[int], matched: list[int]) -> None:
         """Let a new sequence share its matched pages."""
         self.sequences[sequence] = None
-        for page in matched:
-            self.table.hold(page, sequence)
+        self.table.hold_all(matched, sequence)
         sequence.pages.extend(matched)
         sequence.published = len(matched)
         sequence.cached_tokens = len(matched) * self.page_size
@@ -296,8 +295,7 @@ class Pool:
 
     def references(self, pages: list[int]) -> list[tuple[int, int]]:
         """Ids and generations of pages."""
-        generation = self.table.generation
-        return [(page, generation(page)) for page in pages]
+        return list(zip(pages, self.table.generations(pages), strict=True))
 
     def reference(self, page: int) -> tuple[int, int]:
         """A page's id and generation."""

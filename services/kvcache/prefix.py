@@ -1,12 +1,12 @@
 """The prefix cache's index: which page holds the K and V of which prefix.
 
 A published page is one link of a chain: its tokens, behind a parent chain that starts at a root, one root a salt. The
-index maps a 64-bit hash of the chain to a page, and a hit counts only when the stored tokens, the parent's hash and
-(at the root) the salt are equal too.
+index names a chain by a 64-bit hash, and finds a page by its parent's hash and its tokens: a lookup compares both, and
+at the root the salt, and computes no hash.
 
 Why that is exact, collisions included: one hash names at most one chain at a time (a second chain with the same hash
 is refused publication), and **no page is indexed unless its parent is**. So a page whose parent hash equals the hash
-just verified continues exactly the verified chain, not another one that collides with it.
+of the page just found continues exactly the chain that was found, not another one that collides with it.
 
 Several pages may hold the same link, when sequences computed the same prefix at the same time. One of them, the
 primary, is indexed; the others stand by while their holders live. The parent rule holds through eviction because
@@ -23,6 +23,9 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 
 from services.kvcache.events import EventKind, Link
+from services.kvcache.keytable import KeyTable
+
+_HASH = 8  # bytes of a hash
 
 #: Maps (parent's hash, the page's tokens as little-endian uint32 bytes) to the link's hash. A parameter so that tests
 #: can make everything collide.
@@ -53,11 +56,13 @@ class PrefixIndex:
     ) -> None:
         self._chain_hash = chain_hash
         self._on_change = on_change
-        self._primary: dict[int, int] = {}
+        # By the parent's hash, 8 bytes, with the tokens behind it: a link's name, one object here and in ``_names``.
+        self._primary: dict[bytes, int] = {}
+        self._names: list[bytes | None] = [None] * total
         self._standby: dict[int, list[int]] = {}
         self._keys = array("Q", bytes(8 * total))
         self._parents = array("Q", bytes(8 * total))
-        self._tokens: list[bytes | None] = [None] * total
+        self._of_key = KeyTable(self._keys)  # the primaries
         # Only first links have one: behind them, the parent's hash stands for it.
         self._salts: dict[int, str] = {}
 
@@ -71,31 +76,33 @@ class PrefixIndex:
 
     def parent(self, page: int) -> int | None:
         """The page that lookups find for the link before a published page's own; None for a first link."""
-        return None if page in self._salts else self._primary[self._parents[page]]
+        return None if page in self._salts else self._of_key[self._parents[page]]
 
     def tokens(self, page: int) -> bytes | None:
         """The tokens of a published page; None for others."""
-        return self._tokens[page]
+        name = self._names[page]
+        return None if name is None else name[_HASH:]
 
     def is_primary(self, page: int) -> bool:
         """Whether lookups find this page."""
-        return self._tokens[page] is not None and self._primary.get(self._keys[page]) == page
+        name = self._names[page]
+        return name is not None and self._primary.get(name) == page
 
     def primary_of(self, page: int) -> int:
         """The page that lookups find for the link of a published page."""
-        return self._primary[self._keys[page]]
+        return self._of_key[self._keys[page]]
 
     def match(self, salt: str, chunks: Iterable[bytes]) -> list[int]:
         """The indexed pages of the longest prefix of ``chunks``, one page of tokens each."""
         pages: list[int] = []
-        parent, first = root_hash(salt), True
+        find, keys, salt_of = self._primary.get, self._keys, self._salts.get
+        parent, root = root_hash(salt), True
         for tokens in chunks:
-            key = self._chain_hash(parent, tokens)
-            page = self._primary.get(key)
-            if page is None or not self._same(page, parent, tokens, salt if first else None):
+            page = find(parent.to_bytes(_HASH, "little") + tokens)
+            if page is None or salt_of(page) != (salt if root else None):
                 break
             pages.append(page)
-            parent, first = key, False
+            parent, root = keys[page], False
         return pages
 
     def chain(self, salt: str, chunks: Iterable[bytes]) -> Iterator[int]:
@@ -115,7 +122,7 @@ class PrefixIndex:
         with contextlib.suppress(ValueError):
             while True:
                 at = self._parents.index(parent, at)
-                tokens = self._tokens[at]
+                tokens = self.tokens(at)
                 if tokens is not None:
                     yield tokens
                 at += 1
@@ -127,62 +134,72 @@ class PrefixIndex:
         chain: the page stays unpublished, and so must everything behind it.
         """
         above = root_hash(salt) if parent is None else self._keys[parent]
-        key = self._chain_hash(above, tokens)
-        present = self._primary.get(key)
-        if present is None:
-            self._primary[key] = page
-            self._on_change(EventKind.STORED, Link(key, above))
-        elif self._same(present, above, tokens, salt if parent is None else None):
-            self._standby.setdefault(key, []).append(page)
-        else:
+        key, name = self._chain_hash(above, tokens), above.to_bytes(_HASH, "little") + tokens
+        self._keys[page] = key
+        present = self._of_key.add(page)
+        if present != page and not self._same(present, name, salt if parent is None else None):
             return False
-        self._keys[page], self._parents[page], self._tokens[page] = key, above, tokens
+        self._parents[page], self._names[page] = above, name
         if parent is None:
             self._salts[page] = salt
+        if present == page:
+            self._primary[name] = page
+            self._on_change(EventKind.STORED, Link(key, above))
+        else:
+            self._standby.setdefault(key, []).append(page)
         return True
 
     def withdraw(self, page: int, kind: EventKind = EventKind.EVICTED) -> int | None:
         """Forget a published page. The oldest stand-by takes a primary's place and is returned, else the link is gone
         as ``kind``.
         """
-        key, heir = self._keys[page], None
+        key, heir, name = self._keys[page], None, self._names[page]
+        if name is None:
+            raise ValueError(f"page {page} is not published")
         standby = self._standby.get(key, [])
-        if self._primary[key] != page:
+        if self._primary[name] != page:
             standby.remove(page)
         elif standby:
-            self._primary[key] = heir = standby.pop(0)
+            self._primary[name] = heir = standby.pop(0)
+            self._of_key.replace(heir)
         else:
-            del self._primary[key]
+            del self._primary[name]
+            self._of_key.remove(key)
             self._on_change(kind, Link(key, self._parents[page]))
         if not standby:
             self._standby.pop(key, None)
-        self._tokens[page] = None
+        self._names[page] = None
         self._salts.pop(page, None)
         return heir
 
-    def _same(self, page: int, parent: int, tokens: bytes, salt: str | None) -> bool:
-        return self._parents[page] == parent and self._tokens[page] == tokens and self._salts.get(page) == salt
+    def _same(self, page: int, name: bytes, salt: str | None) -> bool:
+        return self._names[page] == name and self._salts.get(page) == salt
 
     def links(self) -> Iterator[Link]:
         """Every link that lookups find."""
-        return (Link(key, self._parents[page]) for key, page in self._primary.items())
+        return (Link(self._keys[page], self._parents[page]) for page in self._primary.values())
 
     def published(self) -> Iterator[int]:
         """Every published page, primary or stand-by."""
-        return (page for page, tokens in enumerate(self._tokens) if tokens is not None)
+        return (page for page, name in enumerate(self._names) if name is not None)
 
     def check(self) -> Iterator[str]:
         """Violations of the index's own invariants."""
-        for key, page in self._primary.items():
-            if self._tokens[page] is None or self._keys[page] != key:
-                yield f"link {key:016x} names page {page}, which is not its"
-            if page not in self._salts and self._parents[page] not in self._primary:
+        for name, page in self._primary.items():
+            parent = self._parents[page]
+            if self._names[page] != name or name[:_HASH] != parent.to_bytes(_HASH, "little"):
+                yield f"a link behind {parent:016x} names page {page}, which is not its"
+            if self._of_key.get(self._keys[page]) != page:
+                yield f"page {page} is indexed and another, or none, by its key {self._keys[page]:016x}"
+            if page not in self._salts and self._of_key.get(parent) is None:
                 yield f"page {page} is indexed and its parent link is not"
+        yield from self._of_key.check(len(self._primary))
         for key, pages in self._standby.items():
-            if not pages or len(set(pages)) != len(pages) or key not in self._primary:
-                yield f"link {key:016x} has stand-bys {pages} and primary {self._primary.get(key)}"
+            primary = self._of_key.get(key)
+            if not pages or len(set(pages)) != len(pages) or primary is None:
+                yield f"link {key:016x} has stand-bys {pages} and primary {primary}"
             for page in pages:
-                if self._tokens[page] is None or self._keys[page] != key or page == self._primary.get(key):
+                if self._names[page] is None or self._keys[page] != key or page == primary:
                     yield f"page {page} stands by for link {key:016x}, which is not its"
         count = sum(1 for _ in self.published())
         indexed = len(self._primary) + sum(map(len, self._standby.values()))

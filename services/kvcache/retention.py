@@ -14,7 +14,7 @@ any moment a continuation is not retained, or the page in front of it is held, o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -157,6 +157,14 @@ class RetainingQueue:
             return
         self._promises.setdefault(page, Promise(entry.priority, entry.until))
         self._policy.note_returned(page)
+
+    def discard_all(self, pages: Sequence[int]) -> None:
+        """As `discard`, of each of these pages in order."""
+        if not self._retained:
+            self._policy.discard_all(pages)
+            return
+        for page in pages:
+            self.discard(page)
 
     def evict(self, page: int) -> None:
         """Take out of the queue: its content is given up. Raises ValueError when it is not in it."""

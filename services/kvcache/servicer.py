@@ -90,10 +90,11 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         told, pool = self._cache.step(request.session_id, steps, removed)
         results = self._cache.allocate(request.session_id, demands, [])[0] if demands else []
         response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
+        columns = request.page_columns
         for sequence_id, answer in told:
-            _answer(response.step_grants.add(sequence_id=sequence_id), answer)
+            _answer(response.step_grants.add(sequence_id=sequence_id), answer, columns)
         for demand, result in zip(demands, results, strict=True):
-            _answer(response.grants.add(sequence_id=demand.sequence_id), result)
+            _answer(response.grants.add(sequence_id=demand.sequence_id), result, columns)
         return response
 
     @maps_errors
@@ -273,9 +274,9 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         )
 
 
-def _answer(message: pb.SequenceGrant, result: Grant | ServiceError) -> None:
+def _answer(message: pb.SequenceGrant, result: Grant | ServiceError, columns: bool) -> None:
     """Say what was granted, or why nothing was."""
     if isinstance(result, ServiceError):
         message.error.CopyFrom(rpc.status_of(result, DOMAIN))
     else:
-        messages.fill_grant(message, result)
+        messages.fill_grant(message, result, columns=columns)

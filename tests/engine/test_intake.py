@@ -34,7 +34,7 @@ def read(retains: bool = True, **fields: Any) -> Request:
 
 def test_defaults() -> None:
     request = read()
-    assert request.prompt == (1, 2, 3) and request.submitted_at == 7.0 and request.salt == ""
+    assert list(request.prompt) == [1, 2, 3] and request.submitted_at == 7.0 and request.salt == ""
     assert len(request.request_id) == 32 and request.request_id != read().request_id
     assert request.stopping.max_tokens == DEFAULT_MAX_TOKENS and request.stopping.min_tokens == 0
     assert request.stopping.eos_token_ids == frozenset(CONFIG.eos_token_ids) != frozenset()

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.engine import kvclient
 from services.engine.arena import map_pages, page_bytes_of, process_identity
-from services.engine.kvclient import GrpcPageSource
+from services.engine.kvclient import Attempt, GrpcPageSource
 from services.engine.lease import LEASE_SHARE, Lease, LeaseKeeper
 from services.engine.pagesource import Demand, Geometry, Grant, Opening
 from services.errors import (
@@ -322,6 +323,43 @@ def test_another_run_of_the_daemon_is_another_epoch(daemon: Running, source: Grp
     with pytest.raises(SessionExpired):
         source.exchange([], []).result()
     assert not source.may_launch()
+
+
+# --- who makes a call -------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_nobody_has_begun_is_made_by_who_asks_for_its_reply() -> None:
+    busy, made_by = threading.Event(), list[int]()
+
+    def call() -> str:
+        made_by.append(threading.get_ident())
+        return "reply"
+
+    with ThreadPoolExecutor(1) as caller:
+        blocking = caller.submit(busy.wait)
+        assert Attempt(caller, call).result() == "reply"
+        assert made_by == [threading.get_ident()]
+        busy.set()
+        blocking.result()
+    assert len(made_by) == 1, "the other thread makes it no second time"
+
+
+def test_a_call_under_way_is_waited_for() -> None:
+    begun, end, made_by = threading.Event(), threading.Event(), list[int]()
+
+    def call() -> str:
+        made_by.append(threading.get_ident())
+        begun.set()
+        end.wait()
+        raise Silent
+
+    with ThreadPoolExecutor(1) as caller:
+        attempt = Attempt(caller, call)
+        begun.wait()
+        end.set()
+        with pytest.raises(Silent):
+            attempt.result()
+    assert len(made_by) == 1 and made_by != [threading.get_ident()]
 
 
 # --- giving back ------------------------------------------------------------------------------------------------------

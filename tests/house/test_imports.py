@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 #: Pure Python: told the time, handed bytes; they run and are tested without gRPC and without arrays.
 KVCACHE = (
     *("layout", "lru", "pages", "prefix", "sequence", "sequences", "sessions", "quarantine", "pool", "pools"),
-    *("cache", "events", "explain", "demand", "density", "eviction", "reuse"),
+    *("keytable", "cache", "events", "explain", "demand", "density", "eviction", "reuse"),
 )
 ENGINE = (
     *("sequence", "scheduler", "step", "admission", "waiting", "turnover", "deadlines", "pagesource", "localpages"),

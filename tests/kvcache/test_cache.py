@@ -428,6 +428,9 @@ def test_check_finds_damage() -> None:
         lambda pool: next(iter(pool.sequences)).pages.append(9),
         lambda pool: next(iter(pool.sequences)).tokens.extend([1] * 99),
         lambda pool: pool.index.withdraw(0),
+        lambda pool: pool.index._primary.popitem(),
+        lambda pool: pool.index._of_key.remove(pool.index.key(1)),
+        lambda pool: pool.index._keys.__setitem__(1, 7),
         lambda pool: pool.table.cached.push(9, 0.0),
         lambda pool: pool.table._recycled.append(0),
     ):

@@ -69,6 +69,45 @@ def test_a_sequence_from_opening_to_removal(running: Running) -> None:
     assert fsck.checked_pages == 8 and fsck.checked_sequences == 1 and not fsck.violations
 
 
+def test_a_prompt_as_bytes_is_the_same_prompt(running: Running) -> None:
+    session, prompt = running.session(), [7, 2**32 - 1, *range(9)]
+    packed = b"".join(token.to_bytes(4, "little") for token in prompt)
+    bytewise = pb.SequenceDemand(
+        sequence_id="a", opening=pb.SequenceOpening(prompt_tokens=packed, salt="s"), total_pages=3
+    )
+    listed = opening("a", prompt, 3, salt="s")
+    first = allocate(running, session, bytewise).grants[0]
+    assert len(first.pages) == 3
+    assert allocate(running, session, listed).grants[0] == allocate(running, session, bytewise).grants[0] == first
+    allocate(running, session, pb.SequenceDemand(sequence_id="a", tokens=prompt))
+    for name, demand in (("b", bytewise), ("c", listed)):
+        demand.sequence_id = name
+        assert allocate(running, session, demand).grants[0].cached_tokens == 8
+    bytewise.sequence_id, bytewise.opening.prompt_tokens = "a", packed[:-4]
+    error = rpc.error_from_status(allocate(running, session, bytewise).grants[0].error)
+    assert error.reason == "SEQUENCE_MISMATCH"
+
+
+def test_pages_in_columns_are_the_same_pages(running: Running) -> None:
+    session = running.session()
+    allocate(running, session, opening("old", [1], 2))
+    allocate(running, session, removed=("old",))
+    demands = [opening("a", [1, 2], 3), opening("b", [1], 9), opening("c", [1], 0)]
+    plain = allocate(running, session, *demands).grants
+    request = pb.AllocatePagesRequest(session_id=session, demands=demands, page_columns=True)
+    columns = running.stub.AllocatePages(request).grants
+    assert len(plain[0].pages) == 3 and {page.generation for page in plain[0].pages} == {0, 1}
+    for one, other in zip(plain, columns, strict=True):
+        assert [(page.page_id, page.generation) for page in one.pages] == list(
+            zip(other.page_ids, other.generations, strict=True)
+        )
+        assert not other.pages and not one.page_ids and one.error == other.error
+    steps = pb.SequenceSteps(sequence_ids=["a"], starts=[0], tokens=[1], total_pages=[4], known_pages=[3])
+    request = pb.AllocatePagesRequest(session_id=session, steps=steps, page_columns=True)
+    [grant] = running.stub.AllocatePages(request).step_grants
+    assert len(grant.page_ids) == len(grant.generations) == 1 and not grant.pages
+
+
 def test_a_failing_item_leaves_the_others(running: Running) -> None:
     session = running.session()
     reply = allocate(
@@ -391,6 +430,8 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
     ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", removed=("",))), "INVALID_ARGUMENT", "FIELD_INVALID", "remove_sequence_ids[0]", "1 to 128"),
     ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", opening("a", [1], 1, salt="s" * 129))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].opening.salt", "129"),
     ("AllocatePages", lambda r: item_error(r, opening("n", [], 1)), "INVALID_ARGUMENT", "FIELD_INVALID", "opening.prompt", "at least one"),
+    ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", opening("a", [], 1, prompt_tokens=b"12345"))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].opening.prompt_tokens", "5 bytes"),
+    ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", opening("a", [1], 1, prompt_tokens=b"1234"))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].opening.prompt_tokens", "give one of them"),
     *(
         ("AllocatePages", lambda r, bad=bad: item_error(r, opening("n", [1], 1, retention=bad)), "INVALID_ARGUMENT", "FIELD_INVALID", f"opening.retention.{field}", words)  # type: ignore[misc]
         for bad, field, words in (

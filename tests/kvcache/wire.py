@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import itertools
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -282,12 +283,15 @@ def request_of(operation: Operation) -> tuple[str, Any]:
     match operation:
         case Allocate(session, demands, removed, steps):
             request = pb.AllocatePagesRequest(session_id=session, remove_sequence_ids=removed)
+            request.page_columns = len(demands) % 2 == 1  # both ways are told and heard, and mean the same
             for demand in demands:
                 opening = None
                 if demand.prompt is not None:
-                    opening = pb.SequenceOpening(
-                        prompt=demand.prompt, salt=demand.salt, retention=retention_message(demand.retention)
-                    )
+                    opening = pb.SequenceOpening(salt=demand.salt, retention=retention_message(demand.retention))
+                    if demand.prompt[0] % 2:
+                        opening.prompt_tokens = array("I", demand.prompt).tobytes()
+                    else:
+                        opening.prompt.extend(demand.prompt)
                 request.demands.add(
                     sequence_id=demand.sequence_id,
                     opening=opening,
@@ -376,7 +380,7 @@ def answer_of(response: Any) -> Answer:
 
 def _grant(item: pb.SequenceGrant) -> Grant | Refused:
     copies = tuple((copy.index, _reference(copy.source), _reference(copy.target)) for copy in item.copies)
-    pages = tuple(map(_reference, item.pages))
+    pages = (*map(_reference, item.pages), *zip(item.page_ids, item.generations, strict=True))
     return _error(item) or Grant(item.first_index, pages, item.cached_tokens, copies)
 
 

@@ -1,0 +1,75 @@
+"""Pages by the 64-bit keys that they have: a hash table of 8 to 16 bytes a page, where a dict takes 100."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+_NONE = -1
+
+
+class KeyTable:
+    """Some of ``len(keys)`` pages, no two with one key; ``keys[page]`` is a page's, and stays while it is in here.
+
+    Open addressing with linear probing (Knuth, volume 3, 6.4, algorithms L and R), at most half full. Keys are hashes,
+    so their low bits are the address. Everything is O(1), expected.
+    """
+
+    def __init__(self, keys: array[int]) -> None:
+        self._keys = keys
+        self._mask = (1 << (2 * len(keys)).bit_length()) - 1
+        self._pages = array("i", [_NONE]) * (self._mask + 1)
+
+    def get(self, key: int) -> int | None:
+        """The page with this key; None when there is none."""
+        page = self._pages[self._find(key)]
+        return None if page == _NONE else page
+
+    def __getitem__(self, key: int) -> int:
+        """The page with this key. Raises KeyError when there is none."""
+        page = self.get(key)
+        if page is None:
+            raise KeyError(key)
+        return page
+
+    def add(self, page: int) -> int:
+        """The page that has this page's key: itself, if there was none."""
+        at = self._find(self._keys[page])
+        if self._pages[at] == _NONE:
+            self._pages[at] = page
+        return self._pages[at]
+
+    def replace(self, page: int) -> None:
+        """Have a page in place of the one with the same key."""
+        self._pages[self._find(self._keys[page])] = page
+
+    def remove(self, key: int) -> None:
+        """Take the page with this key out. Raises KeyError when there is none."""
+        pages, mask, gap = self._pages, self._mask, self._find(key)
+        if pages[gap] == _NONE:
+            raise KeyError(key)
+        # What was displaced past the gap moves up into it: a search ends at the first free place.
+        at = gap
+        while (page := pages[at := (at + 1) & mask]) != _NONE:
+            home = self._keys[page] & mask
+            if (at - home) & mask >= (at - gap) & mask:
+                pages[gap] = page
+                gap = at
+        pages[gap] = _NONE
+
+    def check(self, count: int) -> Iterator[str]:
+        """Violations, where there should be ``count`` pages: another number, a page that a search does not find."""
+        found = [page for page in self._pages if page != _NONE]
+        if len(found) != count:
+            yield f"{count} pages have keys, the table has {len(found)}"
+        for page in found:
+            if self.get(self._keys[page]) != page:
+                yield f"page {page} is not found by its key {self._keys[page]:016x}"
+
+    def _find(self, key: int) -> int:
+        """Where the page with this key is, or would be put."""
+        keys, pages, mask = self._keys, self._pages, self._mask
+        at = key & mask
+        while (page := pages[at]) != _NONE and keys[page] != key:
+            at = (at + 1) & mask
+        return at
