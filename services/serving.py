@@ -18,6 +18,7 @@ from pathlib import Path
 
 import grpc
 import structlog
+import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -243,7 +244,10 @@ def _answers(path: Path) -> bool:
 
 
 def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Run ``main`` with an event that SIGTERM or SIGINT sets; a second signal ends the process at once."""
+    """Run ``main`` with an event that SIGTERM or SIGINT sets; a second signal ends the process at once.
+
+    On uvloop's event loop: a call is handed over several times on its way, and each time costs less there.
+    """
 
     async def body() -> None:
         stop = asyncio.Event()
@@ -259,7 +263,8 @@ def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
             loop.add_signal_handler(number, on_signal, number)
         await main(stop)
 
-    asyncio.run(body())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(body())
 
 
 class _Lines:
