@@ -16,7 +16,7 @@ CALL_S = (
 class Calls:
     """Counts by method and status code, and durations in seconds by method.
 
-    Threads may share it as long as each method is one thread's. Who looks takes a copy of a dict first.
+    Threads may share it as long as no two make calls of one method at a time. Who looks takes a copy of a dict first.
     """
 
     def __init__(self, bounds: Iterable[float] = CALL_S) -> None:

@@ -222,7 +222,10 @@ class DensityQueue(LruQueue):
         yield from super().check()
         count = [0] * len(self._parent)
         for page in self:
-            parent = self._links.parent(page)
+            try:
+                parent = self._links.parent(page)
+            except KeyError:  # the index is broken, and says so itself
+                continue
             if self._parent[page] != (_NONE if parent is None else parent):
                 yield f"page {page} is queued as the continuation of {self._parent[page]}, which is {parent}"
             elif parent is not None:

@@ -183,23 +183,38 @@ class PrefixIndex:
         """Every published page, primary or stand-by."""
         return (page for page, name in enumerate(self._names) if name is not None)
 
+    def _check_link(self, page: int) -> Iterator[str]:
+        name, parent, salt = self._names[page] or b"", self._parents[page], self._salts.get(page)
+        if name[:_HASH] != parent.to_bytes(_HASH, "little"):
+            yield f"page {page} has a link behind another than {parent:016x}, which is not its"
+        if self._keys[page] != self._chain_hash(parent, name[_HASH:]):
+            yield f"page {page} has the key {self._keys[page]:016x}, which is not the hash of its link"
+        if salt is not None and parent != root_hash(salt):
+            yield f"page {page} has a salt and is not behind its root"
+        if salt is None and self._of_key.get(parent) is None:
+            yield f"page {page} is published and its parent link is not"
+
     def check(self) -> Iterator[str]:
         """Violations of the index's own invariants."""
+        for page in self.published():
+            yield from self._check_link(page)
+        for page in self._salts:
+            if self._names[page] is None:
+                yield f"page {page} has a salt and no link"
         for name, page in self._primary.items():
-            parent = self._parents[page]
-            if self._names[page] != name or name[:_HASH] != parent.to_bytes(_HASH, "little"):
-                yield f"a link behind {parent:016x} names page {page}, which is not its"
+            if self._names[page] != name:
+                yield f"a link's name is told of page {page}, which is not its"
             if self._of_key.get(self._keys[page]) != page:
                 yield f"page {page} is indexed and another, or none, by its key {self._keys[page]:016x}"
-            if page not in self._salts and self._of_key.get(parent) is None:
-                yield f"page {page} is indexed and its parent link is not"
         yield from self._of_key.check(len(self._primary))
         for key, pages in self._standby.items():
             primary = self._of_key.get(key)
             if not pages or len(set(pages)) != len(pages) or primary is None:
                 yield f"link {key:016x} has stand-bys {pages} and primary {primary}"
+                continue
+            named, salt = self._names[primary], self._salts.get(primary)
             for page in pages:
-                if self._names[page] is None or self._keys[page] != key or page == primary:
+                if named is None or not self._same(page, named, salt) or self._keys[page] != key or page == primary:
                     yield f"page {page} stands by for link {key:016x}, which is not its"
         count = sum(1 for _ in self.published())
         indexed = len(self._primary) + sum(map(len, self._standby.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -440,3 +441,39 @@ def test_check_finds_damage() -> None:
         world.sound()
         damage(next(iter(world.cache.pools)))
         assert list(world.cache.check())
+
+
+def rename(index: Any, page: int, tokens: bytes) -> None:
+    """Have a lookup find a link's page for other tokens."""
+    name = index._names[page]
+    index._names[page] = other = name[:8] + tokens
+    index._primary[other] = index._primary.pop(name)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "density"])
+def test_check_tells_of_damage_to_the_index(eviction: str) -> None:
+    """With pages that are cached, one that stands by for another, and under either policy."""
+    for said, damage in (
+        ("parent link is not", lambda index: index._of_key.remove(index.key(0))),
+        ("no lookup finds it", lambda index: index._primary.pop(index._names[0])),
+        ("not found by its key", lambda index: index._keys.__setitem__(0, 7)),
+        ("not its", lambda index: index._parents.__setitem__(1, 7)),
+        ("parent link is not", lambda index: index._salts.pop(0)),
+        ("salt", lambda index: index._salts.__setitem__(0, "t")),
+        ("salt", lambda index: index._salts.__setitem__(1, "s")),
+        ("salt", lambda index: index._salts.__setitem__(9, "s")),
+        ("not the hash", lambda index: rename(index, 1, bytes(16))),
+        ("stands by", lambda index: index._names.__setitem__(3, index._names[1])),
+        ("stands by", lambda index: index._salts.pop(3)),
+    ):
+        world = World(10, eviction=eviction)
+        session = world.attached()
+        for name, prompt in (("a", list(range(9))), ("b", [0, 1, 2, 3])):
+            serve(world, session, opening(name, prompt, 3, "s"))
+            serve(world, session, growth(name, 0, prompt, 0))
+        world.cache.remove(session.id, ["a"])
+        world.sound()
+        index = next(iter(world.cache.pools)).index
+        assert not index.is_primary(3) and index.tokens(3) is not None
+        damage(index)
+        assert any(said in violation for violation in world.cache.check()), said
