@@ -80,7 +80,9 @@ class Elementwise:
         yield self._product("gemv", INNER, HIDDEN, lambda x, w: self._ops.linear(x, w))
         yield self._normed_product()
 
-    def _time(self, kernel: str, shape: str, moved: int, launch: Callable[[int], Any], sets: int) -> Row:
+    def _time(
+        self, kernel: str, shape: str, moved: int, launch: Callable[[int], Any], sets: int, bar: float = MOVING
+    ) -> Row:
         kept: dict[int, Any] = {}
 
         def held(number: int) -> None:
@@ -89,7 +91,7 @@ class Elementwise:
 
         took = milliseconds(held, sets)
         rate = moved / took * 1e3
-        return Row(kernel, shape, round(took * 1e3, 1), round(rate / 1e12, 3), round(rate / self._copy, 3), bar=MOVING)
+        return Row(kernel, shape, round(took * 1e3, 1), round(rate / 1e12, 3), round(rate / self._copy, 3), bar=bar)
 
     @staticmethod
     def _filled(shape: tuple[int, ...]) -> Any:
@@ -190,8 +192,8 @@ class Elementwise:
         moved = 2 * inputs * outputs
         count = self._sets(moved)
         x, weights = self._filled((1, inputs)), [self._filled((outputs, inputs)) for _ in range(count)]
-        row = self._time(kernel, f"1 x {inputs}, to {outputs}", moved, lambda n: multiply(x, weights[n]), count)
-        return dataclasses.replace(row, bar=PRODUCT)
+        shape = f"1 x {inputs}, to {outputs}"
+        return self._time(kernel, shape, moved, lambda n: multiply(x, weights[n]), count, PRODUCT)
 
     def _normed_product(self) -> Row:
         residual, norm = self._filled((1, HIDDEN)), self._filled((HIDDEN,))

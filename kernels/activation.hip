@@ -13,9 +13,6 @@
 typedef RF_TYPE::Bits Bits;
 static const int COUNT = 16 / (int)sizeof(Bits);
 
-// exp(-gate) that is infinite gives the right limit, 0.
-RF_INLINE float silu(float gate) { return gate / (1.0f + expf(-gate)); }
-
 // gate_up: [rows, 2 width], the gate in the first half. out: [rows, width].
 RF_KERNEL silu_mul(const Bits *__restrict__ gate_up, Bits *__restrict__ out, i32 width) {
     const Bits *gate = gate_up + (i64)blockIdx.x * 2 * width, *up = gate + width;

@@ -242,6 +242,27 @@ template <class Type, int Count> RF_INLINE void store_numbers(typename Type::Bit
     for (int i = 0; i < Count; i += each) store_pack<Type, each>(at + i, values + i);
 }
 
+// `Count` numbers at `at` of x plus its residual, if that is not null, as their sum is stored: rounded.
+template <class Type, int Count>
+RF_INLINE void load_sum(const typename Type::Bits *x, const typename Type::Bits *residual, i64 at, float *values) {
+    load_numbers<Type, Count>(x + at, values);
+    if (!residual) return;
+    float more[Count];
+    load_numbers<Type, Count>(residual + at, more);
+#pragma unroll
+    for (int i = 0; i < Count; i++) values[i] = Type::load(Type::store(values[i] + more[i]));
+}
+
+template <int Count> RF_INLINE float sum_of_squares(const float *values) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Count; i++) sum += values[i] * values[i];
+    return sum;
+}
+
+// exp(-gate) that is infinite gives the right limit, 0.
+RF_INLINE float silu(float gate) { return gate / (1.0f + expf(-gate)); }
+
 // Copy `bytes` from `source` to `target`, which do not overlap, as the thread numbered `first` of `threads` that share
 // the work: in units of 16 bytes if both places and the size are multiples of that, else of 4 or 1.
 template <class Unit> RF_INLINE void copy_units(const u8 *source, u8 *target, i64 bytes, i64 first, i64 threads) {

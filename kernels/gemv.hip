@@ -125,17 +125,10 @@ RF_INLINE void normalise(
         for (i32 pack = first; pack < packs; pack += each * RF_WAVE) {
             const i64 at = begin + pack * COUNT;
             float values[COUNT];
-            load_numbers<RF_TYPE, COUNT>(x + at, values);
-            if (residual) {
-                float more[COUNT];
-                load_numbers<RF_TYPE, COUNT>(residual + at, more);
-#pragma unroll
-                for (int i = 0; i < COUNT; i++) values[i] = RF_TYPE::load(RF_TYPE::store(values[i] + more[i]));
-                if (blockIdx.x == 0) store_numbers<RF_TYPE, COUNT>(sum + at, values);
-            }
+            load_sum<RF_TYPE, COUNT>(x, residual, at, values);
+            if (residual && blockIdx.x == 0) store_numbers<RF_TYPE, COUNT>(sum + at, values);
             store_numbers<RF_TYPE, COUNT>(normed + at, values);
-#pragma unroll
-            for (int i = 0; i < COUNT; i++) squares += values[i] * values[i];
+            squares += sum_of_squares<COUNT>(values);
         }
     }
     squares = wave_sum(squares);
@@ -156,9 +149,6 @@ RF_INLINE void normalise(
     }
     __syncthreads();
 }
-
-// exp(-gate) that is infinite gives the right limit, 0.
-RF_INLINE float silu(float gate) { return gate / (1.0f + expf(-gate)); }
 
 // The waves' sums of their parts of the inputs: `split` times [RF_ROWS, PAIR].
 struct Parts {

@@ -8,9 +8,11 @@ from kernels.attention import Gpu
 
 #: Threads of a block and outputs of a wave, as gemv.hip has them, and bytes of a pack.
 THREADS, PAIR, PACK = 256, 2, 16
-#: Rows at most. From the second on, the arithmetic takes longer than the bytes, and libraries have matrix units for it:
-#: then only weights of so few bytes a row that launches are what takes the time.
-MOST_ROWS, ROW_BYTES = 4, 64 << 20
+#: The numbers of rows that the kernel is compiled for: RF_ROWS.
+COMPILED = (1, 2, 4)
+#: From the second row on, the arithmetic takes longer than the bytes, and libraries have matrix units for it: then only
+#: weights of so few bytes a row that launches are what takes the time.
+ROW_BYTES = 64 << 20
 #: Bytes of the rows that a norm makes in shared memory: under 48 KB with the kernel's own, and room for some blocks.
 NORMED_BYTES = 32 << 10
 #: Lanes of a multiprocessor that are to have something to load; fewer where every block makes a norm first.
@@ -52,21 +54,17 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """``split`` waves share the inputs of an output; ``blocks`` of `THREADS`; compiled for ``rows`` rows, 1, 2 or 4."""
+    """``split`` waves share the inputs of an output; ``blocks`` of `THREADS`; for ``rows`` rows, one of `COMPILED`."""
 
     split: int
     blocks: int
     rows: int
 
 
-#: The numbers of rows that the kernel is compiled for.
-COMPILED = (1, 2, 4)
-
-
 def fits(product: Product) -> bool:
     """Whether a product is one of these. Arrays are aligned to `PACK`."""
     return (
-        1 <= product.rows <= MOST_ROWS
+        1 <= product.rows <= COMPILED[-1]
         and product.inputs * product.itemsize % PACK == 0
         and (product.rows == 1 or product.rows * product.weight_bytes <= ROW_BYTES)
         and (not product.normed or product.rows_bytes <= NORMED_BYTES)
@@ -89,4 +87,5 @@ def launch(gpu: Gpu, product: Product) -> Launch:
         split *= 2
     # No more than there is room for, and so many on every multiprocessor that each has as much to do as the next.
     room = gpu.processors * BLOCKS[product.rows > 1]
-    return Launch(split, min(-(-product.pairs // (waves // split)), room), 1 << (product.rows - 1).bit_length())
+    rows = next(rows for rows in COMPILED if rows >= product.rows)
+    return Launch(split, min(-(-product.pairs // (waves // split)), room), rows)

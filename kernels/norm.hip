@@ -15,23 +15,6 @@ typedef RF_TYPE::Bits Bits;
 // Packs of a row that a thread keeps; those beyond are read again.
 static const int HELD = 4;
 
-// `Count` numbers at `at` of a row plus its residual, as `sum` has them in the end: rounded.
-template <int Count> RF_INLINE void take(const Bits *x, const Bits *residual, i64 at, float *values) {
-    load_numbers<RF_TYPE, Count>(x + at, values);
-    if (!residual) return;
-    float more[Count];
-    load_numbers<RF_TYPE, Count>(residual + at, more);
-#pragma unroll
-    for (int i = 0; i < Count; i++) values[i] = RF_TYPE::load(RF_TYPE::store(values[i] + more[i]));
-}
-
-template <int Count> RF_INLINE float squares(const float *values) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Count; i++) sum += values[i] * values[i];
-    return sum;
-}
-
 template <int Count> RF_INLINE void scaled(const float *values, float scale, const Bits *weight, i64 at, Bits *out) {
     float factors[Count], results[Count];
     load_numbers<RF_TYPE, Count>(weight + at, factors);
@@ -51,20 +34,20 @@ RF_INLINE void norm_row(
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
         const i32 pack = i * blockDim.x + threadIdx.x;
-        if (pack < packs) take<Count>(x, residual, (i64)pack * Count, held[i]);
+        if (pack < packs) load_sum<RF_TYPE, Count>(x, residual, (i64)pack * Count, held[i]);
     }
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
         const i32 pack = i * blockDim.x + threadIdx.x;
         if (pack >= packs) continue;
         if (sum) store_numbers<RF_TYPE, Count>(sum + (i64)pack * Count, held[i]);
-        total += squares<Count>(held[i]);
+        total += sum_of_squares<Count>(held[i]);
     }
     for (i32 pack = HELD * blockDim.x + threadIdx.x; pack < packs; pack += blockDim.x) {
         float values[Count];
-        take<Count>(x, residual, (i64)pack * Count, values);
+        load_sum<RF_TYPE, Count>(x, residual, (i64)pack * Count, values);
         if (sum) store_numbers<RF_TYPE, Count>(sum + (i64)pack * Count, values);
-        total += squares<Count>(values);
+        total += sum_of_squares<Count>(values);
     }
 
     const float scale = rsqrtf(block_sum(total, scratch) / (float)width + eps);
