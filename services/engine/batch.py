@@ -64,10 +64,9 @@ class Batch:
         _check(np.logical_or(starts < 0, ends > max_context), f"has a position outside 0 to {max_context - 1}")
         _check(held * page_size < ends, "has too few pages for its tokens")
 
-        pages = np.frombuffer(b"".join([_table(row.pages) for row in rows]), np.int64)
+        pages = _joined(rows)
         _check((pages < 0) | (pages >= total_pages), f"has a page outside 0 to {total_pages - 1}", held)
-        block_tables = np.zeros((len(rows), int(held.max())), np.int64)
-        block_tables[np.arange(block_tables.shape[1]) < held[:, np.newaxis]] = pages
+        block_tables = _tables(pages, held, int(held.max()))
 
         row_of = np.repeat(np.arange(len(rows)), lengths)
         last = np.cumsum(lengths) - 1
@@ -104,20 +103,15 @@ class Batch:
         """
         tokens, starts = [row.tokens[0] for row in rows], [row.start for row in rows]
         held = [len(row.pages) for row in rows]
-        fewest, widest = min(held), max(held)
         outside = min(tokens) < 0 or max(tokens) >= vocab_size or min(starts) < 0 or max(starts) >= max_context
-        if outside or not fewest:
+        if outside or not min(held):
             return None
-        pages = np.frombuffer(b"".join([_table(row.pages) for row in rows]), np.int64)
+        pages = _joined(rows)
         each, positions = np.arange(len(rows)), np.array(starts, np.int64)
         column, of_row = positions // page_size, np.array(held, np.int64)
         if pages.min() < 0 or pages.max() >= total_pages or (column >= of_row).any():
             return None
-        if fewest == widest:
-            block_tables = pages.reshape(len(rows), widest)
-        else:
-            block_tables = np.zeros((len(rows), widest), np.int64)
-            block_tables[np.arange(widest) < of_row[:, np.newaxis]] = pages
+        block_tables = _tables(pages, of_row, max(held))
         ones = np.ones(len(rows), np.int64)
         return cls(
             tokens=np.array(tokens, np.int64),
@@ -131,6 +125,20 @@ class Batch:
             asked=ones,
             wanted=each,
         )
+
+
+def _joined(rows: Sequence[Row]) -> I64:
+    """All rows' block tables, one after another."""
+    return np.frombuffer(b"".join([_table(row.pages) for row in rows]), np.int64)
+
+
+def _tables(pages: I64, held: I64, widest: int) -> I64:
+    """Joined block tables of ``held`` pages each, ``widest`` at most: ``[rows, widest]``, made up with zeros."""
+    if len(pages) == len(held) * widest:
+        return pages.reshape(len(held), widest)
+    tables = np.zeros((len(held), widest), np.int64)
+    tables[np.arange(widest) < held[:, np.newaxis]] = pages
+    return tables
 
 
 def _table(pages: Sequence[int]) -> array[int]:
