@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import structlog
+from google.protobuf import duration_pb2
 
+from rocmforge.engine.v1 import engine_pb2 as pb
 from tests.engine.running import RunningEngine
 
 
@@ -26,3 +28,9 @@ def engine(shared: RunningEngine) -> Iterator[RunningEngine]:
     """The engine of this module; each test leaves it idle."""
     yield shared
     shared.settle()
+
+
+@pytest.fixture
+def no_generations(engine: RunningEngine) -> None:
+    """The engine of this module keeps none when a test begins."""
+    engine.stub.PurgeGenerations(pb.PurgeGenerationsRequest(older_than=duration_pb2.Duration()))

@@ -20,6 +20,7 @@ from tests.engine.running import RunningEngine, refused
 from tests.generation import collect, request
 
 Engine = RunningEngine
+pytestmark = pytest.mark.usefixtures("no_generations")
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +29,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     one = RunningEngine(tmp_path_factory.mktemp("e"), *limits)
     yield one.start()
     one.close()
-
-
-@pytest.fixture
-def engine(engine: Engine) -> Engine:
-    """As in other modules, and each test finds it without generations."""
-    engine.stub.PurgeGenerations(pb.PurgeGenerationsRequest(older_than=span(0)))
-    return engine
 
 
 def span(seconds: float) -> duration_pb2.Duration:

@@ -25,6 +25,7 @@ from tests.engine.running import RunningEngine, refused, served_by_a_daemon
 from tests.generation import request
 
 Engine = RunningEngine
+pytestmark = pytest.mark.usefixtures("no_generations")
 DRAWN: dict[str, Any] = {"temperature": 0.9, "seed": 2**64 - 2}  # the samples' seeds pass 2^64
 
 
@@ -34,13 +35,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     one = RunningEngine(tmp_path_factory.mktemp("e"), *limits)
     yield one.start()
     one.close()
-
-
-@pytest.fixture
-def engine(engine: Engine) -> Engine:
-    """As in other modules, and each test finds it without generations."""
-    engine.stub.PurgeGenerations(pb.PurgeGenerationsRequest(older_than=duration_pb2.Duration()))
-    return engine
 
 
 def asked(n: int = 3, max_tokens: int = 12, **fields: Any) -> pb.GenerateRequest:
