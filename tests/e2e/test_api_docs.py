@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rocmforge.engine.v1 import engine_pb2
 from tests.e2e.conftest import Pair
 from tests.e2e.test_grpcurl import GRPCURL, messages
 from tests.processes import ROOT
@@ -78,6 +79,15 @@ def words(output: str) -> list[str]:
     return re.sub(r"_(\w)", lambda match: match[1].upper(), output).split()
 
 
+def finish(pair: Pair, command: str) -> None:
+    """See what a command submitted to its end, as it is by the time that a person has typed the next one."""
+    submitted = re.search(r'"request_id": "(\w+)"', command)
+    assert submitted is not None, command
+    watch = engine_pb2.WatchGenerationRequest(request_id=submitted[1])
+    *_, last = pair.stub.WatchGeneration(watch, timeout=60)
+    assert last.response.HasField("finish"), last
+
+
 def test_every_example_prints_what_the_page_says(pair: Pair) -> None:
     told = examples()
     assert len(told) >= 12
@@ -85,6 +95,8 @@ def test_every_example_prints_what_the_page_says(pair: Pair) -> None:
         typed = shlex.split(command.replace("\\\n", " ").replace(ADDRESS, pair.engine.tcp()))
         assert typed[0] == "grpcurl"
         done = subprocess.run([str(GRPCURL), *typed[1:]], capture_output=True, text=True, timeout=60)
+        if command.endswith("/SubmitGeneration"):
+            finish(pair, command)
         if printed.lstrip().startswith("ERROR:"):
             assert words(done.stderr) == words(printed), command
             continue
