@@ -10,6 +10,7 @@ With ROCMFORGE_TEST_GPU set a GPU is what the run is for: having none ("no GPU: 
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -18,6 +19,11 @@ NONE = "no GPU:"
 WANTED = "ROCMFORGE_TEST_GPU"
 
 _unexplained: list[str] = []
+
+# A shell without job control has what it runs in the background ignore Ctrl-C, as would all that the tests start, and
+# some of them are interrupted.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _note(report: pytest.TestReport | pytest.CollectReport) -> None:

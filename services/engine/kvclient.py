@@ -42,7 +42,8 @@ CLOSE_S = 0.5
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    # In fact how long the other side may take to greet, which outlasts a call: one that is busy is there.
+    ("grpc.min_reconnect_backoff_ms", int(2000 * MAX_CALL_S)),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -315,6 +316,17 @@ def test_nobody_at_the_address(tmp_path: Path) -> None:
         source.reopen()
     assert "none.sock" in caught.value.message and caught.value.retry_after_s
     source.close()
+
+
+def test_a_daemon_that_is_slow_to_greet_has_the_whole_call_for_it(tmp_path: Path) -> None:
+    """One that is busy when it is connected to is not one that is not there."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "busy.sock"))
+        listener.listen()
+        source = GrpcPageSource(f"unix:{tmp_path / 'busy.sock'}", "pool", GEOMETRY)
+        with pytest.raises(KvCacheDown, match="Deadline Exceeded"):
+            source.reopen()
+        source.close()
 
 
 def test_another_run_of_the_daemon_is_another_epoch(daemon: Running, source: GrpcPageSource) -> None:
