@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,36 +130,50 @@ def test_the_watchdog_tells_where_everybody_stands(tmp_path: Path, monkeypatch: 
     with kvcache(tmp_path) as daemon:
         stub = kvcache_pb2_grpc.KvCacheServiceStub(daemon.channel)
         os.kill(daemon.pid, signal.SIGSTOP)
-        ended = threading.Event()
+        began, ended = threading.Event(), threading.Event()
 
         def hang() -> None:
+            began.set()
             with contextlib.suppress(grpc.RpcError):
                 stub.GetStats(pb.GetStatsRequest())
             ended.set()
 
         with Watchdog(0.5, daemon.pid) as dog:
-            dog.beat("client-0")
             threading.Thread(target=hang, name="hanging", daemon=True).start()
+            assert began.wait(60)
+            dog.beat("client-0")
             assert ended.wait(60), "the call did not end with the daemon"
         assert "no progress of client-0 for 0.5 s" in dog.report and "in hang" in dog.report
         assert daemon.process.wait(60) == -signal.SIGABRT
         assert "Fatal Python error: Aborted" in daemon.log() and "services/kvcache" in daemon.log()
 
 
-def test_the_watchdog_lets_those_be_that_get_on(tmp_path: Path) -> None:
+@pytest.fixture
+def bystander() -> Iterator[int]:
+    """A process that may be ended."""
+    child = subprocess.Popen(["sleep", "infinity"])
+    yield child.pid
+    child.kill()
+    child.wait(60)
+
+
+def test_the_watchdog_lets_those_be_that_get_on(bystander: int) -> None:
     now = [0.0]
-    looked = threading.Semaphore(0)
+    looked, here = threading.Semaphore(0), threading.get_ident()
 
     def clock() -> float:
-        looked.release()
+        if threading.get_ident() != here:
+            looked.release()
         return now[0]
 
-    with Watchdog(1.0, os.getpid(), clock) as dog:
+    with Watchdog(1.0, bystander, clock) as dog:
         for worker in ("ends", "goes on"):
             dog.beat(worker)
         dog.done("ends")
         for _ in range(3):
             now[0] += 0.9
             dog.beat("goes on")
-            looked.acquire()
+            while looked.acquire(blocking=False):
+                pass
+            assert looked.acquire(timeout=60) and looked.acquire(timeout=60)  # a whole look at it, and the next begun
     assert dog.report == ""
