@@ -60,7 +60,8 @@ class Service:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The logged events of that name so far."""
-        lines = (line for line in self.log().splitlines() if line.startswith("{"))
+        # Behind the last end of a line is what is being written now, or what a kill cut off.
+        lines = (line for line in self.log().rpartition("\n")[0].splitlines() if line.startswith("{"))
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
     def tcp(self) -> str:
