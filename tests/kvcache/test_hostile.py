@@ -251,7 +251,7 @@ def test_the_health_check_goes_past_a_proxy(
 ) -> None:
     with kvcache(tmp_path, "--listen", "127.0.0.1:0") as daemon:
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-        assert healthcheck.main([daemon.tcp()]) == 0, capsys.readouterr().err
+        assert healthcheck.main([daemon.tcp(), "--timeout", "60"]) == 0, capsys.readouterr().err
 
 
 # --- memory ---

@@ -249,7 +249,7 @@ class Router:
         self.known: set[tuple[str, int]] = set()
         self.resets: list[int] = []
         self.number = 0
-        self._stream = running.stub.WatchEvents(pb.WatchEventsRequest(**fields), timeout=30)
+        self._stream = running.stub.WatchEvents(pb.WatchEventsRequest(**fields), timeout=100)
 
     def read_until(self, done: Callable[[], bool]) -> None:
         while not done():
