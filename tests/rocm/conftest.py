@@ -5,6 +5,8 @@ Where it cannot be built its tests are skipped, which fails a run of CI.
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -29,6 +31,12 @@ def built() -> None:
 def machine() -> dict[str, str]:
     """The environment of a machine with two GPUs of 64 MiB, whose waves have 64 lanes."""
     return standin.environment(devices=2, memory=64 << 20)
+
+
+@pytest.fixture
+def elsewhere() -> str:
+    """The name of another machine; device memory is in the one /dev/shm that other runs of these tests use, too."""
+    return f"elsewhere-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 @pytest.fixture

@@ -142,6 +142,6 @@ def test_freed_or_of_a_dead_process_it_opens_no_more_but_stays_where_it_is_open(
     assert status(other, "rt.ipcOpenMemHandle(handle)", handle=handle) == INVALID_DEVICE_POINTER
 
 
-def test_not_on_another_machine(start: Starts, handle: bytes) -> None:
-    elsewhere = start(HIPSTANDIN_MACHINE="elsewhere")
-    assert status(elsewhere, "rt.ipcOpenMemHandle(handle)", handle=handle) == INVALID_DEVICE_POINTER
+def test_not_on_another_machine(start: Starts, handle: bytes, elsewhere: str) -> None:
+    there = start(HIPSTANDIN_MACHINE=elsewhere)
+    assert status(there, "rt.ipcOpenMemHandle(handle)", handle=handle) == INVALID_DEVICE_POINTER

@@ -91,8 +91,8 @@ def test_what_a_pointer_is(buffer: Process) -> None:
     assert buffer.get("[kind.devicePointer - x for kind, x in zip(kinds, (p, q, pinned, managed))]") == [8, 0, 0, 0]
 
 
-def test_a_device_has_so_much_memory_for_all_processes(start: Starts) -> None:
-    one, other = start(HIPSTANDIN_MACHINE="full"), start(HIPSTANDIN_MACHINE="full")
+def test_a_device_has_so_much_memory_for_all_processes(start: Starts, elsewhere: str) -> None:
+    one, other = start(HIPSTANDIN_MACHINE=elsewhere), start(HIPSTANDIN_MACHINE=elsewhere)
     assert one.get("rt.memGetInfo()") == (64 * MiB, 64 * MiB)
     other.run(f"q = rt.malloc({16 * MiB})")
     assert one.get("rt.memGetInfo()") == (48 * MiB, 64 * MiB)
@@ -110,11 +110,11 @@ def test_cupys_pool_sees_the_end_of_memory(one: Process) -> None:
     one.run("del a; cp.get_default_memory_pool().free_all_blocks()")
 
 
-def test_memory_of_another_machine_is_none_of_this_one(start: Starts) -> None:
-    elsewhere = start(HIPSTANDIN_MACHINE="another", HIPSTANDIN_DEVICES=1)
-    elsewhere.run(f"p = rt.malloc({16 * MiB})")
+def test_memory_of_another_machine_is_none_of_this_one(start: Starts, elsewhere: str) -> None:
+    there = start(HIPSTANDIN_MACHINE=elsewhere, HIPSTANDIN_DEVICES=1)
+    there.run(f"p = rt.malloc({16 * MiB})")
     here = start()
-    assert elsewhere.get("rt.memGetInfo()[0]") == 48 * MiB
+    assert there.get("rt.memGetInfo()[0]") == 48 * MiB
     assert here.get("rt.memGetInfo()[0]") > 48 * MiB
 
 
@@ -195,17 +195,17 @@ def test_a_forked_child_cannot_use_hip(start: Starts) -> None:
     process.run("rt.memset(p, 0, 64)")
 
 
-def test_no_memory_outlives_its_process(start: Starts) -> None:
-    first, second = start(HIPSTANDIN_MACHINE="leaving"), start(HIPSTANDIN_MACHINE="leaving")
+def test_no_memory_outlives_its_process(start: Starts, elsewhere: str) -> None:
+    first, second = start(HIPSTANDIN_MACHINE=elsewhere), start(HIPSTANDIN_MACHINE=elsewhere)
     for process in (first, second):
         process.run("kept = [rt.malloc(4096) for _ in range(3)]; a = cp.zeros(100)")
-    assert len(standin.leftovers("leaving")) == 8
+    assert len(standin.leftovers(elsewhere)) == 8
     assert first.close() == 0
-    assert len(standin.leftovers("leaving")) == 4
+    assert len(standin.leftovers(elsewhere)) == 4
     second.kill()
     # Whichever process begins next removes them, on any machine.
     start().run("rt.getDeviceCount()")
-    assert standin.leftovers("leaving") == []
+    assert standin.leftovers(elsewhere) == []
 
 
 def test_a_kernel_that_leaves_memory_ends_its_process(start: Starts) -> None:
