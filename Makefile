@@ -1,7 +1,7 @@
 # The same targets serve a newcomer, a developer and .ci/run. `make` alone lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench-cache bench-engine bench-kernels bench-metrics help setup protos run up down smollm2 test test-gpu lint lint-style lint-types lint-protos bench-step clean
+.PHONY: bench-cache bench-engine bench-kernels bench-metrics buf help setup protos run up down smollm2 test test-gpu lint lint-style lint-types lint-protos bench-step clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -78,7 +78,7 @@ lint-types: setup
 
 # buf comes from npm. A newcomer without npm may do without it; CI may not.
 # The second module of buf.yaml, the google/rpc protos that ours import, is a copy of the installed ones.
-lint-protos: setup $(if $(NPM),$(BUF_STAMP))
+lint-protos: setup buf
 ifdef NPM
 	@rm -rf build/googleapis && mkdir -p build/googleapis/google/rpc
 	@cp "$$($(PY) -c 'import google.rpc; print(google.rpc.__path__[0])')"/*.proto build/googleapis/google/rpc/
@@ -87,6 +87,8 @@ else
 	@if [ -n "$$CI" ]; then echo "buf lint: npm is missing, and CI must not skip it" >&2; exit 1; fi
 	@echo "buf lint: SKIPPED, because npm is not installed; CI runs it."
 endif
+
+buf: $(if $(NPM),$(BUF_STAMP)) ## Fetch buf, which checks the protos
 
 $(BUF_STAMP):
 	@npm install --silent --no-fund --no-audit --no-save --prefix build/npm @bufbuild/buf@$(BUF_VERSION)

@@ -179,9 +179,12 @@ def _site() -> Path:
     if not folder.exists():
         with _made_at_once(folder) as new:
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--retries", "1"]
-            done = subprocess.run(
-                [*pip, "--target", str(new), f"{WHEEL}=={pinned[1]}"], capture_output=True, text=True, timeout=600
-            )
+            try:
+                done = subprocess.run(
+                    [*pip, "--target", str(new), f"{WHEEL}=={pinned[1]}"], capture_output=True, text=True, timeout=600
+                )
+            except subprocess.TimeoutExpired:
+                raise Unavailable(f"pip did not install {WHEEL}=={pinned[1]} within 600 s") from None
             if done.returncode:
                 raise Unavailable(f"pip cannot install {WHEEL}=={pinned[1]}: {done.stderr.strip()[-300:]}")
     return folder
