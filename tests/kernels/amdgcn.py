@@ -7,10 +7,12 @@ some GPUs; all they lack is a constant each, which is made here.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,9 +88,11 @@ class Toolchain:
             code = self._folder / key
             _run([*self._command(gpu), *words, *header, "-", "-o", str(code)], text)
             notes = _run([READELF, "--notes", str(code)])
-            code.write_text(notes)
             NOTES.mkdir(parents=True, exist_ok=True)
-            shutil.move(code, known)
+            # Whole, or not at all: another process may look for it now, and what is cut off would be found for ever.
+            with tempfile.NamedTemporaryFile("w", dir=NOTES, prefix=".new-", delete=False) as new:
+                new.write(notes)
+            os.replace(new.name, known)
         return read_notes(known.read_text())
 
     def _command(self, gpu: str) -> list[str]:
