@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -15,7 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+TOML = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = TOML["project"]
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==[A-Za-z0-9.!+]+$")
 
 
@@ -60,6 +62,22 @@ def test_a_constraint_is_a_name_and_a_version() -> None:
     for bad in ("numpy>=2", "numpy", "numpy==2.4.6 --hash=sha256:0", "numpy @ https://example.org/numpy.whl"):
         with pytest.raises(ValueError, match="name==version"):
             pins(bad)
+
+
+def seconds(source: str) -> list[float]:
+    """What the timeout marks of a test file say."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    marks = [call for call in calls if ast.unparse(call.func) == "pytest.mark.timeout"]
+    return [float(ast.literal_eval(mark.args[0])) for mark in marks]
+
+
+def test_no_test_may_take_longer_than_the_last_resort_lets_it() -> None:
+    """The run is ended after `faulthandler_timeout`, whatever a mark says."""
+    options = TOML["tool"]["pytest"]["ini_options"]
+    files = (ROOT / "tests").rglob("test_*.py")
+    marks = [mark for path in files for mark in seconds(path.read_text(encoding="utf-8"))]
+    assert marks and seconds("import pytest\n\npytestmark = pytest.mark.timeout(900)") == [900.0]
+    assert max(options["timeout"], *marks) < options["faulthandler_timeout"]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,6 @@ def in_turn(number: int) -> list[str]:
     return [wide[number % len(wide)], narrow[number % len(narrow)]]
 
 
-@pytest.mark.timeout(170)
 @pytest.mark.parametrize(("name", "number", "defines"), VARIANTS)
 def test_every_variant_compiles_for_amd(
     toolchain: Toolchain, pool: ThreadPoolExecutor, name: str, number: int, defines: dict[str, str]

@@ -40,7 +40,6 @@ def raise_first(dog: Watchdog, log: Any, *workers: Any) -> None:
             raise AssertionError(f"{worker.name} failed") from worker.error
 
 
-@pytest.mark.timeout(170)
 def test_thirty_two_clients_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

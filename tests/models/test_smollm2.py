@@ -28,7 +28,7 @@ from tests.processes import ROOT, Service, engine, kvcache
 
 pytestmark = [
     pytest.mark.skipif(not MODEL.exists(), reason=f"{MODEL.name} is not in build/models; make smollm2 fetches it"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 PAGE = 16
