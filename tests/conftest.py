@@ -1,4 +1,5 @@
-"""What every test shares: in CI a test may be skipped for lack of a GPU and for nothing else.
+"""What every test shares: in CI a test may be skipped for lack of a GPU and for nothing else, and none that hypothesis
+runs fails because the machine was slow.
 
 A test that needs a device skips with a reason that begins with "no GPU". Any other skip means that CI is missing
 something, and would otherwise pass for ever without having run.
@@ -12,7 +13,12 @@ from __future__ import annotations
 import os
 import signal
 
+import hypothesis
 import pytest
+
+# Whatever else the profile says that hypothesis has chosen, in CI or elsewhere.
+hypothesis.settings.register_profile("any pace", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("any pace")
 
 ALLOWED = "no GPU"
 NONE = "no GPU:"
