@@ -6,11 +6,21 @@ Other tests keep the cores busy, and BLAS's own threads spin for them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from threadpoolctl import threadpool_limits
 
 from tests.kernels import devices
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whichever test needs a kernel first compiles it, which takes a busy machine minutes."""
+    for item in items:
+        if item.path.parent == FOLDER:
+            item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.fixture(autouse=True)
