@@ -93,7 +93,7 @@ def swap_in_process(arena: Arena, at: int, data: bytes) -> bytes:
         env=environment(os.environ),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     return bytes.fromhex(done.stdout)

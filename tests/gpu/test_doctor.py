@@ -22,7 +22,7 @@ def doctored(module: str, host: Host, *words: str, **environ: str) -> dict[str, 
         env={**host.environment, **environ},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=140,
     )
     assert "Traceback" not in done.stderr, done.stderr
     return {told["check"]: told for told in map(json.loads, done.stdout.splitlines())}

@@ -170,7 +170,7 @@ gpu.free(pointer)
 
 def test_a_process_cannot_open_its_own_memory_and_is_told_so(one: World) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", OWN], cwd=ROOT, env=one.host.environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", OWN], cwd=ROOT, env=one.host.environment, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
     assert "two processes" in done.stdout, done.stdout
@@ -189,7 +189,7 @@ def test_the_contract_of_arenas_holds(one: World) -> None:
         "-k",
         "gpu",
     ]
-    done = subprocess.run(command, cwd=ROOT, env=one.host.environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, env=one.host.environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout and "skipped" not in done.stdout, done.stdout
 

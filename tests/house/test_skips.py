@@ -19,7 +19,7 @@ def run_pytest(folder: Path, body: str, ci: str, gpu: str = "") -> subprocess.Co
     (folder / "test_sample.py").write_text(f"import pytest\n\n{body}\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", "."]
     environment = {**os.environ, "CI": ci, "ROCMFORGE_TEST_GPU": gpu}
-    return subprocess.run([*command, "."], cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run([*command, "."], cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
 
 
 SKIPPED = "@pytest.mark.skip(reason='{}')\ndef test_one():\n    pass\n"

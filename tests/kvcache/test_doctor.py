@@ -83,7 +83,7 @@ def doctored(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
 
 
@@ -146,5 +146,5 @@ def test_settings_come_from_the_environment_too(tmp_path: Path) -> None:
 
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     shell = f"{sys.executable} -m services.kvcache doctor {' '.join(flags(tmp_path))} | head -1"
-    done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.stdout.startswith("The KV-cache daemon") and done.stderr == ""

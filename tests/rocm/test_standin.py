@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def python(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run a program to its end."""
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
 
 
 def test_the_wheel_is_the_pinned_one_and_takes_itself_to_be_on_rocm(machine: dict[str, str]) -> None:
@@ -136,5 +136,5 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_shell_can_take_the_environment_over() -> None:
     shell = 'eval "$("$PYTHON" -m tests.rocm.standin)" && "$PYTHON" -c "import cupy; print(cupy.cuda.runtime.is_hip)"'
     env = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(["sh", "-c", shell], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(["sh", "-c", shell], cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
     assert done.stdout == "True\n", done.stderr
