@@ -36,7 +36,7 @@ Maker = Callable[[int], PageSource]
 
 
 @pytest.fixture(params=["local", "daemon"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Maker]:
+def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
     """Makes sources of a number of pages of four tokens, each a pool to itself."""
     made: list[PageSource] = []
     if request.param == "local":
@@ -47,11 +47,15 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Maker]:
 
         yield local
         return
+    # The contract is what is answered, not how soon: a busy machine may take longer than an engine waits.
+    for name in ("MAX_CALL_S", "CLOSE_S"):
+        monkeypatch.setattr(f"services.engine.kvclient.{name}", 60.0)
     daemon = Running(tmp_path)
 
     def remote(pages: int) -> PageSource:
         geometry = Geometry(SIZE, layers=1, kv_heads=1, head_dim=2, dtype="f32")
-        source = GrpcPageSource(str(daemon.config.listeners[0]), f"pool {len(made)}", geometry, pool_pages=pages)
+        address, pool = str(daemon.config.listeners[0]), f"pool {len(made)}"
+        source = GrpcPageSource(address, pool, geometry, pool_pages=pages, ttl_s=600)
         source.reopen()
         made.append(source)
         return source

@@ -113,7 +113,7 @@ class World:
         # Kernels are compiled on the first run, which takes a CPU longer than a GPU's compiler.
         return self._stack.enter_context(service).wait_serving(timeout_s=300)
 
-    def engine(self, daemon: Service, device: int = 0, *, pages: int = 16, ttl_s: float = 10, **env: str) -> Engine:
+    def engine(self, daemon: Service, device: int = 0, *, pages: int = 16, ttl_s: float = 600, **env: str) -> Engine:
         self._count += 1
         log = self._directory / f"engine{self._count}.log"
         engine = Engine(daemon.address, self.host, device, pages, ttl_s, log, **env)

@@ -40,13 +40,17 @@ def opened_at_last(engine: Engine) -> Any:
 
 
 def allocated_at_last(engine: Engine, name: str, pages: int) -> tuple[Any, list[int]]:
-    """Open and allocate as often as it takes: a lease of a second may end before the machine lets anybody use it."""
+    """Open and allocate as often as it takes: with a lease of a second a call has a third of one, and the lease may end
+    before the machine lets anybody use it.
+    """
+    opened = opened_at_last(engine)
     while True:
-        opened = opened_at_last(engine)
         try:
             return opened, engine.allocate(name, pages)
         except Refused as refused:
-            if refused.reason != "SESSION_EXPIRED":
+            if refused.reason == "SESSION_EXPIRED":
+                opened = opened_at_last(engine)
+            elif refused.reason != "KVCACHE_DOWN":
                 raise
 
 
