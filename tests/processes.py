@@ -60,7 +60,8 @@ class Service:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The logged events of that name so far."""
-        lines = (line for line in self.log().splitlines() if line.startswith("{"))
+        whole = self.log().rpartition("\n")[0]  # the last line may be half written
+        lines = (line for line in whole.splitlines() if line.startswith("{"))
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
     def tcp(self) -> str:
@@ -72,13 +73,13 @@ class Service:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(60)
 
     def stop(self) -> int:
         """SIGTERM and wait; the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+        return self.process.wait(60)
 
     def close(self) -> None:
         self.channel.close()
