@@ -114,10 +114,11 @@ def engine(
     name: str = "engine",
     wait: bool = True,
     environment: Mapping[str, str] | None = None,
+    module: str = "services.engine",
 ) -> Iterator[Service]:
     """An engine on a daemon's address, with its socket in ``directory``."""
     flags = ["--model", str(model), "--kvcache", daemon, *arguments]
-    service = Service("services.engine", directory / f"{name}.sock", flags, directory / f"{name}.log", environment)
+    service = Service(module, directory / f"{name}.sock", flags, directory / f"{name}.log", environment)
     try:
         yield service.wait_serving() if wait else service
     finally:
