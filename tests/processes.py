@@ -73,13 +73,13 @@ class Service:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(60)
 
     def stop(self) -> int:
         """SIGTERM and wait; the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+        return self.process.wait(60)
 
     def close(self) -> None:
         self.channel.close()
@@ -114,10 +114,11 @@ def engine(
     name: str = "engine",
     wait: bool = True,
     environment: Mapping[str, str] | None = None,
+    module: str = "services.engine",
 ) -> Iterator[Service]:
     """An engine on a daemon's address, with its socket in ``directory``."""
     flags = ["--model", str(model), "--kvcache", daemon, *arguments]
-    service = Service("services.engine", directory / f"{name}.sock", flags, directory / f"{name}.log", environment)
+    service = Service(module, directory / f"{name}.sock", flags, directory / f"{name}.log", environment)
     try:
         yield service.wait_serving() if wait else service
     finally:

@@ -12,6 +12,7 @@ import pytest
 from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from tests.e2e.conftest import MODEL
+from tests.gated import gated, until_live
 from tests.generation import collect, request
 from tests.processes import Service, engine, kvcache
 
@@ -74,14 +75,20 @@ def assert_clean(stub: Any, daemon: Service) -> None:
 
 
 def test_a_daemon_killed_under_a_full_batch_changes_no_token_of_any(directory: Path) -> None:
-    with kvcache(directory) as first, engine(directory, first.address, model=MODEL) as one:
+    with kvcache(directory) as first, gated(directory, first.address, model=MODEL) as (one, steps):
         stub = stub_of(one)
+        steps.let()
         expected = undisturbed(stub)
+        steps.hold()
         streams = [stub.Generate(asked(at, "")) for at in range(REQUESTS)]
+        until_live(one, REQUESTS)
+        steps.let(TOKENS // 3)  # prompts, too: each has begun by then, and none is done
         begun = [list(next(stream).token_ids) for stream in streams]
         during = stats(stub)
         assert during.running_requests == REQUESTS and during.recoveries == 0
+        steps.let(TOKENS // 2)  # it is killed while they are computed, or behind them
         first.kill()
+        steps.close()
         with kvcache(directory) as second:
             tokens = [head + collect(stream)[1] for head, stream in zip(begun, streams, strict=True)]
             assert tokens == expected
@@ -91,19 +98,23 @@ def test_a_daemon_killed_under_a_full_batch_changes_no_token_of_any(directory: P
 
 def test_a_daemon_killed_under_submitted_samples_changes_nothing_that_watchers_are_told(directory: Path) -> None:
     samples, requests = 4, REQUESTS // 4
-    with kvcache(directory) as first, engine(directory, first.address, model=MODEL) as one:
+    with kvcache(directory) as first, gated(directory, first.address, model=MODEL) as (one, steps):
         stub = stub_of(one)
+        steps.let()
         wanted = [request_of_samples(at, samples) for at in range(requests)]
         expected = dict[tuple[int, int], list[int]]()
         for item in stub.BatchGenerate(engine_pb2.BatchGenerateRequest(requests=wanted)):
             assert not item.HasField("error"), item.error
             expected.setdefault((item.index, item.response.sample), []).extend(item.response.token_ids)
         assert len(expected) == REQUESTS and {len(tokens) for tokens in expected.values()} == {TOKENS}
-        names = []
+        steps.hold()
+        submitted = []
         for at, message in enumerate(wanted):
             message.cache_salt = f"submitted {at}"  # nothing of what ran before is there for it
-            submitted = engine_pb2.SubmitGenerationRequest(request=message)
-            names.append(stub.SubmitGeneration(submitted).generation.request_id)
+            submitted.append(stub.SubmitGeneration.future(engine_pb2.SubmitGenerationRequest(request=message)))
+        until_live(one, REQUESTS)
+        steps.let(TOKENS // 3)  # prompts, too: each sample has begun by then, and none is done
+        names = [future.result(60).generation.request_id for future in submitted]
         told = {key: list[int]() for key in expected}
         streams = [watch(stub, name) for name in names]
         for at, stream in enumerate(streams):
@@ -112,7 +123,9 @@ def test_a_daemon_killed_under_submitted_samples_changes_nothing_that_watchers_a
                 told[at, response.sample] += response.token_ids
         during = stats(stub)
         assert during.running_requests + during.queued_requests == REQUESTS and during.recoveries == 0
+        steps.let(TOKENS // 2)  # it is killed while they are computed, or behind them
         first.kill()
+        steps.close()
         for at in range(0, requests, 2):  # half of them lose their connection as well
             streams[at].cancel()
             streams[at] = watch(stub, names[at], [len(told[at, sample]) for sample in range(samples)])

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import mmap
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rocmforge.engine.v1 import engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2
 from tests.e2e.conftest import MODEL, Pair
+from tests.gated import gated
 from tests.generation import collect, request
 from tests.models.plain_forward import forward
-from tests.processes import engine
+from tests.processes import Service, engine, kvcache
 
 PROMPT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\nFirst Citizen:\nYou"
 
@@ -41,6 +47,13 @@ class Reader:
         self._stub.CloseSession(kvcache_pb2.CloseSessionRequest(session_id=self.opened.session_id))
 
 
+@pytest.fixture
+def daemon() -> Iterator[tuple[Path, Service]]:
+    with tempfile.TemporaryDirectory(prefix="rf-") as name:  # short: the path of a socket has a limit
+        with kvcache(Path(name)) as one:
+            yield Path(name), one
+
+
 def live_sequence(pair: Pair, at_least: int) -> kvcache_pb2.Sequence:
     """The one live sequence, once that many of its tokens are reported resident."""
     while True:
@@ -53,26 +66,35 @@ def live_sequence(pair: Pair, at_least: int) -> kvcache_pb2.Sequence:
                 ).sequence
 
 
-def test_a_third_process_finds_the_k_and_v_of_an_independent_forward(pair: Pair) -> None:
-    reader = Reader(pair)
-    stream = pair.stub.Generate(request(PROMPT, 400))
-    sequence = live_sequence(pair, at_least=100)
-    found = reader.kv(sequence)
-    tokens = list(sequence.tokens)
-    assert len(tokens) == sequence.total_tokens >= 100
-    _, keys, values = forward(MODEL, tokens)
-    for layer in range(found.shape[0]):
-        np.testing.assert_allclose(found[layer, 0], keys[layer], atol=1e-4)
-        np.testing.assert_allclose(found[layer, 1], values[layer], atol=1e-4)
-    stream.cancel()
-    reader.close()
+def test_a_third_process_finds_the_k_and_v_of_an_independent_forward(daemon: tuple[Path, Service]) -> None:
+    directory, cache = daemon
+    with gated(directory, cache.address, model=MODEL) as (one, steps):
+        pair = Pair(cache, one, directory)
+        stream = pair.stub.Generate(request(PROMPT, 400))
+        steps.let(250)  # and there it stands, for as long as the pages are looked at
+        sequence = live_sequence(pair, at_least=100)
+        reader = Reader(pair)
+        found = reader.kv(sequence)
+        tokens = list(sequence.tokens)
+        assert len(tokens) == sequence.total_tokens >= 100
+        _, keys, values = forward(MODEL, tokens)
+        for layer in range(found.shape[0]):
+            np.testing.assert_allclose(found[layer, 0], keys[layer], atol=1e-4)
+            np.testing.assert_allclose(found[layer, 1], values[layer], atol=1e-4)
+        stream.cancel()
+        reader.close()
 
 
-def test_a_second_engine_uses_the_pages_of_the_first_and_writes_none_of_them(pair: Pair) -> None:
+def test_a_second_engine_uses_the_pages_of_the_first_and_writes_none_of_them(daemon: tuple[Path, Service]) -> None:
     prompt = PROMPT + " are all resolved rather to die"
-    _, expected, cold = collect(pair.stub.Generate(request(prompt, 32)))
-    with engine(pair.directory, pair.daemon.address, model=MODEL, name="second") as other:
+    directory, cache = daemon
+    with ExitStack() as both:
+        one = both.enter_context(engine(directory, cache.address, model=MODEL, name="first"))
+        pair = Pair(cache, one, directory)
+        _, expected, cold = collect(pair.stub.Generate(request(prompt, 32)))
+        other, steps = both.enter_context(gated(directory, cache.address, model=MODEL, name="second"))
         stub = engine_pb2_grpc.EngineServiceStub(other.channel)
+        steps.let()
         _, tokens, finish = collect(stub.Generate(request(prompt, 32)))
         assert tokens == expected
         whole_pages = (cold.usage.prompt_tokens - 1) // 16 * 16
@@ -81,11 +103,14 @@ def test_a_second_engine_uses_the_pages_of_the_first_and_writes_none_of_them(pai
         # Change the shared pages by one unit in the last place: whoever writes them again, even the same numbers,
         # would undo it.
         reader = Reader(pair)
-        stream = stub.Generate(request(prompt, 200))
+        steps.hold()
+        stream = stub.Generate(request(prompt, 400))
+        steps.let(250)  # and there it stands until it was seen
         sequence = live_sequence(pair, at_least=whole_pages + 16)
         shared = [page.page_id for page in sequence.pages][: whole_pages // 16]
         stream.cancel()
         collect_until_gone(stream)
+        steps.close()
         before = reader.pages[shared].copy()
         marked = np.nextafter(before, np.float32(np.inf))
         reader.pages[shared] = marked

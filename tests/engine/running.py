@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,39 +25,47 @@ from tests.kvcache.conftest import Running
 
 
 class Gate:
-    """Lets steps through: all of them, or, once ``hold`` was called, none until ``release``."""
+    """Lets steps through: all of them, or, once ``hold`` was called, none until ``release``.
+
+    ``reached`` says that a step stands before a gate that is shut.
+    """
 
     def __init__(self, model: Any, memory: Callable[[], Any]) -> None:
         self.inner = Runner(model, memory)
-        self.open = threading.Event()
-        self.open.set()
         self.reached = threading.Event()
-        self._one = False  # step is let through
         self.fault: Callable[[Sequence[Chunk]], None] = lambda step: None
+        self._changed = threading.Condition()
+        self._passes = math.inf  # steps that may still go through
 
     def hold(self) -> None:
-        self.reached.clear()
-        self.open.clear()
+        self._let(0)
 
     def release(self) -> None:
-        self._one = False
-        self.open.set()
+        self._let(math.inf)
 
     def step(self) -> None:
-        """Let one step through, and none behind it until ``release``."""
-        self.reached.clear()
-        self._one = True
-        self.open.set()
+        """Let one step through, and none behind it until ``release``; wait until the next one stands there."""
+        self._let(1)
+        if not self.reached.wait(60):
+            raise TimeoutError("there was no other step")
+
+    def _let(self, passes: float) -> None:
+        with self._changed:
+            if self._passes or passes:  # else one may stand there already, and still does
+                self.reached.clear()
+            self._passes = passes
+            self._changed.notify_all()
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         self.inner.copy_pages(copies)
 
     def run(self, step: Sequence[Chunk]) -> list[Result]:
-        self.reached.set()
-        if not self.open.wait(60):
-            raise TimeoutError("nobody released the gate")
-        if self._one:
-            self.open.clear()
+        with self._changed:
+            if not self._passes:
+                self.reached.set()
+                if not self._changed.wait_for(lambda: self._passes > 0, 60):
+                    raise TimeoutError("nobody released the gate")
+            self._passes -= 1
         self.fault(step)
         return self.inner.run(step)
 
@@ -101,6 +110,22 @@ class RunningEngine:
         if self.gate is None:
             raise AssertionError("not started")
         return self.gate
+
+    def until_live(self, count: int) -> None:
+        """Wait until so many requests are live, and the engine's thread was told of each."""
+
+        async def live() -> int:  # between two turns of the calls: each makes its request known and tells the thread
+            return len(self.engine.streams)
+
+        while self.call(live()) < count:
+            pass
+
+    def until_told(self, messages: int) -> None:
+        """Wait until so many messages lie before the engine's thread, which stands still."""
+        loop = self.engine.loop
+        assert loop is not None
+        while loop._inbox.qsize() < messages:
+            pass
 
     def idle(self) -> None:
         """Wait until no request is live, then check that nothing is held."""

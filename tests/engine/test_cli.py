@@ -418,8 +418,7 @@ def test_without_retries_the_refusal_is_the_answer(engine: Engine, capsys: Captu
     answers: list[int] = []
     batch = threading.Thread(target=lambda: answers.append(run(engine, "batch", str(source), "--retries", "0")))
     batch.start()
-    while len(engine.engine.streams) < 33:
-        pass
+    engine.until_live(33)
     engine.steps.release()
     batch.join(60)
     collect(blocker)

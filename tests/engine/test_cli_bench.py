@@ -206,6 +206,7 @@ def test_what_the_engine_refuses_is_counted(engine: RunningEngine, capsys: Captu
     )
     while len(engine.engine.streams) < 13:
         assert process.poll() is None
+    engine.until_live(13)
     engine.steps.release()
     collect(blocker)
     out, err = process.communicate(timeout=60)

@@ -19,6 +19,7 @@ from services import rpc
 from services.engine.config import BUNDLED_MODEL
 from services.errors import ServiceError
 from tests.engine.running import refused
+from tests.gated import Steps, gated, until_live
 from tests.generation import collect, request
 from tests.processes import Service, engine, kvcache
 
@@ -33,16 +34,21 @@ def stub_of(service: Service) -> Any:
     return engine_pb2_grpc.EngineServiceStub(service.channel)
 
 
-def submit(service: Service, name: str, max_tokens: int) -> Any:
-    """Submit and begin to watch."""
-    asked = request(max_tokens=max_tokens, request_id=name)
-    stub_of(service).SubmitGeneration(pb.SubmitGenerationRequest(request=asked))
+def submission(name: str, max_tokens: int) -> pb.SubmitGenerationRequest:
+    return pb.SubmitGenerationRequest(request=request(max_tokens=max_tokens, request_id=name))
+
+
+def watch(service: Service, name: str) -> Any:
     return stub_of(service).WatchGeneration(pb.WatchGenerationRequest(request_id=name))
 
 
-def until_queued(service: Service, count: int) -> None:
-    while stub_of(service).GetStats(pb.GetStatsRequest()).queued_requests < count:
-        pass
+def submit(service: Service, steps: Steps, name: str, max_tokens: int, live: int) -> Any:
+    """Submit to an engine that stands in a step, and begin to watch; ``live`` are then known to it."""
+    accepted = stub_of(service).SubmitGeneration.future(submission(name, max_tokens))
+    until_live(service, live)
+    steps.let(1)  # behind it this one is looked at
+    accepted.result(60)
+    return watch(service, name)
 
 
 def terminate(service: Service) -> None:
@@ -69,17 +75,19 @@ def assert_given_back(daemon: Service) -> None:
 
 def test_those_that_run_end_and_those_that_wait_are_told(directory: Path) -> None:
     limits = ["--max-batch", "2", "--grace", "100"]
-    with kvcache(directory) as daemon, engine(directory, daemon.address, *limits, model=BUNDLED_MODEL) as one:
+    with kvcache(directory) as daemon, gated(directory, daemon.address, *limits, model=BUNDLED_MODEL) as (one, steps):
         stub = stub_of(one)
         attached = stub.Generate(request(max_tokens=600))
+        until_live(one, 1)
+        submitted = submit(one, steps, "runs", 600, live=2)
+        steps.let(3)  # in the last of which it is, too
         next(attached)
-        submitted = submit(one, "runs", 600)
         next(submitted)
         waiting = stub.Generate(request(max_tokens=5))
         batch = stub.BatchGenerate(pb.BatchGenerateRequest(requests=[request(max_tokens=5)] * 2))
-        queued = submit(one, "waits", 5)
-        until_queued(one, 4)
+        queued = submit(one, steps, "waits", 5, live=6)
         terminate(one)
+        steps.let(100)  # those that run do, and are not done
         for error in (
             refused(lambda: waiting),
             *(rpc.error_from_status(item.error) for item in batch),
@@ -88,29 +96,36 @@ def test_those_that_run_end_and_those_that_wait_are_told(directory: Path) -> Non
         ):
             assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINING") and error.retry_after_s
         assert stub.GetStats(pb.GetStatsRequest()).draining
+        steps.close()
         *_, last = submitted
         assert last.response.finish.usage.completion_tokens == 600
         assert collect(attached)[2].usage.completion_tokens == 600
-        assert one.process.wait(30) == 0
+        assert one.process.wait(60) == 0
         assert_given_back(daemon)
         assert "Traceback" not in one.log()
 
 
 def test_what_outlasts_the_grace_ends_with_a_reason(directory: Path) -> None:
     limits = ["--max-batch", "8", "--grace", "0.2"]
-    with kvcache(directory) as daemon, engine(directory, daemon.address, *limits, model=BUNDLED_MODEL) as one:
+    with kvcache(directory) as daemon, gated(directory, daemon.address, *limits, model=BUNDLED_MODEL) as (one, steps):
         stub = stub_of(one)
         attached = [stub.Generate(request([at + 1] * 400, max_tokens=600)) for at in range(6)]
+        until_live(one, 6)
+        steps.let(20)
         for stream in attached:
             next(stream)
-        submitted = submit(one, "long", 900)
+        submitted = submit(one, steps, "long", 900, live=7)
+        steps.let(20)
         next(submitted)
         one.process.send_signal(signal.SIGTERM)
+        while not one.events("grace_over"):
+            assert one.process.poll() is None
+        steps.close()
         errors = [*(refused(lambda stream=stream: stream) for stream in attached), last_error(submitted)]  # type: ignore[misc]
         for error in errors:
             assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINING")
             assert "its grace of 0.2 s is over" in error.message and error.retry_after_s
-        assert one.process.wait(30) == 0
+        assert one.process.wait(60) == 0
         assert_given_back(daemon)
         assert [event["live"] for event in one.events("grace_over")] == [7]
         assert "Traceback" not in one.log()
@@ -118,10 +133,11 @@ def test_what_outlasts_the_grace_ends_with_a_reason(directory: Path) -> None:
 
 def test_with_nothing_to_do_it_ends_at_once_and_a_watcher_with_it(directory: Path) -> None:
     with engine(directory, "local", "--grace", "600", model=BUNDLED_MODEL) as one:
-        *_, last = submit(one, "done", 3)
+        stub_of(one).SubmitGeneration(submission("done", 3))
+        *_, last = watch(one, "done")
         assert last.response.finish.usage.completion_tokens == 3
         one.process.send_signal(signal.SIGTERM)
-        assert one.process.wait(30) == 0
+        assert one.process.wait(60) == 0
         with pytest.raises(grpc.RpcError) as caught:
             stub_of(one).GetGeneration(pb.GetGenerationRequest(request_id="done"))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

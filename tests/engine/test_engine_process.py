@@ -18,6 +18,7 @@ from rocmforge.engine.v1 import engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from services.engine.cli import COMMANDS
 from services.engine.config import BUNDLED_MODEL
+from tests.gated import gated, until_live
 from tests.generation import collect, request
 from tests.processes import ROOT, Service, engine, kvcache
 
@@ -55,12 +56,18 @@ def sampled(**fields: Any) -> pb.GenerateRequest:
 
 
 def test_a_killed_and_restarted_daemon_changes_no_token(directory: Path) -> None:
-    with kvcache(directory) as first, engine(directory, first.address, model=BUNDLED_MODEL) as one:
+    with kvcache(directory) as first, gated(directory, first.address, model=BUNDLED_MODEL) as (one, steps):
         stub = stub_of(one)
+        steps.let()
         expected = collect(stub.Generate(sampled(cache_salt="alone")))[1]
+        steps.hold()
         streams = [stub.Generate(sampled()), stub.Generate(request(PROMPT[:30], max_tokens=500))]
+        until_live(one, 2)
+        steps.let(40)
         begun = [take(stream, 20) for stream in streams]
+        steps.let(100)  # it is killed while they are computed, or behind them
         first.kill()
+        steps.close()
         with kvcache(directory) as second:
             rest = [collect(stream) for stream in streams]
             assert begun[0] + rest[0][1] == expected
@@ -94,15 +101,20 @@ def test_what_a_request_asks_to_be_kept_outlasts_what_came_after_it(directory: P
 
 
 def test_a_submitted_generation_survives_the_daemon(directory: Path) -> None:
-    with kvcache(directory) as first, engine(directory, first.address, model=BUNDLED_MODEL) as one:
+    with kvcache(directory) as first, gated(directory, first.address, model=BUNDLED_MODEL) as (one, steps):
         stub = stub_of(one)
+        steps.let()
         text, expected, _ = collect(stub.Generate(sampled(cache_salt="alone")))
+        steps.hold()
         asked = pb.SubmitGenerationRequest(request=sampled(request_id="survivor"))
         stub.SubmitGeneration(asked)
         watch = stub.WatchGeneration(pb.WatchGenerationRequest(request_id="survivor"))
+        steps.let(20)
         begun = list(next(watch).response.token_ids)
+        steps.let(100)  # it is killed while they are computed, or behind them
         first.kill()
         assert stub.SubmitGeneration(asked).generation.state == pb.GENERATION_STATE_RUNNING
+        steps.close()
         with kvcache(directory) as second:
             assert begun + [token for one in watch for token in one.response.token_ids] == expected
             over = stub.GetGeneration(pb.GetGenerationRequest(request_id="survivor")).generation
@@ -114,14 +126,21 @@ def test_a_submitted_generation_survives_the_daemon(directory: Path) -> None:
 
 
 def test_a_daemon_that_stands_still_for_a_moment(directory: Path) -> None:
-    with kvcache(directory) as daemon, engine(directory, daemon.address, model=BUNDLED_MODEL) as one:
+    lease = ["--session-ttl", "600"]
+    with kvcache(directory, *lease) as daemon, gated(directory, daemon.address, model=BUNDLED_MODEL) as (one, steps):
         stub = stub_of(one)
-        expected = collect(stub.Generate(sampled(cache_salt="alone")))[1]
+        steps.let()
+        _, expected, finish = collect(stub.Generate(sampled(cache_salt="alone")))
+        steps.hold()
         stream = stub.Generate(sampled())
-        tokens = take(stream, 20)
+        count = 20 - (finish.usage.prompt_tokens + 20) % 16 + 16 + 5  # a few into a page
+        steps.let(count)
+        tokens = take(stream, count)
         daemon.process.send_signal(signal.SIGSTOP)
+        steps.let(3)
         tokens += take(stream, 3)  # from the page it has
         daemon.process.send_signal(signal.SIGCONT)
+        steps.close()
         assert tokens + collect(stream)[1] == expected
         assert stub.GetStats(pb.GetStatsRequest()).recoveries == 0
 
@@ -151,7 +170,7 @@ def test_sigterm_lets_a_stream_end_and_gives_the_session_back(directory: Path) -
         one.process.send_signal(signal.SIGTERM)
         tokens += collect(stream)[1]
         assert len(tokens) == 600
-        assert one.process.wait(30) == 0
+        assert one.process.wait(60) == 0
         assert pool_of(daemon).sessions == 0
         assert [event["event"] for event in one.events("engine_stopped")] == ["engine_stopped"]
 

@@ -149,7 +149,7 @@ def refused(tmp_path: Path) -> Callable[[bytes, str], None]:
             assert tracemalloc.get_traced_memory()[1] < 4 << 20
         finally:
             tracemalloc.stop()
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30
         assert str(file) in caught.value.message and len(caught.value.message) < 500 + len(str(file))
 
     return check

@@ -254,17 +254,30 @@ def batches(engine: RunningEngine) -> None:
 
 def watchers(engine: RunningEngine) -> None:
     """As many as may watch, each of which reads nothing, and one more."""
-    engine.stub.SubmitGeneration(pb.SubmitGenerationRequest(request=request("On", 900, request_id="endless", n=4)))
-    wanted = pb.WatchGenerationRequest(request_id="endless")
+    while not crowded(engine):
+        pass
+
+
+def crowded(engine: RunningEngine) -> bool:
+    """Whether all of them came before what they watch was over."""
+    asked = pb.SubmitGenerationRequest(request=request("On", 900, n=4))
+    name = engine.stub.SubmitGeneration(asked).generation.request_id
+    wanted = pb.WatchGenerationRequest(request_id=name)
     calls = [engine.stub.WatchGeneration(wanted) for _ in range(MAX_WATCHES)]
     try:
         for call in calls:
             next(iter(call))
-        assert isinstance(refused(lambda: engine.stub.WatchGeneration(wanted)), TooManyWatchers)
+        one_more = list(engine.stub.WatchGeneration(wanted))
+    except grpc.RpcError as failure:
+        assert isinstance(rpc.error_from(failure), TooManyWatchers)
+        return True
     finally:
         for call in calls:
             call.cancel()
-        engine.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="endless"))
+        engine.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=name))
+    ends = [one.response.finish.reason for one in one_more if one.response.HasField("finish")]
+    assert ends == [pb.FINISH_REASON_LENGTH] * 4, "one more watched it while it ran"
+    return False
 
 
 def too_large(engine: RunningEngine) -> None:

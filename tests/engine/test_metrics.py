@@ -70,11 +70,10 @@ class Watched:
         gate, scheduler = self.engine.steps, self.loop.scheduler
         gate.hold()
         self.held = [self.stub.Generate(request([at] * 20, max_tokens=40)) for at in range(1, 4)]
-        while len(self.engine.engine.streams) < 3:
-            pass
+        assert gate.reached.wait(60)
+        self.engine.until_live(3)
         while len(scheduler.running) < 2 or not scheduler.waiting.tokens:
-            gate.release()
-            gate.hold()
+            gate.step()
 
     def let_go(self) -> None:
         self.engine.steps.release()
@@ -87,10 +86,9 @@ class Watched:
         gate = self.engine.steps
         gate.hold()
         first = self.stub.Generate(request(max_tokens=2))
-        gate.reached.wait(60)
+        assert gate.reached.wait(60)
         batch = self.stub.BatchGenerate(pb.BatchGenerateRequest(requests=[request([7], max_tokens=2)] * 12))
-        while len(self.engine.engine.streams) < 13:
-            pass
+        self.engine.until_live(13)
         gate.release()
         assert sum(item.HasField("error") for item in batch) == 10
         collect(first)
@@ -135,9 +133,9 @@ class Watched:
         self.engine.idle()
 
     def drain(self) -> None:
-        stream = self.stub.Generate(request(max_tokens=100))
-        next(stream)
         self.engine.steps.hold()
+        self.held = [self.stub.Generate(request(max_tokens=100))]
+        assert self.engine.steps.reached.wait(60)
         self.stopping = self.engine.begin(self.engine.engine.stop(30))
         self.engine.stopped = True
         while not self.engine.engine.servicer.draining:

@@ -141,7 +141,7 @@ class Call:
 
 
 def out_of_time(engine: Engine) -> ServiceError:
-    call = Call(0.2)
+    call = Call(0.0)
 
     async def body() -> None:
         with contextlib.suppress(grpc.aio.AbortError):
@@ -172,8 +172,7 @@ def full(method: str) -> Any:
             answers: list[Any] = [engine.stub.SubmitGeneration.future(message) for message in messages]
         else:
             answers = [engine.stub.Generate(message) for message in messages]
-        while len(engine.engine.streams) < 3:
-            pass
+        engine.until_live(3)
         engine.steps.release()
         collect(running)
         for answer in answers:

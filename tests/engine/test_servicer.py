@@ -36,8 +36,16 @@ def health(channel: grpc.Channel, service: str = "") -> int:
 
 
 def test_text_and_tokens_stream_and_agree(engine: RunningEngine) -> None:
-    responses = list(engine.stub.Generate(request(max_tokens=20)))
-    assert len(responses) > 1 and all(not r.HasField("finish") for r in responses[:-1])
+    engine.steps.hold()
+    stream = engine.stub.Generate(request(max_tokens=20))
+    assert engine.steps.reached.wait(30)
+    responses = []
+    for _ in range(3):  # what is not read at once is merged with what comes next
+        engine.steps.step()
+        responses.append(next(stream))
+    engine.steps.release()
+    responses += stream
+    assert all(not r.HasField("finish") for r in responses[:-1])
     assert len({response.request_id for response in responses}) == 1 and responses[0].request_id
     tokens = [token for response in responses for token in response.token_ids]
     text = "".join(response.text for response in responses)
@@ -255,8 +263,7 @@ def test_a_full_queue(engine: RunningEngine) -> None:
     threads = [threading.Thread(target=read, args=(stream,)) for stream in streams]
     for thread in threads:
         thread.start()
-    while len(engine.engine.streams) < 7:  # all seven have reached the engine
-        pass
+    engine.until_live(7)
     engine.steps.release()
     for thread in threads:
         thread.join(60)
@@ -268,8 +275,7 @@ def test_a_full_queue(engine: RunningEngine) -> None:
 
 def test_cancelled_by_another_call_while_running_and_while_queued(engine: RunningEngine) -> None:
     streams = fill(engine, 4)
-    while len(engine.engine.streams) < 4:
-        pass
+    engine.until_live(4)
     for name in ("f0", "f3"):
         engine.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=name))
     engine.steps.release()
@@ -284,10 +290,10 @@ def test_cancelled_by_another_call_while_running_and_while_queued(engine: Runnin
 def test_dropping_the_call_ends_the_request(engine: RunningEngine) -> None:
     before = engine.stub.GetStats(pb.GetStatsRequest()).cancelled_requests
     streams = fill(engine, 4)
-    while len(engine.engine.streams) < 4:
-        pass
+    engine.until_live(4)
     for stream in streams:
         stream.cancel()
+    engine.until_told(3 + 4)  # of three that wait to be looked at, and of four ends
     engine.steps.release()
     engine.idle()
     assert engine.stub.GetStats(pb.GetStatsRequest()).cancelled_requests - before == 4
@@ -367,12 +373,10 @@ def test_a_drain_tells_those_that_wait_and_lets_those_go_on_that_run(tmp_path: P
         engine.stub.SubmitGeneration(asked[0])
         running = engine.stub.Generate(request(max_tokens=400))
         assert engine.steps.reached.wait(30)
-        while len(engine.engine.streams) < 2:
-            pass
+        engine.until_live(2)
         waiting = engine.stub.Generate(request(max_tokens=6))
         late = engine.stub.SubmitGeneration.future(asked[1])
-        while len(engine.engine.streams) < 4:
-            pass
+        engine.until_live(4)
         engine.steps.step()
         late.result(30)  # it is queued
         watches = [engine.stub.WatchGeneration(pb.WatchGenerationRequest(request_id=n)) for n in ("runs", "waits")]
@@ -406,18 +410,22 @@ def submitted(name: str, max_tokens: int) -> pb.SubmitGenerationRequest:
 def test_what_outlasts_the_grace_is_told_so(tmp_path: Path) -> None:
     engine = RunningEngine(tmp_path).start()
     try:
-        running = engine.stub.Generate(request(max_tokens=900))
-        next(running)
-        engine.stub.SubmitGeneration(submitted("alone", 900))
-        watch = engine.stub.WatchGeneration(pb.WatchGenerationRequest(request_id="alone"))
-        next(watch)
         engine.steps.hold()
+        running = engine.stub.Generate(request(max_tokens=900))
         assert engine.steps.reached.wait(30)
+        alone = engine.stub.SubmitGeneration.future(submitted("alone", 900))
+        engine.until_live(2)
+        engine.steps.step()
+        alone.result(30)
+        watch = engine.stub.WatchGeneration(pb.WatchGenerationRequest(request_id="alone"))
+        for _ in range(2):  # one to find its pages, one of its own
+            engine.steps.step()
+        next(running)
+        next(watch)
         stopping = engine.begin(engine.engine.stop(0.01))
         loop = engine.engine.loop
         assert loop is not None
-        while loop._inbox.qsize() < 2:  # the grace is over and the thread was told
-            pass
+        engine.until_told(2)  # the grace is over
         engine.steps.release()
         error = refused(lambda: running)
         assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINING") and "grace of 0.01 s is over" in error.message

@@ -93,9 +93,11 @@ def until(true: Callable[[], bool]) -> None:
 
 def test_it_is_what_generate_would_say(engine: Engine) -> None:
     text, tokens, _ = collect(engine.stub.Generate(request(max_tokens=20)))
+    engine.steps.hold()
     begun = submit(engine, max_tokens=20)
     assert begun.request_id and begun.state in (pb.GENERATION_STATE_QUEUED, pb.GENERATION_STATE_RUNNING)
     assert not begun.HasField("finish") and not begun.HasField("expire_time")
+    engine.steps.release()
     assert watched(watching(engine, begun.request_id))[:2] == (text, tokens)
     before = time.time()
     over = get(engine, begun.request_id)
@@ -260,7 +262,7 @@ def test_a_full_queue_refuses_with_a_time(engine: Engine) -> None:
     streams = [engine.stub.Generate(request(max_tokens=100, request_id="f0"))]
     assert engine.steps.reached.wait(30)
     asked = [engine.stub.SubmitGeneration.future(submission(f"s{at}", 5)) for at in range(5)]
-    until(lambda: len(engine.engine.streams) == 6)
+    engine.until_live(6)
     engine.steps.release()
     errors = []
     for future in asked:
@@ -282,7 +284,7 @@ def test_cancelling_while_it_runs_and_while_it_waits_and_when_it_is_over(engine:
     engine.steps.hold()
     submit_held(engine, "runs", 100)
     waiting = [engine.stub.SubmitGeneration.future(submission(name, 50)) for name in ("next", "waits")]
-    until(lambda: len(engine.engine.streams) == 3)
+    engine.until_live(3)
     for name in ("runs", "waits", "waits"):
         cancel(engine, name)
     engine.steps.release()
@@ -356,12 +358,20 @@ def test_a_live_one_is_not_deleted(engine: Engine) -> None:
 
 def test_a_timeout_keeps_what_there_is(engine: Engine) -> None:
     expected = collect(engine.stub.Generate(request(max_tokens=400)))[1]
+    clock = engine.engine.loop._clock
+
+    def wait(step: Any) -> None:  # however fast the model is, it is not done by then
+        [chunk] = step
+        if chunk.sequence.num_generated_tokens == 200:
+            until(lambda: clock() > chunk.sequence.request.deadline)
+
+    engine.steps.fault = wait
     submit(engine, "late", 900, timeout=0.3)
     tokens, error = failure(watching(engine, "late"))
     assert (error.code, error.reason) == ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")
     over = get(engine, "late")
     assert over.state == pb.GENERATION_STATE_FAILED and not over.HasField("finish")
-    assert list(over.token_ids) == tokens and tokens[:400] == expected[: len(tokens)]
+    assert list(over.token_ids) == tokens == expected[: len(tokens)]
     assert rpc.error_from_status(over.error).message == error.message
     assert over.usage.completion_tokens == len(tokens)
     assert 0.3e9 <= over.usage.total_time.ToNanoseconds() < 30e9
@@ -415,11 +425,11 @@ def test_retention_by_time(engine: Engine) -> None:
     clock, ahead = generations._clock, 0.0
     generations._clock = lambda: clock() + ahead
     try:
-        for name, retention in (("brief", 5.0), ("full", 3600.0)):
+        for name, retention in (("brief", 300.0), ("full", 3600.0)):
             watched(watching(engine, submit(engine, name, 2, retention=retention).request_id))
         now = time.time()
-        assert 0 < get(engine, "brief").expire_time.ToNanoseconds() / 1e9 - now <= 5.1
-        ahead = 5.1
+        assert 0 < get(engine, "brief").expire_time.ToNanoseconds() / 1e9 - now <= 300.1
+        ahead = 300.1
         assert refused(lambda: get(engine, "brief")).reason == "REQUEST_UNKNOWN"
         assert engine.stub.GetStats(pb.GetStatsRequest()).retained_generations == 1
         submit(engine, "brief", 2)  # the id is free

@@ -147,9 +147,11 @@ def test_it_is_what_generate_would_say(engine: Engine) -> None:
     whole = generated(engine, message)
     assert len({tuple(tokens) for tokens in whole.tokens.values()}) == 4
     assert [whole.finishes[at].seed for at in range(4)] == [2**64 - 2, 2**64 - 1, 0, 1]
+    engine.steps.hold()
     begun = submit(engine, message)
     assert begun.state in (pb.GENERATION_STATE_QUEUED, pb.GENERATION_STATE_RUNNING) and len(begun.samples) == 4
     assert all(sample.usage.prompt_tokens for sample in begun.samples)
+    engine.steps.release()
     told = watched(engine, begun.request_id, 4)
     assert told.said() == whole.said() and told.prompt == whole.prompt
     over = get(engine, begun.request_id)
@@ -386,7 +388,7 @@ def test_a_drain_lets_all_samples_of_a_prompt_that_ran_end_and_tells_those_that_
     try:
         held(small, "runs", n=3, max_tokens=300)
         late = small.stub.SubmitGeneration.future(pb.SubmitGenerationRequest(request=asked(2, 6, request_id="waits")))
-        until(lambda: len(small.engine.streams) == 2)
+        small.until_live(2)
         small.steps.step()
         late.result(30)
         runs, waits = watching(small, "runs"), watching(small, "waits")
@@ -462,7 +464,7 @@ def test_a_full_queue_refuses_all_samples_or_none(engine: Engine) -> None:
         engine.stub.SubmitGeneration.future(pb.SubmitGenerationRequest(request=asked(7, 3, request_id=f"f{at}")))
         for at in range(3)
     ]
-    until(lambda: len(engine.engine.streams) == 4)
+    engine.until_live(4)
     engine.steps.release()
     names, errors = [], []
     for future in futures:

@@ -64,7 +64,7 @@ def refused(folder: Path, said: str) -> ModelInvalid:
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     return caught.value
 
 

@@ -1,0 +1,96 @@
+"""An engine as a process that computes a step when the test lets it, and otherwise is the product as it is run.
+
+``python -m tests.gated`` is ``python -m services.engine`` with a gate between the scheduler and the model: each step
+takes a byte out of a pipe, and waits for one when there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
+from services.engine import __main__ as product
+from services.engine import server
+from services.engine.choice import Result
+from services.engine.pagesource import PageCopy
+from services.engine.runner import Runner
+from services.engine.step import Chunk
+from tests.gpus import environment
+from tests.processes import Service, engine
+
+PIPE = "TESTS_STEPS"
+#: Less than a pipe holds.
+MANY = 30_000
+
+
+class Steps:
+    """The test's end of the pipe: at first no step is computed."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        self._closed = False
+
+    def let(self, count: int = MANY) -> None:
+        """Let so many more steps through."""
+        if os.write(self._pipe, bytes(count)) != count:
+            raise ValueError(f"the pipe has no room for {count} steps")
+
+    def hold(self) -> None:
+        """Take back what was let and not computed."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._pipe, MANY):
+                pass
+
+    def close(self) -> None:
+        """Let all steps through that are still to come. Closing twice changes nothing."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._pipe)
+
+
+@contextlib.contextmanager
+def gated(directory: Path, daemon: str, *arguments: str, model: Path, name: str = "engine") -> Iterator[Any]:
+    """As ``tests.processes.engine``, and its steps: ``(service, steps)``."""
+    pipe = directory / f"{name}.steps"
+    with contextlib.closing(Steps(pipe)) as steps:
+        surroundings = {**environment(os.environ), PIPE: str(pipe)}
+        with engine(
+            directory, daemon, *arguments, model=model, name=name, environment=surroundings, module="tests.gated"
+        ) as service:
+            yield service, steps
+
+
+def until_live(service: Service, samples: int) -> None:
+    """Wait until an engine knows of so many samples that have not ended."""
+    stub = engine_pb2_grpc.EngineServiceStub(service.channel)
+    while True:
+        stats = stub.GetStats(engine_pb2.GetStatsRequest())
+        if stats.running_requests + stats.queued_requests >= samples:
+            return
+
+
+class GatedRunner:
+    """A runner that takes a byte for a step; once nobody holds the pipe's other end it takes none."""
+
+    def __init__(self, *given: Any) -> None:
+        self._inner = Runner(*given)
+        self._pipe = os.open(os.environ[PIPE], os.O_RDONLY)
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        self._inner.copy_pages(copies)
+
+    def run(self, step: Sequence[Chunk]) -> list[Result]:
+        os.read(self._pipe, 1)
+        return self._inner.run(step)
+
+
+if __name__ == "__main__":
+    server.Engine = functools.partial(server.Engine, make_runner=GatedRunner)  # type: ignore[assignment,misc]
+    sys.exit(product.main())
