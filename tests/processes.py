@@ -29,7 +29,6 @@ class Service:
     def __init__(
         self, module: str, socket: Path, arguments: list[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        self.module = module
         self.address = f"unix:{socket}"
         self.log_path = log
         self._log = log.open("ab")
@@ -66,7 +65,7 @@ class Service:
 
     def tcp(self) -> str:
         """The TCP address it told in its log that it listens on."""
-        while not (told := self.events(f"{self.module.removeprefix('services.')}_serving")):
+        while not (told := [*self.events("kvcache_serving"), *self.events("engine_serving")]):
             assert self.process.poll() is None, self.log()  # it is told a moment after health says SERVING
         [started] = told
         return next(address for address in started["listen"] if not address.startswith("unix:"))
