@@ -197,7 +197,7 @@ def test_samples_of_one_that_is_not_done_and_fails(engine: Engine, capsys: Captu
     def linger(step: Any) -> None:
         for chunk in step:
             if chunk.sequence.num_generated_tokens == 5:
-                over.wait(30)
+                over.wait(60)
                 chunk.sequence.tokens[-1] = 10**9  # out of the vocabulary: the model itself raises
 
     engine.steps.fault = linger
