@@ -21,7 +21,7 @@ from pathlib import Path
 import structlog
 from threadpoolctl import threadpool_limits
 
-from benchmarks import ablation, arena, flips, peer, prefix, rows, shapes, steps, workload
+from benchmarks import ablation, arena, flips, peer, prefix, rows, shapes, steps, streams, workload
 from benchmarks.rows import Row
 from benchmarks.stand import PAGE_SIZE, ROOT, Pages, Stand
 from benchmarks.workload import Job, Run
@@ -32,8 +32,8 @@ from services.kvcache.arena import default_directory
 
 CPU, GPU = "cpu", "gpu"
 PARTS = {
-    CPU: ("workload", "ablation", "prefix"),
-    GPU: ("steps", "arena", "workload", "transformers", "prefix", "ablation", "flips"),
+    CPU: ("workload", "ablation", "prefix", "streams"),
+    GPU: ("steps", "arena", "workload", "transformers", "prefix", "streams", "ablation", "flips"),
 }
 #: So many times transformers, at least.
 PEER_BAR = 2.0
@@ -201,6 +201,8 @@ def on_cpu(parts: list[str], scale: Scale, model: Path) -> Iterator[tuple[str, I
                 yield part, ablation_rows(stand, scale)
             case "prefix":
                 yield part, prefix_rows(CPU, None, scale)
+            case "streams":
+                yield part, streams.measure(pairs=scale.pairs)
 
 
 def on_gpu(
@@ -225,6 +227,8 @@ def on_gpu(
                     yield part, transformers_rows(stand, name, scale, limit_s)
                 case "prefix" if not number:
                     yield part, prefix_rows(GPU, shapes.SHAPES[name], scale, replay)
+                case "streams" if not number:
+                    yield part, streams.measure(pairs=scale.pairs)
                 case "flips":
                     yield part, flips_rows(stand, name, scale, None if number else BUNDLED, replay)
                 case "ablation" if not number:

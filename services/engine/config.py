@@ -55,6 +55,7 @@ class Config:
     pool_pages: int | None
     local_pages: int
     limits: Limits
+    messages_per_s: int
     retention: Retention
     echo: dict[str, Any]
 
@@ -158,6 +159,14 @@ class Config:
             metavar="S",
         )
         flags.add(
+            "--messages-per-s",
+            whole(1, 1 << 20),
+            4000,
+            "responses with tokens a second, over all streams: beyond, several tokens of a stream share one, and none "
+            "waits for more than 0.1 s",
+            metavar="N",
+        )
+        flags.add(
             "--generation-ttl",
             seconds(1, 30 * 86400),
             3600.0,
@@ -209,6 +218,7 @@ class Config:
                 max_queue_tokens=values["max-queue-tokens"],
                 priority_step_s=values["priority-step"],
             ),
+            messages_per_s=values["messages-per-s"],
             retention=Retention(values["generation-ttl"], values["generation-count"], values["generation-memory"]),
             echo=values.echo(),
         )

@@ -12,6 +12,7 @@ from copy import copy
 
 from services.engine.event import Event
 from services.engine.output import Output
+from services.engine.pace import Bell, Pace
 from services.engine.streams import News
 from services.errors import FieldInvalid, RequestUnknown, ServiceError, TooManyWatchers
 
@@ -133,10 +134,15 @@ class Generation:
 
     @contextmanager
     def watch(
-        self, from_token: int = 0, from_tokens: Items[int] = (), without_samples: Items[int] = ()
+        self,
+        from_token: int = 0,
+        from_tokens: Items[int] = (),
+        without_samples: Items[int] = (),
+        pace: Pace | None = None,
     ) -> Iterator[Watch]:
         """Read it while the context lasts, from a token on: its one sample from ``from_token``, or each of several from
-        its own of ``from_tokens``, and those behind its end from their beginning; ``without_samples`` not at all.
+        its own of ``from_tokens``, and those behind its end from their beginning; ``without_samples`` not at all. What
+        there is comes at once, what is new at the ``pace``.
 
         Raises FieldInvalid when it has fewer tokens or samples, or none is left to read, and TooManyWatchers.
         """
@@ -144,7 +150,7 @@ class Generation:
         self._check_without(without_samples)
         if len(self._watches) >= MAX_WATCHES:
             raise TooManyWatchers(f"{self.request_id!r} has {MAX_WATCHES} watchers, the limit", limit=MAX_WATCHES)
-        watch = Watch(self, starts, frozenset(without_samples))
+        watch = Watch(self, starts, frozenset(without_samples), pace)
         self._watches.add(watch)
         try:
             yield watch
@@ -203,8 +209,10 @@ class Generation:
         self._wake()
 
     def _wake(self) -> None:
-        for watch in self._watches:
-            watch.wake()
+        if self._watches:
+            last = self.forgotten or self.over
+            for watch in self._watches:
+                watch.wake(last)
 
 
 class Watch:
@@ -213,15 +221,19 @@ class Watch:
     Samples with news have their turns one after another; none has another before those that waited meanwhile.
     """
 
-    def __init__(self, generation: Generation, starts: Items[int], without: frozenset[int]) -> None:
+    def __init__(
+        self, generation: Generation, starts: Items[int], without: frozenset[int], pace: Pace | None = None
+    ) -> None:
         self._generation = generation
         self._at = array("I", starts)
         self._turns = [at for at in range(generation.samples) if at not in without]  # whose end was not told
         self._changed = asyncio.Event()
+        self._bell = Bell(self._changed.set, pace)
+        self._caught_up = False
 
-    def wake(self) -> None:
-        """There is something new."""
-        self._changed.set()
+    def wake(self, last: bool = False) -> None:
+        """There is something new; ``last`` when nothing more will come."""
+        self._bell.ring(at_once=last)
 
     async def next(self) -> News:
         """Wait for news and take them: the next tokens of a sample, or how it ended, or both. Not to be called again
@@ -229,8 +241,10 @@ class Watch:
 
         Raises RequestUnknown when the generation was forgotten before all of it was read.
         """
+        if self._caught_up:
+            await self._changed.wait()
         while (sample := self._ready()) is None:
-            self._changed.clear()
+            self._hush()
             await self._changed.wait()
         generation, output, at = self._generation, self._generation.outputs[sample], self._at[sample]
         end = min(output.num_tokens, at + REPLAY_TOKENS)
@@ -245,6 +259,9 @@ class Watch:
         ended = end == output.num_tokens and output.outcome is not None
         if not ended:
             self._turns.append(sample)
+        self._caught_up = self._ready() is None
+        if self._caught_up:
+            self._hush()
         text, token_ids = ("", ()) if at == end else output.read(at, end)
         return News(
             text,
@@ -256,6 +273,10 @@ class Watch:
             output.prompt_logprobs if at == 0 < end else (),
             over=not self._turns,
         )
+
+    def _hush(self) -> None:
+        self._changed.clear()
+        self._bell.hush()
 
     def _ready(self) -> int | None:
         outputs = self._generation.outputs

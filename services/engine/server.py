@@ -27,6 +27,7 @@ from services.engine.localpages import LocalPageSource
 from services.engine.loop import EngineLoop, StepRunner
 from services.engine.metrics import EngineMetrics
 from services.engine.model import Model
+from services.engine.pace import Pace
 from services.engine.pagesource import PageSource
 from services.engine.runner import Runner
 from services.engine.sampling import Drawer, SamplingParams, sample
@@ -63,7 +64,7 @@ class Engine:
         self.config = config
         self.streams = Streams()
         self.generations = Generations(config.retention)
-        self.servicer = EngineServicer(self.streams, self.generations)
+        self.servicer = EngineServicer(self.streams, self.generations, pace=Pace(config.messages_per_s))
         self.calls, self.kvcache_calls = Calls(), Calls()
         self.metrics = EngineMetrics(
             self.streams, self.generations, self.calls, self.kvcache_calls, lambda: self.servicer.draining

@@ -38,6 +38,7 @@ from services.engine.messages import (
     status,
 )
 from services.engine.modelconfig import ModelConfig
+from services.engine.pace import Pace
 from services.engine.pagesource import Geometry
 from services.engine.sequence import Request
 from services.engine.streams import Bundle, Listener, Stream, Streams
@@ -78,7 +79,8 @@ class Served:
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """The service. It answers UNAVAILABLE until ``serve`` and again, to new requests, from ``drain`` on.
 
-    ``clock`` is monotonic and the engine's; ``wall`` tells the time of day.
+    ``clock`` is monotonic and the engine's; ``wall`` tells the time of day. Without a ``pace`` whatever is read is told
+    at once.
     """
 
     def __init__(
@@ -87,9 +89,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         generations: Generations,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        pace: Pace | None = None,
     ) -> None:
         self.streams = streams
         self.generations = generations
+        self._pace = pace
         self.draining = False
         self._clock = clock
         self._wall = wall
@@ -133,7 +137,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     @maps_errors
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """See the proto. However the call ends, its request does."""
-        stream = Stream(samples=max(1, request.n))
+        stream = Stream(samples=max(1, request.n), pace=self._pace)
         asked = await self._begin(request, stream, self._deadline(context))
         over, error = False, None
         try:
@@ -158,7 +162,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._model()
         check_batch(request)
         self._check_open()
-        items, begun, errors = Bundle(len(request.requests)), dict[int, Request](), dict[int, ServiceError]()
+        items, begun, errors = (
+            Bundle(len(request.requests), self._pace),
+            dict[int, Request](),
+            dict[int, ServiceError](),
+        )
         beginning = asyncio.ensure_future(self._begin_all(request.requests, items, begun, self._deadline(context)))
         try:
             while items.remaining:
@@ -233,7 +241,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """See the proto."""
         generation = self._find(request.request_id)
         samples = generation.samples if generation.samples > 1 else 0
-        with generation.watch(request.from_token, request.from_tokens, request.without_samples) as watch:
+        with generation.watch(request.from_token, request.from_tokens, request.without_samples, self._pace) as watch:
             over, error = False, None
             while not over:
                 news = await watch.next()

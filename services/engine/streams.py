@@ -11,6 +11,7 @@ from typing import Protocol
 
 from services.engine.choice import Choice
 from services.engine.event import Event
+from services.engine.pace import Bell, Pace
 from services.engine.sequence import Outcome, Usage
 from services.errors import RequestExists, RequestUnknown, ServiceError
 
@@ -56,14 +57,15 @@ class Listener(Protocol):
 class Stream:
     """One request's news for one caller, of whichever of its samples has had them for longest.
 
-    A caller that is slow to take them gets them merged, so none piles up.
+    A caller that is slow to take them gets them merged, so none piles up, and so does one that waits for its turn.
     """
 
-    def __init__(self, on_news: Callable[[], None] = lambda: None, samples: int = 1) -> None:
+    def __init__(self, on_news: Callable[[], None] = lambda: None, samples: int = 1, pace: Pace | None = None) -> None:
         self._on_news = on_news
         self._live = samples
         self._untold: dict[int, _Untold] = {}
         self._changed = asyncio.Event()
+        self._bell = Bell(self._tell, pace)
 
     @property
     def has_news(self) -> bool:
@@ -82,6 +84,9 @@ class Stream:
         if event.outcome is not None:
             untold.outcome, untold.usage = event.outcome, event.sequence.usage if event.sequence else None
             self._live = self._live - 1 if event.sequence else 0
+        self._bell.ring(at_once=event.outcome is not None)
+
+    def _tell(self) -> None:
         self._changed.set()
         self._on_news()
 
@@ -91,6 +96,7 @@ class Stream:
         untold = self._untold.pop(sample, _Untold())
         if not self._untold:
             self._changed.clear()
+            self._bell.hush()
         return News(
             "".join(untold.text),
             tuple(untold.token_ids),
@@ -111,14 +117,15 @@ class Stream:
 class Bundle:
     """Streams read together: whichever has had news for longest comes first. ``remaining`` have not ended yet."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, pace: Pace | None = None) -> None:
         self.remaining = count
+        self._pace = pace
         self._ready: dict[int, Stream | ServiceError] = {}
         self._changed = asyncio.Event()
 
     def stream(self, index: int, samples: int = 1) -> Stream:
         """Make the stream of one."""
-        stream = Stream(lambda: self._mark(index, stream), samples)
+        stream = Stream(lambda: self._mark(index, stream), samples, self._pace)
         return stream
 
     def fail(self, index: int, error: ServiceError) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import ablation, arena, engine, flips, prefix, rows, shapes, steps, workload
+from benchmarks import ablation, arena, engine, flips, prefix, rows, shapes, steps, streams, workload
 from benchmarks.rows import Row
 from benchmarks.shapes import TINY
 from benchmarks.stand import PAGE_SIZE, ROOT, Stand
@@ -120,6 +120,15 @@ def test_first_tokens_in_real_processes(tmp_path: Path) -> None:
     found = list(prefix.measure(tmp_path / "tiny", TINY.vocab_size, (100, 200), ("--pool-pages", "256"), (), prompts=2))
     assert [row.name.split(",")[0] for row in found] == ["cold"] * 2 + ["warm"] * 6
     assert found[0].ratio == found[1].ratio == 1 and not found[0].missed and all(row.value > 0 for row in found)
+
+
+def test_what_reading_costs_in_real_processes() -> None:
+    found = list(streams.measure(streams=6, tokens=20, step_ms=1, pairs=1))
+    assert [row.name for row in found] == [
+        "submitted, read by nobody", "streamed", "streamed, a message a token",
+    ]  # fmt: skip
+    # A step a token, at least, and none sooner than a millisecond.
+    assert found[0].ratio == 1 and all(0 < row.value < 6 / 0.001 for row in found)
 
 
 def test_a_written_checkpoint_is_read_as_it_was_made(tmp_path: Path) -> None:

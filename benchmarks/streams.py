@@ -1,0 +1,127 @@
+"""What it costs an engine that its tokens are read: its tokens a second with a call for each of many requests, against
+the same requests submitted and read by nobody.
+
+Real processes: a daemon, an engine, the client of ``python -m services.engine bench``. Nothing is computed: a step
+takes a given time with the interpreter free, as it is while a GPU computes, and its tokens are made up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from benchmarks.rows import Row
+from benchmarks.stand import ROOT, daemon, process
+from rocmforge.engine.v1 import engine_pb2 as pb
+from rocmforge.engine.v1 import engine_pb2_grpc
+from services.engine import __main__ as engine_main
+from services.engine import server
+from services.engine.choice import Result
+from services.engine.config import BUNDLED_MODEL
+from services.engine.pagesource import PageCopy
+from services.engine.step import Chunk
+from services.kvcache.arena import default_directory
+
+STREAMS, TOKENS, PROMPT, STEP_MS = 256, 400, 64, 10.0
+#: More messages than there are tokens, so that each has its own.
+ALL = 1 << 20
+
+
+class TimedRunner:
+    """Takes ``step_s`` for a step and makes its tokens up."""
+
+    def __init__(self, step_s: float, *_: Any) -> None:
+        self._step_s = step_s
+        self._draw = random.Random(0)
+
+    def run(self, step: Sequence[Chunk]) -> list[Result]:
+        """A token for each chunk that wants one."""
+        time.sleep(self._step_s)
+        return [self._draw.randrange(300, 900) if chunk.samples else None for chunk in step]
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """There is nothing in them."""
+
+
+def measure(streams: int = STREAMS, tokens: int = TOKENS, step_ms: float = STEP_MS, pairs: int = 3) -> Iterator[Row]:
+    """Each of the three ways ``pairs`` times, alternately; their medians. Raises RuntimeError where a request fails."""
+    ways: dict[str, tuple[int | None, Callable[[str, int, int], float]]] = {
+        "submitted, read by nobody": (None, submitted),
+        "streamed": (None, streamed),
+        "streamed, a message a token": (ALL, streamed),
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    with daemon("--memory", "2GiB") as cache:
+        for _ in range(pairs):
+            for name, (messages, ask) in ways.items():
+                with timed_engine(cache, streams, step_ms, messages) as address:
+                    found[name].append(streams * tokens / ask(address, streams, tokens))
+    unread = sorted(found["submitted, read by nobody"])[pairs // 2]
+    for name, rates in found.items():
+        rate = sorted(rates)[pairs // 2]
+        detail = (
+            f"to read by nobody; {streams} at once, steps of {step_ms:g} ms; {min(rates):,.0f} to {max(rates):,.0f}"
+        )
+        yield Row("streams", name, rate, "tokens/s", rate / unread, detail=detail)
+
+
+@contextlib.contextmanager
+def timed_engine(cache: str, streams: int, step_ms: float, messages_per_s: int | None) -> Iterator[str]:
+    """The address of an engine of such steps."""
+    with tempfile.TemporaryDirectory(prefix="rf-bench-", dir=default_directory().parent) as folder:
+        address = f"unix:{folder}/engine.sock"
+        words = [f"{step_ms:g}", "--listen", address, "--model", str(BUNDLED_MODEL), "--kvcache", cache]
+        words += ["--max-batch", str(streams), "--max-step-tokens", "8192"]
+        words += [] if messages_per_s is None else ["--messages-per-s", str(messages_per_s)]
+        with process("benchmarks.streams", address, *words):
+            yield address
+
+
+def streamed(address: str, streams: int, tokens: int) -> float:
+    """Seconds until each of so many calls has had its tokens."""
+    words = ["--requests", str(streams), "--concurrency", str(streams), "--input-len", str(PROMPT)]
+    command = [sys.executable, "-m", "services.engine", "bench", "--target", address, "--json", *words]
+    done = subprocess.run([*command, "--output-len", str(tokens)], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the client ended with {done.returncode}: {done.stderr[-400:]}")
+    return float(json.loads(done.stdout)["seconds"])
+
+
+def submitted(address: str, streams: int, tokens: int) -> float:
+    """Seconds until each of so many submitted generations is over; only the last to be submitted is watched."""
+    with grpc.insecure_channel(address) as channel:
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        requests = [
+            pb.GenerateRequest(
+                request_id=f"submitted-{at}",
+                prompt=pb.Prompt(tokens=pb.TokenIds(ids=[at % 1000 + 1] * PROMPT)),
+                stopping=pb.Stopping(max_tokens=tokens, ignore_eos=True),
+            )
+            for at in range(streams)
+        ]
+        began = time.perf_counter()
+        asked = [stub.SubmitGeneration.future(pb.SubmitGenerationRequest(request=one)) for one in requests]
+        for future in asked:
+            future.result(60)
+        for one in reversed(requests):  # those that came first are over by then, and say so at once
+            watch = pb.WatchGenerationRequest(request_id=one.request_id, from_token=0)
+            *_, last = stub.WatchGeneration(watch)
+            if last.response.finish.usage.completion_tokens != tokens:
+                raise RuntimeError(f"{one.request_id}: {last}")
+        return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    step_s = float(sys.argv.pop(1)) / 1e3
+    server.Engine = functools.partial(server.Engine, make_runner=functools.partial(TimedRunner, step_s))  # type: ignore[assignment,misc]
+    sys.exit(engine_main.main())

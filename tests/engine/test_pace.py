@@ -1,0 +1,219 @@
+"""So many messages a second over all streams, each in its turn, and none that waits for long."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.engine.event import Event
+from services.engine.generation import Generation
+from services.engine.pace import BURST_S, MOST_S, TICK_S, Bell, Pace
+from services.engine.sequence import FinishReason, Outcome, Sequence
+from services.engine.streams import Bundle, Stream
+from tests.engine.fakes import make_request
+
+END = Outcome(FinishReason.LENGTH)
+
+
+class Loop:
+    """A clock that is moved, and what was asked to be called later."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._calls: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+
+    def clock(self) -> float:
+        return self.now
+
+    def later(self, delay_s: float, then: Callable[[], None]) -> None:
+        heapq.heappush(self._calls, (self.now + delay_s, next(self._count), then))
+
+    def pass_by(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self._calls and self._calls[0][0] <= end:
+            self.now, _, then = heapq.heappop(self._calls)
+            then()
+        self.now = end
+
+    @property
+    def calls(self) -> int:
+        return len(self._calls)
+
+
+class Reader:
+    """Takes its news as soon as its bell sounds, and notes when that was."""
+
+    def __init__(self, loop: Loop, pace: Pace) -> None:
+        self.told: list[float] = []
+        self._loop = loop
+        self.bell = Bell(self._look, pace)
+
+    def _look(self) -> None:
+        self.told.append(self._loop.now)
+        self.bell.hush()
+
+
+def made(messages_per_s: float, readers: int) -> tuple[Loop, list[Reader]]:
+    loop = Loop()
+    pace = Pace(messages_per_s, loop.clock, loop.later)
+    return loop, [Reader(loop, pace) for _ in range(readers)]
+
+
+def test_few_readers_are_told_at_once() -> None:
+    loop, readers = made(1000, 8)
+    for _ in range(100):
+        loop.pass_by(0.01)  # 800 messages a second
+        for reader in readers:
+            reader.bell.ring()
+            assert reader.told[-1] == loop.now
+    assert loop.calls == 0, "no timer is kept where nobody waits"
+
+
+def test_many_readers_share_what_there_is_and_wait_alike() -> None:
+    loop, readers = made(1000, 50)
+    steps = 400
+    for _ in range(steps):
+        loop.pass_by(0.01)  # 5000 messages a second, if each token had its own
+        for reader in readers:
+            reader.bell.ring()
+    loop.pass_by(MOST_S + TICK_S)
+    told = [len(reader.told) for reader in readers]
+    seconds = steps * 0.01 + MOST_S + TICK_S
+    assert sum(told) <= 1000 * (seconds + BURST_S) + 1
+    assert sum(told) > 0.9 * 1000 * steps * 0.01 and max(told) - min(told) <= 2
+    for reader in readers:
+        gaps = [later - earlier for earlier, later in itertools.pairwise(reader.told)]
+        assert max(gaps) < 50 / 1000 + 0.01 + 2 * TICK_S
+    assert loop.calls == 0
+
+
+def test_nobody_waits_longer_than_that_however_many_there_are() -> None:
+    loop, readers = made(10, 300)
+    for _ in range(30):
+        loop.pass_by(0.01)
+        for reader in readers:
+            reader.bell.ring()
+    loop.pass_by(MOST_S + TICK_S)
+    for reader in readers:
+        gaps = [later - earlier for earlier, later in itertools.pairwise([100.01, *reader.told])]
+        assert gaps and max(gaps) <= MOST_S + 0.01 + 2 * TICK_S
+
+
+def test_what_ends_is_told_at_once_and_its_turn_is_nobodys() -> None:
+    loop, readers = made(10, 4)
+    first, *others = readers
+    for reader in readers:
+        reader.bell.ring()
+    loop.pass_by(0.001)
+    assert [len(reader.told) for reader in readers] == [1, 0, 0, 0], "one message is there at first"
+    others[0].bell.ring(at_once=True)
+    assert others[0].told == [loop.now]
+    loop.pass_by(MOST_S + TICK_S)
+    assert [len(reader.told) for reader in readers] == [1, 1, 1, 1]
+    assert first.told < others[0].told < others[1].told <= others[2].told
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.floats(0, 0.05)), max_size=60), st.floats(1, 5000))
+def test_whatever_is_rung_is_told_and_nothing_else(rings: list[tuple[int, bool, float]], messages_per_s: float) -> None:
+    loop, readers = made(messages_per_s, 6)
+    rung: list[list[float]] = [[] for _ in readers]
+    for at, at_once, pause in rings:
+        rung[at].append(loop.now)
+        readers[at].bell.ring(at_once)
+        loop.pass_by(pause)
+    loop.pass_by(MOST_S + TICK_S)
+    for reader, times in zip(readers, rung, strict=True):
+        assert len(reader.told) <= len(times)
+        for time in times:
+            assert any(time <= told <= time + MOST_S + TICK_S + 1e-9 for told in reader.told)
+        for told in reader.told:
+            assert any(told - MOST_S - TICK_S - 1e-9 <= time <= told for time in times)
+
+
+def test_tokens_that_come_while_a_stream_waits_are_one_message() -> None:
+    async def body() -> None:
+        loop = Loop()
+        pace = Pace(10, loop.clock, loop.later)
+        other, stream = Stream(pace=pace), Stream(pace=pace)
+        for token in range(5):
+            other.push(Event("b", "y", (token,)))
+            stream.push(Event("a", "x", (token,)))
+        assert (await other.next()).token_ids == (0, 1, 2, 3, 4)
+        waiting = asyncio.ensure_future(stream.next())
+        await asyncio.sleep(0)
+        assert not waiting.done(), "it is not its turn"
+        loop.pass_by(MOST_S + TICK_S)
+        assert (await asyncio.wait_for(waiting, 30)).token_ids == (0, 1, 2, 3, 4)
+        stream.push(Event("a", "x", (5,)))
+        stream.push(Event("a", "x", (6,), outcome=END))
+        news = await asyncio.wait_for(stream.next(), 30)
+        assert news.token_ids == (5, 6) and news.outcome == END and news.over
+
+    asyncio.run(body())
+
+
+def test_a_bundles_streams_have_turns_of_their_own() -> None:
+    async def body() -> None:
+        loop = Loop()
+        bundle = Bundle(3, Pace(10, loop.clock, loop.later))
+        streams = [bundle.stream(at) for at in range(3)]
+        for token in range(2):
+            for stream in streams:
+                stream.push(Event("a", "x", (token,)))
+        told = [(await bundle.next())[0]]
+        waiting = asyncio.ensure_future(bundle.next())
+        await asyncio.sleep(0)
+        assert told == [0] and not waiting.done()
+        loop.pass_by(MOST_S + TICK_S)
+        for index, news in (await waiting, await bundle.next()):
+            told.append(index)
+            assert news.token_ids == (0, 1)
+        assert told == [0, 1, 2]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_watch_is_told_at_once_what_there_is_and_in_its_turn_what_comes(samples: int) -> None:
+    async def body() -> None:
+        loop = Loop()
+        pace = Pace(10, loop.clock, loop.later)
+        generation = Generation("a", b"", 0, 60.0, lambda *_: None, samples)
+
+        def push(token: int, outcome: Outcome | None = None) -> None:
+            for sample in range(samples):
+                sequence = Sequence(make_request("a"), 1) if outcome else None
+                generation.push(Event("a", "x", (token,), outcome, sequence, sample))
+
+        for token in range(4):
+            push(token)
+        with generation.watch(pace=pace) as watch, generation.watch(pace=pace) as other:
+            for reader in (watch, other):
+                for _ in range(samples):
+                    assert (await asyncio.wait_for(reader.next(), 30)).token_ids == (0, 1, 2, 3)
+            push(4)
+            push(5)
+            waiting = [asyncio.ensure_future(reader.next()) for reader in (watch, other)]
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert sorted(one.done() for one in waiting) == [False, True], "there is one message a tenth of a second"
+            loop.pass_by(MOST_S + TICK_S)
+            for reader, one in zip((watch, other), waiting, strict=True):
+                news = [await asyncio.wait_for(one, 30)]
+                news += [await asyncio.wait_for(reader.next(), 30) for _ in range(samples - 1)]
+                assert {told.token_ids for told in news} == {(4, 5)}
+                assert {told.sample for told in news} == set(range(samples))
+            push(6)
+            push(7, END)
+            for reader in (watch, other):
+                ended = [await asyncio.wait_for(reader.next(), 30) for _ in range(samples)]
+                assert all(news.outcome == END for news in ended) and ended[-1].over
+
+    asyncio.run(body())
