@@ -61,7 +61,7 @@ smollm2: setup ## Fetch a small trained chat model, 98 MB, into build/models
 test: setup ## Run the tests
 	@$(PY) -m tests.rocm.standin build
 	@# Whole files to a process: many share an engine, or what was compiled, among their tests.
-	@$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile tests
+	@$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder tests
 
 test-gpu: setup ## Run the tests that a GPU is for, on this machine's; fails when it has none
 	@# Compiling for AMD needs no GPU, but a clang that a machine with one may not have: CI does that.
