@@ -162,8 +162,8 @@ class Config:
             "--messages-per-s",
             whole(1, 1 << 20),
             4000,
-            "responses with tokens a second, over all streams: beyond, several tokens of a stream share one, and none "
-            "waits for more than 0.1 s",
+            "streamed responses a second, over all streams: beyond, several tokens of a stream share one; none waits "
+            "for more than 0.1 s, first tokens and ends for nothing",
             metavar="N",
         )
         flags.add(

@@ -110,21 +110,23 @@ class Generation:
 
     def push(self, event: Event) -> None:
         """Take the next event."""
-        grown = 0
+        grown, said, first = 0, range(self.samples), False
         if event.outcome is None and event.sequence is not None:  # it is queued, all of it
             for sequence in event.sequence.family or (event.sequence,):
                 self.outputs[sequence.request.sample].queued(sequence)
+            said = range(0)
         elif event.sequence is None and event.outcome is not None:  # it is refused, all of it
             for output in self.outputs:
                 output.push(event)
         else:
             output = self.outputs[event.sample]
-            before = output.size
+            before, first = output.size, not output.num_tokens
             output.push(event)
             grown = output.size - before
+            said = range(event.sample, event.sample + 1)
         self._answered.set()
         self._on_change(self, grown)
-        self._wake()
+        self._wake(said, first)
 
     async def accepted(self) -> None:
         """Wait until it is queued. Raises what it was refused with."""
@@ -206,13 +208,12 @@ class Generation:
         self.forgotten = True
         for output in self.outputs:
             output.forget()
-        self._wake()
+        self._wake(range(self.samples))
 
-    def _wake(self) -> None:
-        if self._watches:
-            last = self.forgotten or self.over
-            for watch in self._watches:
-                watch.wake(last)
+    def _wake(self, said: range, first: bool = False) -> None:
+        for watch in self._watches:
+            for sample in said:
+                watch.wake(sample, first or self.forgotten or self.outputs[sample].outcome is not None)
 
 
 class Watch:
@@ -228,12 +229,13 @@ class Watch:
         self._at = array("I", starts)
         self._turns = [at for at in range(generation.samples) if at not in without]  # whose end was not told
         self._changed = asyncio.Event()
-        self._bell = Bell(self._changed.set, pace)
-        self._caught_up = False
+        # Each sample has turns of its own: a turn is one message, but for what there is at first.
+        self._bells = [Bell(self._changed.set, pace, sounded=True) for _ in starts]
 
-    def wake(self, last: bool = False) -> None:
-        """There is something new; ``last`` when nothing more will come."""
-        self._bell.ring(at_once=last)
+    def wake(self, sample: int, at_once: bool) -> None:
+        """There is something new of a sample; ``at_once`` when it is the first or the last that comes of it."""
+        if sample in self._turns:
+            self._bells[sample].ring(at_once)
 
     async def next(self) -> News:
         """Wait for news and take them: the next tokens of a sample, or how it ended, or both. Not to be called again
@@ -241,10 +243,8 @@ class Watch:
 
         Raises RequestUnknown when the generation was forgotten before all of it was read.
         """
-        if self._caught_up:
-            await self._changed.wait()
         while (sample := self._ready()) is None:
-            self._hush()
+            self._changed.clear()
             await self._changed.wait()
         generation, output, at = self._generation, self._generation.outputs[sample], self._at[sample]
         end = min(output.num_tokens, at + REPLAY_TOKENS)
@@ -259,9 +259,8 @@ class Watch:
         ended = end == output.num_tokens and output.outcome is not None
         if not ended:
             self._turns.append(sample)
-        self._caught_up = self._ready() is None
-        if self._caught_up:
-            self._hush()
+        if end == output.num_tokens:
+            self._bells[sample].hush()
         text, token_ids = ("", ()) if at == end else output.read(at, end)
         return News(
             text,
@@ -274,11 +273,10 @@ class Watch:
             over=not self._turns,
         )
 
-    def _hush(self) -> None:
-        self._changed.clear()
-        self._bell.hush()
-
     def _ready(self) -> int | None:
-        outputs = self._generation.outputs
-        news = (at for at in self._turns if self._at[at] < outputs[at].num_tokens or outputs[at].outcome is not None)
-        return next(news, None)
+        for sample in self._turns:
+            bell, output = self._bells[sample], self._generation.outputs[sample]
+            if bell.sounded and (self._at[sample] < output.num_tokens or output.outcome is not None):
+                return sample
+            bell.hush()
+        return None

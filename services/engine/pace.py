@@ -21,8 +21,9 @@ class Pace:
     it costs is time of the interpreter, which the engine's thread needs to start steps.
 
     Whoever has news has its turn at once as long as there are few of them; else after those that came before. What
-    comes meanwhile is told in the same turn. Used on the event loop alone; ``clock`` is monotonic, ``later`` the loop's
-    ``call_later``, both in seconds.
+    comes meanwhile is told in the same turn. First tokens and ends are told out of turn, and count; and nobody waits
+    longer than `MOST_S`, so more than a tenth as many readers have more messages than that. Used on the event loop
+    alone; ``clock`` is monotonic, ``later`` the loop's ``call_later``, both in seconds.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Pace:
         self._most = max(1.0, messages_per_s * BURST_S)
         self._left = self._most
         self._left_at = clock()
+        self._share = 0.0
         self._waiting: deque[tuple[float, Bell]] = deque()
 
     def turn(self, bell: Bell) -> None:
@@ -51,16 +53,27 @@ class Pace:
             self._later(TICK_S, self._tick)
         self._waiting.append((now + MOST_S, bell))
 
+    def out_of_turn(self, bell: Bell) -> None:
+        """Sound the bell now."""
+        self._refill(self._clock())
+        self._left = max(0.0, self._left - 1.0)
+        bell.sound()
+
     def _tick(self) -> None:
         now = self._clock()
         self._refill(now)
-        while self._waiting and (self._left >= 1.0 or self._waiting[0][0] <= now):
+        # Those that came together shall not fall due together: from the first tick on a share of them has its turn.
+        self._share += len(self._waiting) * TICK_S / MOST_S
+        while self._waiting and (self._left >= 1.0 or self._share >= 1.0 or self._waiting[0][0] <= now):
+            self._share = max(0.0, self._share - 1.0)
             _, bell = self._waiting.popleft()
             if bell.waits:  # it has not been sounded out of turn
                 self._left = max(0.0, self._left - 1.0)
                 bell.sound()
         if self._waiting:
             self._later(TICK_S, self._tick)
+        else:
+            self._share = 0.0
 
     def _refill(self, now: float) -> None:
         self._left = min(self._most, self._left + (now - self._left_at) * self._messages_per_s)
@@ -68,34 +81,36 @@ class Pace:
 
 
 class Bell:
-    """Tells one reader that there is news: it sounds in its turn, and not again before the news are taken.
+    """Tells the reader of one sample that there is news: it sounds in its turn, and not again before they are taken.
 
-    Without a ``pace`` it is always its turn.
+    Without a ``pace`` it is always its turn. One made as ``sounded`` is that of a reader who is about to look.
     """
 
-    __slots__ = ("_pace", "_sound", "_sounded", "waits")
+    __slots__ = ("_pace", "_sound", "sounded", "waits")
 
-    def __init__(self, sound: Callable[[], None], pace: Pace | None = None) -> None:
+    def __init__(self, sound: Callable[[], None], pace: Pace | None = None, sounded: bool = False) -> None:
         self._sound = sound
         self._pace = pace
-        self._sounded = False
+        self.sounded = sounded
         self.waits = False
 
     def ring(self, at_once: bool = False) -> None:
-        """There is something new; ``at_once`` when nothing more will come."""
-        if self._sounded or (self.waits and not at_once):
+        """There is something new; ``at_once`` when it is the first or the last that comes."""
+        if self.sounded or (self.waits and not at_once):
             return
-        if self._pace is None or at_once:
+        if self._pace is None:
             self.sound()
+        elif at_once:
+            self._pace.out_of_turn(self)
         else:
             self.waits = True
             self._pace.turn(self)
 
     def sound(self) -> None:
         """Have the reader look."""
-        self.waits, self._sounded = False, True
+        self.waits, self.sounded = False, True
         self._sound()
 
     def hush(self) -> None:
         """All news were taken."""
-        self._sounded = False
+        self.sounded = False

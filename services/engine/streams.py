@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from services.engine.choice import Choice
@@ -65,12 +66,14 @@ class Stream:
         self._live = samples
         self._untold: dict[int, _Untold] = {}
         self._changed = asyncio.Event()
-        self._bell = Bell(self._tell, pace)
+        self._pace = pace
+        self._bells: dict[int, Bell] = {}  # each sample has turns of its own: a turn is one message
+        self._ready: dict[int, None] = {}  # those whose bell has sounded, in that order
 
     @property
     def has_news(self) -> bool:
-        """Whether there is anything to take."""
-        return bool(self._untold)
+        """Whether there is anything to take now."""
+        return bool(self._ready)
 
     def push(self, event: Event) -> None:
         """Add an event."""
@@ -84,19 +87,25 @@ class Stream:
         if event.outcome is not None:
             untold.outcome, untold.usage = event.outcome, event.sequence.usage if event.sequence else None
             self._live = self._live - 1 if event.sequence else 0
-        self._bell.ring(at_once=event.outcome is not None)
+        bell, first = self._bells.get(event.sample), False
+        if bell is None:
+            bell, first = Bell(partial(self._tell, event.sample), self._pace), True
+            self._bells[event.sample] = bell
+        bell.ring(at_once=first or event.outcome is not None)
 
-    def _tell(self) -> None:
+    def _tell(self, sample: int) -> None:
+        self._ready[sample] = None
         self._changed.set()
         self._on_news()
 
     def take(self) -> News:
-        """Take what there is of one sample."""
-        sample = next(iter(self._untold), 0)
-        untold = self._untold.pop(sample, _Untold())
-        if not self._untold:
+        """Take what there is of one sample; to be called only when there is."""
+        sample = next(iter(self._ready))
+        del self._ready[sample]
+        untold = self._untold.pop(sample)
+        self._bells[sample].hush()
+        if not self._ready:
             self._changed.clear()
-            self._bell.hush()
         return News(
             "".join(untold.text),
             tuple(untold.token_ids),

@@ -275,6 +275,7 @@ def test_help_tells_every_flag() -> None:
     flags = ["--model", "--kvcache", "--listen", "--max-batch", "--kvcache-patience", "--pool-id", "--tls-cert"]
     flags += ["--metrics", "--max-step-tokens", "--priority-step"]
     flags += ["--max-queue", "--max-queue-tokens", "--generation-ttl", "--generation-count", "--generation-memory"]
+    flags += ["--messages-per-s"]
     for word in (*flags, "--grace", *COMMANDS):
         assert word in done.stdout
 

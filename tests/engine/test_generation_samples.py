@@ -495,9 +495,7 @@ def test_a_stopped_watcher_of_many_samples_holds_its_places_and_nothing_else() -
                     story.say(sample, "y")
             assert len(stopped._at) == len(stopped._turns) == 16
             held = {
-                name
-                for name in vars(stopped)
-                if name not in ("_generation", "_changed", "_bell", "_caught_up", "_at", "_turns")
+                name for name in vars(stopped) if name not in ("_generation", "_changed", "_bells", "_at", "_turns")
             }
             assert not held
             story.end_all()

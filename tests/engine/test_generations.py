@@ -185,9 +185,7 @@ def test_a_watcher_that_stops_reading_holds_nothing_and_stalls_nobody() -> None:
                 generation.push(Event("g", "y", (token,)))
             assert generations.bytes - size == 9 * 10_000
             assert not [
-                name
-                for name in vars(stopped)
-                if name not in ("_generation", "_at", "_turns", "_changed", "_bell", "_caught_up")
+                name for name in vars(stopped) if name not in ("_generation", "_at", "_turns", "_changed", "_bells")
             ]
             end(generation)
             assert len((await rest(stopped))[1]) == 10_000

@@ -6,6 +6,8 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -106,6 +108,43 @@ def test_nobody_waits_longer_than_that_however_many_there_are() -> None:
         assert gaps and max(gaps) <= MOST_S + 0.01 + 2 * TICK_S
 
 
+def test_those_that_came_together_are_not_told_together() -> None:
+    loop, readers = made(4000, 1000)
+    told = 0
+    for _ in range(20):
+        for reader in readers:
+            reader.bell.ring()
+        for _ in range(25):
+            loop.pass_by(0.001)
+            before, told = told, sum(len(reader.told) for reader in readers)
+            assert told - before <= 1000 * TICK_S / MOST_S + 4000 * BURST_S + 1
+
+
+def test_one_timer_however_many_wait() -> None:
+    loop, readers = made(10, 50)
+    for _ in range(2):
+        for reader in readers:
+            reader.bell.ring()
+        assert loop.calls == 1
+        loop.pass_by(0.02)
+
+
+def test_no_more_come_at_once_after_a_long_pause_than_after_a_short_one() -> None:
+    loop, readers = made(1000, 100)
+    loop.pass_by(3600)
+    for reader in readers:
+        reader.bell.ring()
+    assert sum(len(reader.told) for reader in readers) == 1000 * BURST_S
+
+
+def test_one_who_does_not_take_the_news_spends_one_turn() -> None:
+    loop, sounds = Loop(), list[float]()
+    slow = Bell(lambda: sounds.append(loop.now), Pace(1000, loop.clock, loop.later))
+    for _ in range(100):
+        slow.ring()
+    assert len(sounds) == 1 and loop.calls == 0
+
+
 def test_what_ends_is_told_at_once_and_its_turn_is_nobodys() -> None:
     loop, readers = made(10, 4)
     first, *others = readers
@@ -137,15 +176,106 @@ def test_whatever_is_rung_is_told_and_nothing_else(rings: list[tuple[int, bool, 
             assert any(told - MOST_S - TICK_S - 1e-9 <= time <= told for time in times)
 
 
+@pytest.mark.parametrize("samples", [1, 4, 16])
+@pytest.mark.parametrize("watched", [False, True])
+def test_each_sample_is_a_message_and_counts(samples: int, watched: bool) -> None:
+    async def body() -> None:
+        loop, told = Loop(), 0
+        pace = Pace(1000, loop.clock, loop.later)
+
+        async def read(take: Callable[[], Any]) -> None:
+            nonlocal told
+            while True:
+                await take()
+                told += 1
+
+        with ExitStack() as reading:
+            readers, pushes = list[asyncio.Task[None]](), list[Callable[[Event], None]]()
+            for _ in range(64 // samples):
+                if watched:
+                    generation = Generation("a", b"", 0, 60.0, lambda *_: None, samples)
+                    readers.append(asyncio.create_task(read(reading.enter_context(generation.watch(pace=pace)).next)))
+                    pushes.append(generation.push)
+                else:
+                    stream = Stream(samples=samples, pace=pace)
+                    readers.append(asyncio.create_task(read(stream.next)))
+                    pushes.append(stream.push)
+            for token in range(100):
+                for push in pushes:
+                    for sample in range(samples):
+                        push(Event("a", "x", (token,), sample=sample))
+                for _ in range(5):
+                    for _ in range(40):
+                        await asyncio.sleep(0)
+                    loop.pass_by(0.002)
+            for reader in readers:
+                reader.cancel()
+        # In a second; the first 64 have their turns at once.
+        assert 900 < told <= 1000 * (1 + BURST_S) + 64
+
+    asyncio.run(body())
+
+
+def spent(samples: int) -> tuple[Loop, Pace, Generation]:
+    """A pace whose one message is told, and a generation."""
+    loop = Loop()
+    pace = Pace(1, loop.clock, loop.later)
+    Bell(lambda: None, pace).ring()
+    return loop, pace, Generation("a", b"", 0, 60.0, lambda *_: None, samples)
+
+
+async def turns() -> None:
+    """Let others have theirs."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("without", [(), (1,)])
+def test_a_first_token_and_an_end_are_told_at_once_whatever_other_samples_do(without: tuple[int, ...]) -> None:
+    async def body() -> None:
+        _, pace, generation = spent(2)
+        with generation.watch(without_samples=without, pace=pace) as watch:
+            for event in (
+                Event("a", "x", (1,)),
+                Event("a", "x", (2,), END, Sequence(make_request("a"), 1)),
+            ):
+                news = asyncio.create_task(watch.next())
+                await turns()
+                generation.push(event)
+                await turns()
+                assert news.done() and news.result().token_ids == event.token_ids
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "event",
+    [Event("a", "x", (1,), sample=1), Event("a", sequence=Sequence(make_request("a"), 1))],
+    ids=["not watched", "queued"],
+)
+def test_what_is_not_told_takes_no_turn(event: Event) -> None:
+    async def body() -> None:
+        loop, pace, generation = spent(2)
+        with generation.watch(without_samples=(1,), pace=pace) as watch:
+            news = asyncio.create_task(watch.next())
+            for _ in range(2):  # the first token of a sample has no turn to wait for
+                await turns()
+                generation.push(event)
+            news.cancel()
+            assert loop.calls == 0
+
+    asyncio.run(body())
+
+
 def test_tokens_that_come_while_a_stream_waits_are_one_message() -> None:
     async def body() -> None:
         loop = Loop()
         pace = Pace(10, loop.clock, loop.later)
-        other, stream = Stream(pace=pace), Stream(pace=pace)
+        stream = Stream(pace=pace)
+        stream.push(Event("a", "w", (9,)))
+        assert (await stream.next()).token_ids == (9,), "a first token is told at once"
         for token in range(5):
-            other.push(Event("b", "y", (token,)))
             stream.push(Event("a", "x", (token,)))
-        assert (await other.next()).token_ids == (0, 1, 2, 3, 4)
         waiting = asyncio.ensure_future(stream.next())
         await asyncio.sleep(0)
         assert not waiting.done(), "it is not its turn"
@@ -164,18 +294,18 @@ def test_a_bundles_streams_have_turns_of_their_own() -> None:
         loop = Loop()
         bundle = Bundle(3, Pace(10, loop.clock, loop.later))
         streams = [bundle.stream(at) for at in range(3)]
+        for stream in streams:
+            stream.push(Event("a", "w", (9,)))
+        assert [(await bundle.next())[0] for _ in streams] == [0, 1, 2], "first tokens are told at once"
         for token in range(2):
             for stream in streams:
                 stream.push(Event("a", "x", (token,)))
-        told = [(await bundle.next())[0]]
         waiting = asyncio.ensure_future(bundle.next())
         await asyncio.sleep(0)
-        assert told == [0] and not waiting.done()
+        assert not waiting.done()
         loop.pass_by(MOST_S + TICK_S)
-        for index, news in (await waiting, await bundle.next()):
-            told.append(index)
-            assert news.token_ids == (0, 1)
-        assert told == [0, 1, 2]
+        told = [await waiting, await bundle.next(), await bundle.next()]
+        assert [(index, news.token_ids) for index, news in told] == [(at, (0, 1)) for at in range(3)]
 
     asyncio.run(body())
 
@@ -198,12 +328,12 @@ def test_a_watch_is_told_at_once_what_there_is_and_in_its_turn_what_comes(sample
             for reader in (watch, other):
                 for _ in range(samples):
                     assert (await asyncio.wait_for(reader.next(), 30)).token_ids == (0, 1, 2, 3)
+            Bell(lambda: None, pace).ring()  # has the turn that there is
             push(4)
             push(5)
             waiting = [asyncio.ensure_future(reader.next()) for reader in (watch, other)]
-            for _ in range(3):
-                await asyncio.sleep(0)
-            assert sorted(one.done() for one in waiting) == [False, True], "there is one message a tenth of a second"
+            await turns()
+            assert not any(one.done() for one in waiting)
             loop.pass_by(MOST_S + TICK_S)
             for reader, one in zip((watch, other), waiting, strict=True):
                 news = [await asyncio.wait_for(one, 30)]
