@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -66,9 +67,9 @@ def measure(streams: int = STREAMS, tokens: int = TOKENS, step_ms: float = STEP_
             for name, (messages, ask) in ways.items():
                 with timed_engine(cache, streams, step_ms, messages) as address:
                     found[name].append(streams * tokens / ask(address, streams, tokens))
-    unread = sorted(found["submitted, read by nobody"])[pairs // 2]
+    unread = statistics.median(found["submitted, read by nobody"])
     for name, rates in found.items():
-        rate = sorted(rates)[pairs // 2]
+        rate = statistics.median(rates)
         detail = (
             f"to read by nobody; {streams} at once, steps of {step_ms:g} ms; {min(rates):,.0f} to {max(rates):,.0f}"
         )
@@ -98,7 +99,9 @@ def streamed(address: str, streams: int, tokens: int) -> float:
 
 
 def submitted(address: str, streams: int, tokens: int) -> float:
-    """Seconds until each of so many submitted generations is over; only the last to be submitted is watched."""
+    """Seconds until each of so many submitted generations is over. They run side by side and one is watched after the
+    other, the last first: the others are over by then, or nearly.
+    """
     with grpc.insecure_channel(address) as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
         requests = [
@@ -113,9 +116,8 @@ def submitted(address: str, streams: int, tokens: int) -> float:
         asked = [stub.SubmitGeneration.future(pb.SubmitGenerationRequest(request=one)) for one in requests]
         for future in asked:
             future.result(60)
-        for one in reversed(requests):  # those that came first are over by then, and say so at once
-            watch = pb.WatchGenerationRequest(request_id=one.request_id, from_token=0)
-            *_, last = stub.WatchGeneration(watch)
+        for one in reversed(requests):
+            *_, last = stub.WatchGeneration(pb.WatchGenerationRequest(request_id=one.request_id))
             if last.response.finish.usage.completion_tokens != tokens:
                 raise RuntimeError(f"{one.request_id}: {last}")
         return time.perf_counter() - began

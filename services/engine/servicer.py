@@ -162,11 +162,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._model()
         check_batch(request)
         self._check_open()
-        items, begun, errors = (
-            Bundle(len(request.requests), self._pace),
-            dict[int, Request](),
-            dict[int, ServiceError](),
-        )
+        items = Bundle(len(request.requests), self._pace)
+        begun, errors = dict[int, Request](), dict[int, ServiceError]()
         beginning = asyncio.ensure_future(self._begin_all(request.requests, items, begun, self._deadline(context)))
         try:
             while items.remaining:
