@@ -364,6 +364,8 @@ RF_INLINE Cut narrow(const View &view, u64 target, bool by_mass, u64 low, Shared
             step_into(search, shared->found);
             aim(view, search, false);
         }
+        // Without it this block is the loop's back edge: LLVM makes an inner loop of it, which thread 0 alone leaves.
+        __syncthreads();
     }
     return {uniform(search.low), uniform(search.bin)};
 }
