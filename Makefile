@@ -59,13 +59,13 @@ smollm2: setup ## Fetch a small trained chat model, 98 MB, into build/models
 	@$(PY) scripts/smollm2.py
 
 test: setup ## Run the tests
-	@$(PY) -m tests.rocm.standin build
+	@$(PY) -m tests.simulators.rocm.standin build
 	@# Whole files to a process: many share an engine, or what was compiled, among their tests.
 	@$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder tests
 
 test-gpu: setup ## Run the tests that a GPU is for, on this machine's; fails when it has none
 	@# Compiling for AMD needs no GPU, but a clang that a machine with one may not have: CI does that.
-	@ROCMFORGE_TEST_GPU=1 $(PY) -m pytest tests/gpu tests/kernels --ignore tests/kernels/test_targets.py -k "not amd_matrix_units_compile"
+	@ROCMFORGE_TEST_GPU=1 $(PY) -m pytest tests/gpu tests/kernels --ignore tests/kernels/device/test_targets.py -k "not amd_matrix_units_compile"
 
 lint: lint-style lint-types lint-protos ## Check style, types and protos (make -k lint: all three, whatever fails)
 

@@ -14,14 +14,14 @@ from typing import Any
 from benchmarks.rows import Row
 from benchmarks.stand import PAGE_SIZE, Pages, Stand
 from benchmarks.workload import Job, Run, median_of, pages_for, run, salted, uniform
-from kernels import sample_numpy
-from kernels.sampling import Batch, Drawn
-from services.engine.admission import Limits
-from services.engine.loop import EngineLoop
-from services.engine.pagesource import Demand, Exchange, Grant, PageSource
-from services.engine.sampling import Drawer, SamplingParams
-from services.engine.scheduler import Scheduler
-from services.engine.step import Chunk
+from kernels.sampling import reference
+from kernels.sampling.launch import Batch, Drawn
+from services.engine.pages.source import Demand, Exchange, Grant, PageSource
+from services.engine.sampling.params import Drawer, SamplingParams
+from services.engine.scheduling.admission import Limits
+from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.step import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class SeparateLoop(EngineLoop):
 
 def draw_on_host(logits: Any, batch: Batch) -> Drawn:
     """Copy the logits to the host, and draw there."""
-    return sample_numpy.sample(logits.get(), batch)
+    return reference.sample(logits.get(), batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from kernels import module
-from kernels.attention import BYTES, Attention, Geometry, Gpu, this_gpu
+from kernels.attention.plan import BYTES, Attention, Geometry
+from kernels.device import module
+from kernels.device.gpu import Gpu, this_gpu
 
 #: Bytes that one round of launches reads at least: several times any cache.
 ROUND_BYTES = 1 << 29

@@ -31,11 +31,11 @@ from google.protobuf.message import Message
 from benchmarks.stand import daemon
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
-from services.kvcache.arena import default_directory
-from services.kvcache.cache import KvCache, Limits
-from services.kvcache.demand import Demand
-from services.kvcache.layout import PageLayout
-from services.serving import MAX_MESSAGE_BYTES
+from services.common.serving import MAX_MESSAGE_BYTES
+from services.kvcache.arena.host import default_directory
+from services.kvcache.cache.cache import KvCache, Limits
+from services.kvcache.cache.demand import Demand
+from services.kvcache.pool.layout import PageLayout
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = 16

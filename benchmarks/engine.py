@@ -25,10 +25,10 @@ from benchmarks import ablation, arena, flips, peer, prefix, rows, shapes, steps
 from benchmarks.rows import Row
 from benchmarks.stand import PAGE_SIZE, ROOT, Pages, Stand
 from benchmarks.workload import Job, Run
-from services.engine.admission import Limits
-from services.engine.backend import GRAPHS, OFF, REPLAYS
-from services.engine.modelconfig import ModelConfig
-from services.kvcache.arena import default_directory
+from services.engine.checkpoint.config import ModelConfig
+from services.engine.model.backend import GRAPHS, OFF, REPLAYS
+from services.engine.scheduling.admission import Limits
+from services.kvcache.arena.host import default_directory
 
 CPU, GPU = "cpu", "gpu"
 PARTS = {

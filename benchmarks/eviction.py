@@ -24,11 +24,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from services.kvcache.cache import KvCache, Limits
-from services.kvcache.demand import Demand, Grant
-from services.kvcache.eviction import POLICIES
-from services.kvcache.layout import PageLayout
-from services.kvcache.pools import CANARY_BYTES
+from services.kvcache.cache.cache import KvCache, Limits
+from services.kvcache.cache.demand import Demand, Grant
+from services.kvcache.eviction.policy import POLICIES
+from services.kvcache.pool.budget import CANARY_BYTES
+from services.kvcache.pool.layout import PageLayout
 
 Trace = list[list[int]]
 

@@ -24,12 +24,13 @@ from benchmarks.rows import Row as Found
 from benchmarks.shapes import RandomOps
 from benchmarks.stand import PAGE_SIZE, Pages, Stand
 from benchmarks.step import GREEDY
-from kernels import attention, gemm, gemv
-from kernels.attention import Geometry, Plan
+from kernels.attention import plan
+from kernels.attention.plan import Geometry, Plan
+from kernels.linear import gemm, gemv
 from kernels.ops_cupy import CupyOps
-from services.engine.batch import Row
-from services.engine.choice import Choice
-from services.engine.sampling import SamplingParams, choose
+from services.engine.model.batch import Row
+from services.engine.sampling.params import SamplingParams, choose
+from services.engine.sampling.result import Choice
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
@@ -71,7 +72,7 @@ class InvariantOps(CupyOps):
         return self._whole(count)
 
     def _plan(self, geometry: Geometry, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Plan:
-        return attention.plan(geometry, self._gpu, starts, lengths, ITEM_KEYS, self._made_to_size)
+        return plan.plan(geometry, self._gpu, starts, lengths, ITEM_KEYS, self._made_to_size)
 
 
 class InvariantRandomOps(InvariantOps, RandomOps):

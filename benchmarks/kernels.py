@@ -24,8 +24,8 @@ import numpy as np
 
 from benchmarks import attention
 from benchmarks.attention import Bench, Case, copy_bandwidth, milliseconds, torch_milliseconds
-from kernels import sampling
 from kernels.ops_cupy import Angles, Arena, CupyOps, Places
+from kernels.sampling import launch as sampling
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Bytes that one round of launches moves at least.
@@ -151,7 +151,7 @@ class Elementwise:
     def _page_copy(self) -> Row:
         import cupy
 
-        from kernels import module
+        from kernels.device import module
         from kernels.ops_cupy import COPIED, THREADS
 
         pages, count = 512, 4
@@ -170,7 +170,7 @@ class Elementwise:
     def _packing(self) -> Iterator[Row]:
         import cupy
 
-        from kernels import module
+        from kernels.device import module
         from kernels.ops_cupy import COPIED, THREADS
 
         pages, count = 512, 4
@@ -218,7 +218,7 @@ def sampling_rows(copy: float) -> Iterator[Row]:
     """Drawing a token from each row of logits, which are read once at least."""
     import cupy
 
-    from kernels import module
+    from kernels.device import module
 
     class Device:
         """CuPy, as sampling wants it."""
@@ -298,10 +298,10 @@ def attach_rows() -> Iterator[Row]:
     """Milliseconds from a session's opening until its memory is proven, and of the first launch on it."""
     import cupy
 
-    from services.engine.backend import Backend
-    from services.engine.kvclient import GrpcPageSource
-    from services.engine.pagesource import Geometry
-    from services.gpu import Runtime
+    from services.common.gpu_ipc import Runtime
+    from services.engine.model.backend import Backend
+    from services.engine.pages.daemon import GrpcPageSource
+    from services.engine.pages.source import Geometry
     from services.healthcheck import wait_serving
 
     geometry = Geometry(PAGE_SIZE, LAYERS, KV_HEADS, HEAD_DIM, "bf16")

@@ -1,6 +1,6 @@
 """What starting a step's kernels and products costs the host, whatever they cost the GPU: an operation, and a step.
 
-    eval "$(python -m tests.rocm.standin idle)"; python -m benchmarks.launches
+    eval "$(python -m tests.simulators.rocm.standin idle)"; python -m benchmarks.launches
 
 measures it without a GPU, by CuPy's own wheel for ROCm on a runtime that checks what is launched and runs none of it;
 without the first line it is measured on this machine's GPU. Times are the processor's, of the thread that queues. On a
@@ -28,11 +28,12 @@ from benchmarks import rows, shapes
 from benchmarks.rows import Row as Found
 from benchmarks.stand import PAGE_SIZE, Pages, Stand
 from benchmarks.step import GREEDY
-from kernels import gemm, module
-from kernels.tape import Tape, writing
-from services.engine.backend import OFF, TAPES
-from services.engine.batch import Row
-from services.engine.sampling import sample
+from kernels.device import module
+from kernels.device.recording import Tape, writing
+from kernels.linear import gemm
+from services.engine.model.backend import OFF, TAPES
+from services.engine.model.batch import Row
+from services.engine.sampling.params import sample
 
 CONTEXT, WARM, STEPS, ROUNDS, LAYERS = 1024, 5, 200, 5, 4
 #: Rows of a step, and tokens of each.

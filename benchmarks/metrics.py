@@ -19,21 +19,21 @@ import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 
 from benchmarks.step import GREEDY, PAGE_SIZE, NoText
-from services.calls import Calls
-from services.distribution import Distribution
-from services.engine.admission import Limits
-from services.engine.choice import Result
-from services.engine.event import Event
-from services.engine.generations import Generations, Retention
-from services.engine.localpages import LocalPageSource
-from services.engine.loop import EngineLoop
+from services.common.call_stats import CallStats
+from services.common.histogram import Histogram
+from services.engine.api.servicer import Served
+from services.engine.delivery.registry import GenerationRegistry, RegistryLimits
+from services.engine.delivery.streams import Streams
 from services.engine.metrics import EngineMetrics
-from services.engine.observations import Observations
-from services.engine.pagesource import PageCopy
-from services.engine.sequence import Request, Stopping
-from services.engine.servicer import Served
-from services.engine.step import Chunk
-from services.engine.streams import Streams
+from services.engine.pages.local import LocalPageSource
+from services.engine.pages.source import PageCopy
+from services.engine.sampling.result import Result
+from services.engine.scheduling.admission import Limits
+from services.engine.scheduling.event import Event
+from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.sequence import Request, Stopping
+from services.engine.scheduling.stats import EngineStats
+from services.engine.scheduling.step import Chunk
 
 PAGES = 1 << 14
 
@@ -49,7 +49,7 @@ class NoModel:
         """Nothing is in them."""
 
 
-def drop(self: Distribution, value: float, times: int = 1) -> None:
+def drop(self: Histogram, value: float, times: int = 1) -> None:
     """Stands for ``observe``."""
 
 
@@ -72,7 +72,7 @@ def run(batch: int, tokens: int) -> tuple[float, EngineLoop]:
 
 def observe_ns(count: int = 200_000) -> float:
     """Nanoseconds of one observation."""
-    distribution = Observations().between_tokens
+    distribution = EngineStats().between_tokens
     began = time.thread_time()
     for _ in range(count):
         distribution.observe(0.02)
@@ -83,7 +83,7 @@ def scrape_ms(loop: EngineLoop, count: int = 50) -> float:
     """Milliseconds of one scrape of an engine, its text included; it is no thread's of the engine."""
     served = mock.create_autospec(Served, instance=True, model_id="none", backend="none", loop=loop)
     served.limits, served.epoch = Limits(1, 2, 1), lambda: 0
-    metrics = EngineMetrics(Streams(), Generations(Retention()), Calls(), Calls(), lambda: False)
+    metrics = EngineMetrics(Streams(), GenerationRegistry(RegistryLimits()), CallStats(), CallStats(), lambda: False)
     metrics.serve(served)
     registry = CollectorRegistry()
     registry.register(metrics)
@@ -111,7 +111,7 @@ def main() -> int:
                 if fed:
                     took, loop = run(batch, flags.tokens)
                 else:
-                    with mock.patch.object(Distribution, "observe", drop):
+                    with mock.patch.object(Histogram, "observe", drop):
                         took, _ = run(batch, flags.tokens)
                 if at:  # the first warms up
                     (on if fed else off).append(took)

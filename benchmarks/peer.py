@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.stand import PAGE_SIZE, Stand
 from benchmarks.workload import Job
-from services.engine.batch import Row
-from services.engine.model import Model
-from services.engine.modelconfig import ModelConfig
+from services.engine.checkpoint.config import ModelConfig
+from services.engine.model.batch import Row
+from services.engine.model.decoder import Model
 
 #: Tokens of a page of theirs, and of a step.
 BLOCK, STEP_TOKENS = 64, 2048

@@ -23,8 +23,8 @@ from benchmarks.rows import Row
 from benchmarks.stand import daemon, process
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
-from services.kvcache.arena import default_directory
-from services.serving import MAX_MESSAGE_BYTES
+from services.common.serving import MAX_MESSAGE_BYTES
+from services.kvcache.arena.host import default_directory
 
 BAR = 0.1
 WARM_UP_TOKENS = 40

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.ops_cupy import CupyOps
-from services.engine.checkpoint import Checkpoint
-from services.engine.modelconfig import ModelConfig
-from services.engine.storedtensor import BF16, StoredTensor
-from services.engine.weights import Weights, shapes
+from services.engine.checkpoint.config import ModelConfig
+from services.engine.checkpoint.tensor import BF16, StoredTensor
+from services.engine.checkpoint.weights import Weights, shapes
+from services.engine.model.checkpoint import Checkpoint
 
 #: Random numbers that all tensors are cut from; prime, so that rows of a matrix are not alike.
 BLOCK = 4_194_301

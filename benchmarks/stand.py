@@ -13,17 +13,17 @@ from typing import Any
 
 from benchmarks.shapes import RandomCheckpoint, RandomOps, UnreadTensor
 from kernels.ops_cupy import CupyOps
-from services.engine.backend import Backend, on_gpu, on_host
-from services.engine.checkpoint import Checkpoint
-from services.engine.devicearena import DevicePages
-from services.engine.kvclient import GrpcPageSource
-from services.engine.localpages import LocalPageSource
-from services.engine.model import Model
-from services.engine.modelconfig import ModelConfig
-from services.engine.pagesource import PageSource
-from services.engine.sampling import Drawer
+from services.engine.checkpoint.config import ModelConfig
+from services.engine.model.backend import Backend, on_gpu, on_host
+from services.engine.model.checkpoint import Checkpoint
+from services.engine.model.decoder import Model
+from services.engine.pages.daemon import GrpcPageSource
+from services.engine.pages.device_arena import DevicePages
+from services.engine.pages.local import LocalPageSource
+from services.engine.pages.source import PageSource
+from services.engine.sampling.params import Drawer
 from services.healthcheck import wait_serving
-from services.kvcache.arena import default_directory
+from services.kvcache.arena.host import default_directory
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE_SIZE = 16

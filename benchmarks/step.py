@@ -22,17 +22,17 @@ import structlog
 from threadpoolctl import threadpool_limits
 
 from benchmarks.stand import daemon
-from services.engine.admission import Limits
-from services.engine.arena import private_pages
-from services.engine.event import Event
-from services.engine.kvclient import GrpcPageSource
-from services.engine.localpages import LocalPageSource
-from services.engine.loop import EngineLoop
-from services.engine.model import Model
-from services.engine.pagesource import PageSource
-from services.engine.runner import Runner
-from services.engine.sampling import SamplingParams
-from services.engine.sequence import Request, Stopping
+from services.engine.model.decoder import Model
+from services.engine.model.runner import Runner
+from services.engine.pages.daemon import GrpcPageSource
+from services.engine.pages.host_arena import private_pages
+from services.engine.pages.local import LocalPageSource
+from services.engine.pages.source import PageSource
+from services.engine.sampling.params import SamplingParams
+from services.engine.scheduling.admission import Limits
+from services.engine.scheduling.event import Event
+from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.sequence import Request, Stopping
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE_SIZE = 16

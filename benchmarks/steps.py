@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from benchmarks.rows import Row as Found
 from benchmarks.stand import PAGE_SIZE, Pages, Stand
 from benchmarks.step import GREEDY
-from services.engine.arena import page_bytes_of
-from services.engine.batch import Row
-from services.engine.sampling import sample
+from services.engine.model.batch import Row
+from services.engine.pages.host_arena import page_bytes_of
+from services.engine.sampling.params import sample
 
 WARM, STEPS = 5, 30
 BATCHES, CONTEXT = (1, 16, 64, 256), 1024

@@ -27,11 +27,11 @@ from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services.engine import __main__ as engine_main
 from services.engine import server
-from services.engine.choice import Result
 from services.engine.config import BUNDLED_MODEL
-from services.engine.pagesource import PageCopy
-from services.engine.step import Chunk
-from services.kvcache.arena import default_directory
+from services.engine.pages.source import PageCopy
+from services.engine.sampling.result import Result
+from services.engine.scheduling.step import Chunk
+from services.kvcache.arena.host import default_directory
 
 STREAMS, TOKENS, PROMPT, STEP_MS = 256, 400, 64, 10.0
 #: More messages than there are tokens, so that each has its own.

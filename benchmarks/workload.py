@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from benchmarks.stand import Pages, Stand
 from benchmarks.step import GREEDY, NoText
-from services.engine.admission import Limits
-from services.engine.choice import Result
-from services.engine.event import Event
-from services.engine.loop import EngineLoop
-from services.engine.pagesource import PageCopy, PageSource
-from services.engine.runner import Runner
-from services.engine.sampling import Drawer, SamplingParams
-from services.engine.sequence import Request, Stopping
-from services.engine.step import Chunk
+from services.engine.model.runner import Runner
+from services.engine.pages.source import PageCopy, PageSource
+from services.engine.sampling.params import Drawer, SamplingParams
+from services.engine.sampling.result import Result
+from services.engine.scheduling.admission import Limits
+from services.engine.scheduling.event import Event
+from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.sequence import Request, Stopping
+from services.engine.scheduling.step import Chunk
 
 #: The workload that serving engines are compared by: so many requests at once, prompts and outputs of a uniformly
 #: drawn number of tokens.

@@ -16,12 +16,16 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels import attention, gemm, gemv, module, ops_numpy
-from kernels.attention import Attention, Geometry, size_class
-from kernels.pinned import Pinned
-from kernels.replays import Replays
-from kernels.sampling import Sampler
-from kernels.staging import Staging
+from kernels import ops_numpy
+from kernels.attention import plan as attention
+from kernels.attention.plan import Attention, Geometry, size_class
+from kernels.device import module
+from kernels.device.gpu import NO_MATRIX, Gpu, matrix_unit
+from kernels.device.pinned import Pinned
+from kernels.device.staging import Staging
+from kernels.linear import gemm, gemv
+from kernels.replay.base import Replays
+from kernels.sampling.launch import Sampler
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
@@ -483,16 +487,16 @@ class _Memory:
         return self._cupy.ndarray((shape,), dtype)
 
 
-def _gpu(cupy: Any, device: int) -> attention.Gpu:
-    """What the attention kernels want to know.
+def _gpu(cupy: Any, device: int) -> Gpu:
+    """What decides how kernels are laid out.
 
     AMD's matrix units are left alone: what lane holds what has been compiled for them, and run on none.
     """
     properties = cupy.cuda.runtime.getDeviceProperties(device)
-    matrix = attention.NO_MATRIX
+    matrix = NO_MATRIX
     if not cupy.cuda.runtime.is_hip:
-        matrix = attention.matrix_unit(f"sm_{properties['major']}{properties['minor']}")
-    return attention.Gpu(int(properties["warpSize"]), int(properties["multiProcessorCount"]), matrix)
+        matrix = matrix_unit(f"sm_{properties['major']}{properties['minor']}")
+    return Gpu(int(properties["warpSize"]), int(properties["multiProcessorCount"]), matrix)
 
 
 def _blocks(size: int) -> int:

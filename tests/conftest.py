@@ -35,14 +35,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 #: The folders whose files take longest, in the order in which processes get them: so that what is left at the end, when
 #: some have nothing more to do, is short.
-FIRST = ("gpu", "rocm", "models", "e2e", "kernels", "kvcache")
+FIRST = ("gpu", "rocm", "simulators", "models", "e2e", "kernels", "kvcache")
 FOLDER = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the files, and leave the order within each."""
-    rank = {FOLDER / name: at for at, name in enumerate(FIRST)}
-    items.sort(key=lambda item: rank.get(item.path.parent, len(FIRST)))
+    rank = {name: at for at, name in enumerate(FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.relative_to(FOLDER).parts[0], len(FIRST)))
 
 
 def _note(report: pytest.TestReport | pytest.CollectReport) -> None:

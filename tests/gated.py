@@ -17,10 +17,10 @@ from typing import Any
 from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from services.engine import __main__ as product
 from services.engine import server
-from services.engine.choice import Result
-from services.engine.pagesource import PageCopy
-from services.engine.runner import Runner
-from services.engine.step import Chunk
+from services.engine.model.runner import Runner
+from services.engine.pages.source import PageCopy
+from services.engine.sampling.result import Result
+from services.engine.scheduling.step import Chunk
 from tests.gpus import environment
 from tests.processes import Service, engine
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from services.errors import InvalidConfiguration
-from services.gpu import Gpu, Runtime
+from services.common.errors import InvalidConfiguration
+from services.common.gpu_ipc import Gpu, Runtime
 
 ROOT = Path(__file__).parents[1]
 STANDIN_BYTES = 64 << 20
@@ -56,7 +56,7 @@ def host(devices: int) -> Host:
         return Host(environment(os.environ), found.count(), True)
     if os.environ.get("ROCMFORGE_TEST_GPU"):
         pytest.skip(f"no GPU: {found}")
-    from tests.rocm import standin
+    from tests.simulators.rocm import standin
 
     try:
         machine = standin.environment(devices=devices, memory=STANDIN_BYTES)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from services.common.errors import ServiceError
+from services.common.serving import configure_logging, run_until_signal
 from services.engine import cli
-from services.errors import ServiceError
-from services.serving import configure_logging, run_until_signal
 
 if TYPE_CHECKING:
     from services.engine.config import Config

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.engine.admission import Limits
-from services.engine.backend import CPU, DEVICES, DTYPES, KV_DTYPES, REPLAYS
+from services.common.errors import InvalidConfiguration, ModelInvalid
+from services.common.flags import FlagParser, add_serving_flags, byte_size, one_of, runtime_dir, seconds, tls_of, whole
+from services.common.serving import Listener, Tls, check_exposure
+from services.engine.checkpoint.gguf.model import is_gguf
+from services.engine.checkpoint.gguf.shards import files_of, name_of
 from services.engine.cli import COMMANDS
-from services.engine.generations import Retention
-from services.engine.ggufmodel import is_gguf
-from services.engine.ggufparts import files_of, name_of
-from services.errors import InvalidConfiguration, ModelInvalid
-from services.flags import FlagParser, add_serving_flags, byte_size, one_of, runtime_dir, seconds, tls_of, whole
-from services.serving import Listener, Tls, check_exposure
+from services.engine.delivery.registry import RegistryLimits
+from services.engine.model.backend import CPU, DEVICES, DTYPES, KV_DTYPES, REPLAYS
+from services.engine.scheduling.admission import Limits
 
 PORT = 50051
 LOCAL = "local"
@@ -56,7 +56,7 @@ class Config:
     local_pages: int
     limits: Limits
     messages_per_s: int
-    retention: Retention
+    retention: RegistryLimits
     echo: dict[str, Any]
 
     @classmethod
@@ -219,7 +219,7 @@ class Config:
                 priority_step_s=values["priority-step"],
             ),
             messages_per_s=values["messages-per-s"],
-            retention=Retention(values["generation-ttl"], values["generation-count"], values["generation-memory"]),
+            retention=RegistryLimits(values["generation-ttl"], values["generation-count"], values["generation-memory"]),
             echo=values.echo(),
         )
         check_exposure(config.listeners, config.tls, config.insecure, config.metrics)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from services.engine.backend import GPU
-from services.engine.checkpoint import Checkpoint
+from services.common.errors import ModelInvalid
+from services.common.serving import Listener
+from services.doctor import addresses, command, devices, namespaces, resources, roundtrip, stack
+from services.doctor.check import Check, Finding, failed, ok, skipped
+from services.doctor.machine import Machine
 from services.engine.config import LOCAL, Config
-from services.errors import ModelInvalid
-from services.preflight import addresses, command, devices, namespaces, resources, roundtrip, stack
-from services.preflight.check import Check, Finding, failed, ok, skipped
-from services.preflight.machine import Machine
-from services.serving import Listener
+from services.engine.model.backend import GPU
+from services.engine.model.checkpoint import Checkpoint
 
 
 def main(words: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.calls import Calls
-from services.distribution import Distribution
-from services.engine.generations import Generations
-from services.engine.loop import EngineLoop
-from services.engine.sequence import FinishReason
-from services.engine.servicer import Served
-from services.engine.streams import Streams
-from services.metrics import Families, Rows
+from services.common.call_stats import CallStats
+from services.common.histogram import Histogram
+from services.common.prometheus import Families, Rows
+from services.engine.api.servicer import Served
+from services.engine.delivery.registry import GenerationRegistry
+from services.engine.delivery.streams import Streams
+from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.sequence import FinishReason
 
 PREFIX = "rocmforge_engine_"
 
@@ -28,9 +28,9 @@ class EngineMetrics(Collector):
     def __init__(
         self,
         streams: Streams,
-        generations: Generations,
-        served_calls: Calls,
-        made_calls: Calls,
+        generations: GenerationRegistry,
+        served_calls: CallStats,
+        made_calls: CallStats,
         draining: Callable[[], bool],
     ) -> None:
         self._streams = streams
@@ -76,7 +76,7 @@ class EngineMetrics(Collector):
 
 
 def _tell_loop(families: Families, loop: EngineLoop) -> None:
-    totals, scheduler, seen = loop.totals, loop.scheduler, loop.observations
+    totals, scheduler, seen = loop.totals, loop.scheduler, loop.stats
     families.counter("prompt_tokens_total", "Tokens of prompts that were queued.", totals.prompt_tokens)
     families.counter("generation_tokens_total", "Tokens sampled.", totals.generated_tokens)
     families.counter("num_preemptions_total", "Requests that gave their pages up for others.", scheduler.preemptions)
@@ -98,7 +98,7 @@ def _tell_loop(families: Families, loop: EngineLoop) -> None:
     families.histogram("request_queue_time_seconds", "From the request to its first pages.", seen.queue)
     families.histogram("request_prompt_tokens", "Tokens of prompts, of requests that ended.", seen.prompt_tokens)
     families.histogram("request_generation_tokens", "Tokens generated, of requests that ended.", seen.generated_tokens)
-    phases: dict[tuple[str, ...], Distribution] = {
+    phases: dict[tuple[str, ...], Histogram] = {
         ("schedule",): seen.schedule,
         ("compute",): seen.compute,
         ("page_wait",): seen.page_wait,

@@ -12,32 +12,32 @@ import structlog
 from threadpoolctl import threadpool_limits
 
 from rocmforge.engine.v1 import engine_pb2_grpc
-from services.calls import Calls
-from services.engine.arena import page_bytes_of
-from services.engine.backend import CPU, Backend, on_gpu, on_host
-from services.engine.batch import Row
-from services.engine.chat import Chat
-from services.engine.checkpoint import Checkpoint
+from services.common.call_stats import CallStats
+from services.common.errors import Draining, InvalidConfiguration, ModelInvalid, ServiceError
+from services.common.prometheus import Endpoint
+from services.common.rpc import Readable
+from services.common.serving import Serving
+from services.engine.api.servicer import SERVICE, EngineServicer, Served
 from services.engine.config import LOCAL, Config, default_pool_id, model_id
-from services.engine.devicearena import DevicePages
-from services.engine.event import Event
-from services.engine.generations import Generations
-from services.engine.kvclient import GrpcPageSource
-from services.engine.localpages import LocalPageSource
-from services.engine.loop import EngineLoop, StepRunner
+from services.engine.delivery.registry import GenerationRegistry
+from services.engine.delivery.streams import Streams
+from services.engine.delivery.throttle import Throttle
 from services.engine.metrics import EngineMetrics
-from services.engine.model import Model
-from services.engine.pace import Pace
-from services.engine.pagesource import PageSource
-from services.engine.runner import Runner
-from services.engine.sampling import Drawer, SamplingParams, sample
-from services.engine.servicer import SERVICE, EngineServicer, Served
-from services.engine.streams import Streams
-from services.engine.tokenizer import Tokenizer
-from services.errors import Draining, InvalidConfiguration, ModelInvalid, ServiceError
-from services.metrics import Endpoint
-from services.rpc import Readable
-from services.serving import Serving
+from services.engine.model.backend import CPU, Backend, on_gpu, on_host
+from services.engine.model.batch import Row
+from services.engine.model.checkpoint import Checkpoint
+from services.engine.model.decoder import Model
+from services.engine.model.runner import Runner
+from services.engine.pages.daemon import GrpcPageSource
+from services.engine.pages.device_arena import DevicePages
+from services.engine.pages.host_arena import page_bytes_of
+from services.engine.pages.local import LocalPageSource
+from services.engine.pages.source import PageSource
+from services.engine.sampling.params import Drawer, SamplingParams, sample
+from services.engine.scheduling.event import Event
+from services.engine.scheduling.loop import EngineLoop, StepRunner
+from services.engine.text.chat import Chat
+from services.engine.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
@@ -63,9 +63,9 @@ class Engine:
     def __init__(self, config: Config, *, make_runner: Callable[..., StepRunner] = Runner) -> None:
         self.config = config
         self.streams = Streams()
-        self.generations = Generations(config.retention)
-        self.servicer = EngineServicer(self.streams, self.generations, pace=Pace(config.messages_per_s))
-        self.calls, self.kvcache_calls = Calls(), Calls()
+        self.generations = GenerationRegistry(config.retention)
+        self.servicer = EngineServicer(self.streams, self.generations, throttle=Throttle(config.messages_per_s))
+        self.calls, self.kvcache_calls = CallStats(), CallStats()
         self.metrics = EngineMetrics(
             self.streams, self.generations, self.calls, self.kvcache_calls, lambda: self.servicer.draining
         )

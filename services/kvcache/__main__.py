@@ -9,11 +9,11 @@ import sys
 
 import structlog
 
-from services.errors import ServiceError
+from services.common.errors import ServiceError
+from services.common.serving import configure_logging, run_until_signal
 from services.kvcache import doctor
 from services.kvcache.config import Config
 from services.kvcache.server import Daemon
-from services.serving import configure_logging, run_until_signal
 
 log = structlog.get_logger()
 

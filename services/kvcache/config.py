@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.flags import FlagParser, Number, add_serving_flags, byte_size, one_of, seconds, tls_of, whole
-from services.kvcache.arena import default_directory
-from services.kvcache.cache import MAX_TTL_S, MIN_TTL_S, Limits
-from services.kvcache.eviction import POLICIES, policy_name
-from services.kvcache.pools import MAX_PAGES
-from services.serving import Listener, Tls, check_exposure
+from services.common.flags import FlagParser, Number, add_serving_flags, byte_size, one_of, seconds, tls_of, whole
+from services.common.serving import Listener, Tls, check_exposure
+from services.kvcache.arena.host import default_directory
+from services.kvcache.cache.cache import MAX_TTL_S, MIN_TTL_S, Limits
+from services.kvcache.eviction.policy import POLICIES, policy_name
+from services.kvcache.pool.budget import MAX_PAGES
 
 PORT = 50052
 CPU, GPU = "cpu", "gpu"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from services.doctor import addresses, command, devices, namespaces, resources, roundtrip, stack
+from services.doctor.check import Check
+from services.doctor.machine import Machine
 from services.kvcache.config import GPU, Config
-from services.preflight import addresses, command, devices, namespaces, resources, roundtrip, stack
-from services.preflight.check import Check
-from services.preflight.machine import Machine
 
 
 def main(words: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -7,10 +7,10 @@ import asyncio
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.calls import Calls
-from services.kvcache.cache import KvCache
-from services.kvcache.pool import Pool
-from services.metrics import Families, Rows
+from services.common.call_stats import CallStats
+from services.common.prometheus import Families, Rows
+from services.kvcache.cache.cache import KvCache
+from services.kvcache.pool.pool import Pool
 
 PREFIX = "rocmforge_kvcache_"
 
@@ -21,7 +21,7 @@ COLLECT_S = 5.0
 class KvCacheMetrics(Collector):
     """What there is of a cache when somebody asks, seen from its own loop, between two transactions."""
 
-    def __init__(self, cache: KvCache, calls: Calls, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, cache: KvCache, calls: CallStats, loop: asyncio.AbstractEventLoop) -> None:
         self._cache = cache
         self._calls = calls
         self._loop = loop

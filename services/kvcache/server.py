@@ -13,21 +13,21 @@ from collections.abc import Callable
 import structlog
 
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
-from services.calls import Calls
-from services.errors import GpuError, InvalidConfiguration
-from services.gpu import Gpu, Runtime
-from services.kvcache.arena import FileArena, prepare_directory
-from services.kvcache.cache import KvCache
+from services.common.call_stats import CallStats
+from services.common.errors import GpuError, InvalidConfiguration
+from services.common.gpu_ipc import Gpu, Runtime
+from services.common.prometheus import Endpoint
+from services.common.rpc import Readable
+from services.common.serving import Serving
+from services.kvcache.api.servicer import SERVICE, KvCacheServicer
+from services.kvcache.arena.device import DeviceArena
+from services.kvcache.arena.host import FileArena, prepare_directory
+from services.kvcache.cache.cache import KvCache
 from services.kvcache.config import GPU, Config
-from services.kvcache.devicearena import DeviceArena
-from services.kvcache.layout import PageLayout
+from services.kvcache.lease.process import ProcessTable
 from services.kvcache.metrics import KvCacheMetrics
-from services.kvcache.pool import Arena
-from services.kvcache.process import ProcessTable
-from services.kvcache.servicer import SERVICE, KvCacheServicer
-from services.metrics import Endpoint
-from services.rpc import Readable
-from services.serving import Serving
+from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.pool import Arena
 
 log = structlog.get_logger()
 
@@ -72,7 +72,7 @@ class Daemon:
             alive=ProcessTable().alive,
             devices=None if gpus is None else len(gpus),
         )
-        self.calls = Calls()
+        self.calls = CallStats()
         self._servicer = KvCacheServicer(self.cache)
         self._serving = Serving(SERVICE, config.listeners, tls=config.tls, insecure=config.insecure)
         self._sweeper: asyncio.Task[None] | None = None

@@ -7,9 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.kvclient import GrpcPageSource
-from services.engine.localpages import LocalPageSource
-from services.engine.pagesource import (
+from services.common.errors import (
+    CapacityExceeded,
+    ExceedsPool,
+    FieldInvalid,
+    PositionMismatch,
+    SequenceMismatch,
+    SequenceRemoved,
+    SequenceUnknown,
+)
+from services.engine.pages.daemon import GrpcPageSource
+from services.engine.pages.local import LocalPageSource
+from services.engine.pages.source import (
     MAX_RETENTION_PRIORITY,
     MAX_RETENTION_S,
     Demand,
@@ -19,15 +28,6 @@ from services.engine.pagesource import (
     PageCopy,
     PageSource,
     Retention,
-)
-from services.errors import (
-    CapacityExceeded,
-    ExceedsPool,
-    FieldInvalid,
-    PositionMismatch,
-    SequenceMismatch,
-    SequenceRemoved,
-    SequenceUnknown,
 )
 from tests.kvcache.conftest import Running
 
@@ -49,7 +49,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         return
     # The contract is what is answered, not how soon: a busy machine may take longer than an engine waits.
     for name in ("MAX_CALL_S", "CLOSE_S"):
-        monkeypatch.setattr(f"services.engine.kvclient.{name}", 60.0)
+        monkeypatch.setattr(f"services.engine.pages.daemon.{name}", 60.0)
     daemon = Running(tmp_path)
 
     def remote(pages: int) -> PageSource:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from rocmforge.engine.v1 import engine_pb2
-from services import rpc
+from services.common import rpc
 from tests.e2e.conftest import Pair
 from tests.generation import collect, request
 

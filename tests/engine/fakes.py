@@ -6,14 +6,14 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 
-from services.engine.admission import Limits
-from services.engine.choice import Computed, Result
-from services.engine.event import Event
-from services.engine.loop import EngineLoop
-from services.engine.pagesource import Demand, Exchange, Grant, PageCopy, PageSource
-from services.engine.sequence import FinishReason, Key, Outcome, Request, Stopping, key_of
-from services.engine.step import Chunk
-from services.errors import ServiceError
+from services.common.errors import ServiceError
+from services.engine.pages.source import Demand, Exchange, Grant, PageCopy, PageSource
+from services.engine.sampling.result import Computed, Result
+from services.engine.scheduling.admission import Limits
+from services.engine.scheduling.event import Event
+from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.sequence import FinishReason, Key, Outcome, Request, Stopping, key_of
+from services.engine.scheduling.step import Chunk
 
 VOCABULARY = 6
 EOS = 5
@@ -255,7 +255,7 @@ class Harness:
         patience_s: float = 60.0,
         late: bool = False,
     ) -> None:
-        from services.engine.localpages import LocalPageSource
+        from services.engine.pages.local import LocalPageSource
 
         self.clock = Clock()
         self.local = LocalPageSource(pages, page_size)

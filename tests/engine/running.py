@@ -13,14 +13,14 @@ import grpc
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
-from services import rpc
-from services.engine.choice import Result
+from services.common import rpc
+from services.common.errors import ServiceError
 from services.engine.config import Config
-from services.engine.pagesource import PageCopy
-from services.engine.runner import Runner
+from services.engine.model.runner import Runner
+from services.engine.pages.source import PageCopy
+from services.engine.sampling.result import Result
+from services.engine.scheduling.step import Chunk
 from services.engine.server import Engine
-from services.engine.step import Chunk
-from services.errors import ServiceError
 from tests.kvcache.conftest import Running
 
 

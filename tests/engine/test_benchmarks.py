@@ -13,9 +13,9 @@ from benchmarks import ablation, arena, engine, flips, prefix, rows, shapes, ste
 from benchmarks.rows import Row
 from benchmarks.shapes import TINY
 from benchmarks.stand import PAGE_SIZE, ROOT, Stand
-from services.engine.admission import Limits
-from services.engine.checkpoint import Checkpoint
-from services.engine.model import Model
+from services.engine.model.checkpoint import Checkpoint
+from services.engine.model.decoder import Model
+from services.engine.scheduling.admission import Limits
 
 LIMITS = Limits(max_batch=8, max_step_tokens=64, max_queue=64)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.admission import Limits
-from services.engine.backend import REPLAYS, on_host
+from services.common.errors import InvalidConfiguration, ModelInvalid
 from services.engine.config import BUNDLED_MODEL, Config, default_pool_id, kvcache_target, model_id
-from services.engine.generations import Retention
-from services.errors import InvalidConfiguration, ModelInvalid
+from services.engine.delivery.registry import RegistryLimits
+from services.engine.model.backend import REPLAYS, on_host
+from services.engine.scheduling.admission import Limits
 
 
 def test_defaults() -> None:
@@ -21,7 +21,7 @@ def test_defaults() -> None:
     assert config.kvcache.startswith("unix:/") and config.kvcache.endswith("kvcache.sock")
     assert [str(listener) for listener in config.listeners][1] == "127.0.0.1:50051"
     assert config.limits.max_queue_tokens == 1 << 20
-    assert config.retention == Retention(ttl_s=3600.0, count=1024, memory=64 << 20)
+    assert config.retention == RegistryLimits(ttl_s=3600.0, count=1024, memory=64 << 20)
     assert config.model == BUNDLED_MODEL and config.max_context is None
     assert Config.read(["--max-context", "4096"], {}).max_context == 4096
 

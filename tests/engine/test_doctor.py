@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from services.doctor.check import Status, run
 from services.engine import doctor
 from services.engine.config import BUNDLED_MODEL, Config
-from services.preflight.check import Status, run
-from tests.preflight.fakes import CUDA, ROCM, FakeMachine
+from tests.doctor.fakes import CUDA, ROCM, FakeMachine
 from tests.processes import ROOT, kvcache
 
 

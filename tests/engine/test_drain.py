@@ -15,9 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
-from services import rpc
+from services.common import rpc
+from services.common.errors import ServiceError
 from services.engine.config import BUNDLED_MODEL
-from services.errors import ServiceError
 from tests.engine.running import refused
 from tests.gated import Steps, gated, until_live
 from tests.generation import collect, request

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from rocmforge.engine.v1 import engine_pb2 as pb
-from services.engine.loop import EngineLoop
+from services.common.errors import ServiceError
 from services.engine.metrics import PREFIX
-from services.errors import ServiceError
+from services.engine.scheduling.loop import EngineLoop
 from tests.engine.fakes import Harness, make_request
 from tests.engine.running import RunningEngine, refused
 from tests.generation import collect, request
@@ -326,7 +326,7 @@ def test_latencies_are_measured_from_where_they_say() -> None:
     asked = make_request("a", [1, 2, 3], max_tokens=3)
     harness.submit(dataclasses.replace(asked, submitted_at=harness.clock.now - 2.0))
     harness.until_idle()
-    seen = loop.observations
+    seen = loop.stats
     assert (seen.first_token.count, seen.between_tokens.count, seen.request.count) == (1, 2, 1)
     assert seen.queue.sum == pytest.approx(2.0)
     assert seen.first_token.sum == pytest.approx(2.5, abs=0.05)

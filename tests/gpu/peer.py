@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from services.engine import kvclient
-from services.engine.devicearena import DevicePages
-from services.engine.kvclient import GrpcPageSource
-from services.engine.pagesource import Demand, Geometry, Opening
-from services.errors import ServiceError
-from services.gpu import Runtime
-from services.serving import configure_logging
+from services.common.errors import ServiceError
+from services.common.gpu_ipc import Runtime
+from services.common.serving import configure_logging
+from services.engine.pages import daemon
+from services.engine.pages.daemon import GrpcPageSource
+from services.engine.pages.device_arena import DevicePages
+from services.engine.pages.source import Demand, Geometry, Opening
 
 #: ROCMFORGE_TEST_PAGE_SIZE: pages so large that the most a pool may have are more than any GPU's memory.
 GEOMETRY = Geometry(
@@ -76,7 +76,7 @@ def main() -> None:
     address, device, pages, ttl_s = sys.argv[1:]
     configure_logging()
     # What is tested is whose the memory is, not how soon a busy machine answers.
-    kvclient.MAX_CALL_S = kvclient.CLOSE_S = 60.0
+    daemon.MAX_CALL_S = daemon.CLOSE_S = 60.0
     peer = Peer(address, int(device), int(pages) or None, float(ttl_s))
     for line in sys.stdin:
         name, *arguments = json.loads(line)

@@ -20,8 +20,8 @@ import sys
 import cupy
 import numpy as np
 from kernels.ops_cupy import CupyOps
-from services.engine.batch import Row
-from services.engine.model import Model
+from services.engine.model.batch import Row
+from services.engine.model.decoder import Model
 
 folder, dtype, kv_dtype, limit = sys.argv[1:]
 tokens = np.random.default_rng(0).integers(0, 128, 50).tolist()

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from benchmarks.shapes import TINY, RandomCheckpoint
-from kernels.graphs import Graphs
 from kernels.ops_cupy import CupyOps
-from kernels.tapes import Tapes
-from services.engine.arena import page_bytes_of
-from services.engine.batch import Row
-from services.engine.model import Model
+from kernels.replay.graphs import Graphs
+from kernels.replay.tapes import Tapes
+from services.engine.model.batch import Row
+from services.engine.model.decoder import Model
+from services.engine.pages.host_arena import page_bytes_of
 from tests.gpus import gpu_or_skip
 
 PAGE, WIDTH = 16, 60

@@ -159,8 +159,8 @@ def test_memory_that_the_gpu_does_not_have_is_refused_with_the_numbers(one: Worl
 
 OWN = """
 import sys
-from services.errors import GpuError
-from services.gpu import Runtime
+from services.common.errors import GpuError
+from services.common.gpu_ipc import Runtime
 gpu = Runtime.load().gpu(0)
 pointer = gpu.allocate(1 << 20)
 handle = gpu.export(pointer)
@@ -235,7 +235,7 @@ def test_nothing_is_left_behind(two: World, tmp_path: Path) -> None:
     """On the stand-in, where device memory can be listed by whom it is of."""
     if two.host.is_real:
         pytest.skip("no GPU tells who has its memory")
-    from tests.rocm import standin
+    from tests.simulators.rocm import standin
 
     daemon = two.daemon()
     engine = two.engine(daemon, 1)

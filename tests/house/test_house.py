@@ -169,7 +169,7 @@ def test_there_is_something_to_check() -> None:
             '"""Doc."""\nclass A(x.KvCacheServiceServicer):\n    """Doc."""\n    def f(self): pass',
         ),
         (generated, "protos/a/v1/a_pb2.py", "protos/a/v1/a.proto"),
-        (generated, "protos/a/v1/a_pb2.pyi", "services/rpc.py"),
+        (generated, "protos/a/v1/a_pb2.pyi", "services/common/rpc.py"),
         (generated, "protos/a/v1/a_pb2_grpc.py", "docs/pb2.md"),
     ],
 )

@@ -7,6 +7,7 @@ code stays at the edges. All of it is read from the sources, so nothing has to b
 from __future__ import annotations
 
 import ast
+import collections
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,30 +15,52 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-#: Pure Python: told the time, handed bytes; they run and are tested without gRPC and without arrays.
-KVCACHE = (
-    *("layout", "lru", "pages", "prefix", "sequence", "sequences", "sessions", "quarantine", "pool", "pools"),
-    *("keytable", "cache", "events", "explain", "demand", "density", "eviction", "reuse"),
+#: Pure Python: told the time, handed bytes; they run and are tested without gRPC and without arrays. Folders and files.
+DOMAIN = (
+    *("services.common.errors", "services.common.histogram", "services.common.call_stats"),
+    *(f"services.kvcache.{room}" for room in ("cache", "pool", "lease", "eviction")),
+    *(f"services.engine.{room}" for room in ("scheduling", "delivery")),
+    *("services.engine.pages.source", "services.engine.pages.local", "services.engine.sampling.result"),
 )
-ENGINE = (
-    *("sequence", "scheduler", "step", "admission", "waiting", "turnover", "deadlines", "pagesource", "localpages"),
-    *("loop", "streams", "output", "generation", "generations", "observations", "choice", "holds"),
-)
-DOMAIN = {
-    "services.errors",
-    "services.distribution",
-    "services.calls",
-    *(f"services.kvcache.{name}" for name in KVCACHE),
-    *(f"services.engine.{name}" for name in ENGINE),
-}
 NOT_IN_DOMAIN = (
     *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "rocmforge", "numpy", "cupy"),
     "prometheus_client",
 )
 
-#: Modules that may import generated code: the edges where messages come in and go out.
-EDGES = {"servicer", "messages", "server", "kvclient", "__main__"}
-CLIENTS = ("services.engine.cli",)
+#: What may import generated code: where messages come in and go out.
+EDGES = (
+    *("services.kvcache.api", "services.kvcache.server", "services.kvcache.__main__"),
+    *("services.engine.api", "services.engine.cli", "services.engine.server", "services.engine.__main__"),
+    *("services.engine.pages.daemon", "services.common.rpc"),
+)
+
+#: What each room may import of its own service; a room not named here may be imported by all and import nothing.
+ROOMS = {
+    "services.engine": {
+        "api": {"delivery", "scheduling", "sampling", "text", "pages", "checkpoint"},
+        "delivery": {"scheduling", "sampling"},
+        "scheduling": {"sampling", "pages"},
+        "sampling": {"checkpoint"},
+        "model": {"scheduling", "sampling", "text", "pages", "checkpoint"},
+        "text": {"checkpoint"},
+    },
+    "services.kvcache": {
+        "api": {"cache", "lease", "pool", "eviction"},
+        "cache": {"lease", "pool", "eviction"},
+        "lease": {"pool"},
+        "arena": {"pool"},
+        "pool": {"eviction"},
+    },
+    "kernels": {
+        "attention": {"device"},
+        "linear": {"device"},
+        "sampling": {"device"},
+        "replay": {"linear", "device"},
+    },
+}
+#: At most so many files a folder, `__init__.py` apart; each of the client's commands has a file of its own.
+MOST_FILES = 12
+EXCEPT = ("services.engine.cli",)
 
 
 def imported(source: str, module: str, is_package: bool = False) -> Iterator[str]:
@@ -97,7 +120,7 @@ def crossings(modules: Imports) -> list[str]:
 def impure(modules: Imports) -> list[str]:
     """What a domain module reaches and must not, itself or through other modules of the project."""
     wrong = []
-    for start in sorted(DOMAIN & modules.keys()):
+    for start in sorted(module for module in modules if within(module, DOMAIN)):
         paths, seen = [[start]], {start}
         while paths:
             path = paths.pop()
@@ -115,11 +138,76 @@ def generated_inside(modules: Imports) -> list[str]:
     return [
         f"{module} imports {name}"
         for module, names in modules.items()
-        if within(module, ["services"]) and module != "services.rpc" and not within(module, CLIENTS)
-        if module.rpartition(".")[2] not in EDGES
+        if within(module, ["services"]) and not within(module, EDGES)
         for name in sorted(names)
         if within(name, ["rocmforge"])
     ]
+
+
+def room(module: str, top: str) -> str:
+    """The room below ``top`` that a module lies in; empty for a module of ``top`` itself, or elsewhere."""
+    return module.removeprefix(f"{top}.").split(".")[0] if module.startswith(f"{top}.") else ""
+
+
+def upward(modules: Imports) -> list[str]:
+    """Imports from one room of a service into another that it may not know, or into what stands on the rooms."""
+    wrong = []
+    for top, allowed in ROOMS.items():
+        depth = top.count(".") + 1
+        inside = {module: room(module, top) for module in modules if room(module, top)}
+        rooms = {name for module, name in inside.items() if module.count(".") > depth}
+        for module, own in inside.items():
+            if own not in rooms or own == "cli":
+                continue
+            for name in sorted(modules[module]):
+                other = room(name, top)
+                if other in inside.values() and other != own and other not in allowed.get(own, set()):
+                    wrong.append(f"{module} imports {name}")
+    return wrong
+
+
+def circles(modules: Imports) -> list[str]:
+    """Modules that import themselves through others."""
+    inside = {module: {name for name in names if name in modules} - {module} for module, names in modules.items()}
+    while free := [module for module, names in inside.items() if not names & inside.keys()]:
+        for module in free:
+            del inside[module]
+    return sorted(inside)
+
+
+def namesakes(modules: Imports) -> list[str]:
+    """Names of files or folders in one service that differ by a plural alone; commands are called as they are typed."""
+    wrong = []
+    for top in ROOMS:
+        parts = [module.removeprefix(top).split(".") for module in modules if within(module, [top])]
+        names = {name for part in parts if "cli" not in part for name in part if name}
+        wrong += [f"{top}: {name} and {name}s" for name in sorted(names) if f"{name}s" in names]
+    return wrong
+
+
+def crowded(modules: Imports) -> list[str]:
+    """Folders with more files than one finds one's way in."""
+    files = collections.Counter(module.rpartition(".")[0] for module in modules if module not in folders(modules))
+    many = {folder: count for folder, count in files.items() if count > MOST_FILES and folder not in EXCEPT}
+    return [f"{folder} has {count} files" for folder, count in many.items()]
+
+
+def folders(modules: Imports) -> set[str]:
+    """The modules that other modules lie in."""
+    return {module.rpartition(".")[0] for module in modules}
+
+
+def twice(classes: dict[str, list[str]]) -> list[str]:
+    """Names of classes that one service, or `kernels`, has more than once; private ones are their file's own."""
+    wrong = []
+    for top in ROOMS:
+        found: dict[str, list[str]] = {}
+        for module, names in classes.items():
+            for name in names:
+                if within(module, [top]) and not name.startswith("_"):
+                    found.setdefault(name, []).append(module)
+        wrong += [f"{name}: {', '.join(where)}" for name, where in sorted(found.items()) if len(where) > 1]
+    return wrong
 
 
 def pickled(modules: Imports) -> list[str]:
@@ -133,17 +221,58 @@ def services() -> Imports:
     return read("services")
 
 
+@pytest.fixture(scope="module")
+def project() -> Imports:
+    return {**read("services"), **read("kernels")}
+
+
 def test_the_engine_and_the_daemon_never_import_each_other(services: Imports) -> None:
     assert crossings(services) == []
 
 
 def test_domain_modules_import_neither_grpc_nor_arrays(services: Imports) -> None:
-    assert DOMAIN & services.keys(), "none of the domain modules exists: is the list above out of date?"
     assert impure(services) == []
 
 
 def test_generated_code_is_imported_at_the_edges_only(services: Imports) -> None:
     assert generated_inside(services) == []
+
+
+def test_every_name_in_a_rule_exists(project: Imports) -> None:
+    named = {*DOMAIN, *EDGES, *EXCEPT}
+    for top, rooms in ROOMS.items():
+        named |= {f"{top}.{name}" for room in rooms.items() for name in (room[0], *room[1])}
+    assert sorted(named - project.keys()) == []
+
+
+def test_arrows_between_rooms_point_one_way(project: Imports) -> None:
+    assert upward(project) == []
+    assert circles(project) == []
+
+
+def test_rooms_have_no_namesakes_and_are_not_crowded(project: Imports) -> None:
+    assert namesakes(project) == []
+    assert crowded(project) == []
+
+
+def test_no_class_name_is_there_twice_in_a_service() -> None:
+    classes: dict[str, list[str]] = {}
+    for top in ("services", "kernels"):
+        for path in (ROOT / top).rglob("*.py"):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            nodes = ast.parse(path.read_text(encoding="utf-8")).body
+            classes[module] = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+    assert twice(classes) == []
+
+
+def test_tests_mirror_the_rooms() -> None:
+    """A folder of tests below tests/engine, tests/kvcache or tests/kernels is named after the room it is of."""
+    for top in ("services/engine", "services/kvcache", "kernels"):
+        tests = ROOT / "tests" / top.removeprefix("services/")
+        folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
+        assert folders, tests
+        for folder in folders:
+            assert (ROOT / top / folder).is_dir(), f"{tests / folder} mirrors nothing"
 
 
 def test_nothing_is_pickled() -> None:
@@ -156,28 +285,73 @@ def test_nothing_is_pickled() -> None:
 @pytest.mark.parametrize(
     ("check", "module", "source"),
     [
-        (crossings, "services.engine.loop", "from services.kvcache import pages"),
+        (crossings, "services.engine.scheduling.loop", "from services.kvcache import pages"),
         (crossings, "services.engine.loop", "from ..kvcache.pages import Page"),
-        (crossings, "services.kvcache.pool", "def late():\n    import services.engine.model"),
-        (crossings, "services.kvcache.pool", "from services import engine"),
-        (crossings, "services.kvcache.pool", "import importlib\nimportlib.import_module('services.engine.model')"),
-        (impure, "services.kvcache.pages", "import numpy as np"),
-        (impure, "services.engine.scheduler", "from google.protobuf import any_pb2"),
-        (impure, "services.errors", "import grpc.aio"),
-        (generated_inside, "services.engine.model", "from rocmforge.engine.v1 import engine_pb2"),
-        (pickled, "services.engine.model", "from pickle import loads"),
+        (crossings, "services.kvcache.pool.pool", "def late():\n    import services.engine.model.decoder"),
+        (crossings, "services.kvcache.pool.pool", "from services import engine"),
+        (
+            crossings,
+            "services.kvcache.pool.pool",
+            "import importlib\nimportlib.import_module('services.engine.model.decoder')",
+        ),
+        (impure, "services.kvcache.pool.page_table", "import numpy as np"),
+        (impure, "services.engine.scheduling.scheduler", "from google.protobuf import any_pb2"),
+        (impure, "services.common.errors", "import grpc.aio"),
+        (generated_inside, "services.engine.model.decoder", "from rocmforge.engine.v1 import engine_pb2"),
+        (pickled, "services.engine.model.decoder", "from pickle import loads"),
         (pickled, "kernels.load", "import pickle"),
     ],
 )
 def test_each_check_can_fail(check, module: str, source: str) -> None:  # type: ignore[no-untyped-def]
     assert check({module: set(imported(source, module))})
-    assert not check({module: set(imported("import json\nfrom services.errors import ServiceError", module))})
+    assert not check({module: set(imported("import json\nfrom services.common.errors import ServiceError", module))})
+
+
+@pytest.mark.parametrize(
+    ("check", "modules", "found"),
+    [
+        (
+            upward,
+            {
+                "services.engine.scheduling.loop": {"services.engine.delivery.streams"},
+                "services.engine.delivery.streams": set(),
+            },
+            1,
+        ),
+        (upward, {"services.engine.scheduling.loop": {"services.engine.server"}, "services.engine.server": set()}, 1),
+        (
+            upward,
+            {
+                "services.engine.delivery.streams": {"services.engine.scheduling.loop"},
+                "services.engine.scheduling.loop": set(),
+            },
+            0,
+        ),
+        (
+            upward,
+            {"services.engine.server": {"services.engine.api.servicer"}, "services.engine.api.servicer": set()},
+            0,
+        ),
+        (circles, {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}, 4),
+        (circles, {"a": {"b"}, "b": {"c"}, "c": set()}, 0),
+        (namesakes, {"services.kvcache.pool": set(), "services.kvcache.cache.pools": set()}, 1),
+        (namesakes, {"services.kvcache.pool": set(), "services.engine.pools": set()}, 0),
+        (crowded, {f"kernels.a.m{i}": set() for i in range(13)}, 1),
+        (crowded, {f"kernels.a.m{i}": set() for i in range(12)}, 0),
+        (twice, {"kernels.a": ["Plan"], "kernels.b": ["Plan"]}, 1),
+        (twice, {"kernels.a": ["_Plan"], "kernels.b": ["_Plan"], "services.engine.c": ["Plan"]}, 0),
+    ],
+)
+def test_each_rule_of_rooms_can_fail(check, modules: Imports, found: int) -> None:  # type: ignore[no-untyped-def]
+    assert len(check(modules)) == found
 
 
 def test_a_domain_module_may_not_reach_arrays_through_another_module() -> None:
     modules = {
-        "services.kvcache.pages": {"services.kvcache.helper"},
+        "services.kvcache.pool.page_table": {"services.kvcache.helper"},
         "services.kvcache.helper": {"services.kvcache.deeper"},
         "services.kvcache.deeper": {"numpy"},
     }
-    assert impure(modules) == ["services.kvcache.pages -> services.kvcache.helper -> services.kvcache.deeper -> numpy"]
+    assert impure(modules) == [
+        "services.kvcache.pool.page_table -> services.kvcache.helper -> services.kvcache.deeper -> numpy"
+    ]

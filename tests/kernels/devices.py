@@ -2,7 +2,7 @@
 
 Take the fixture ``device``; a test that takes it runs once on each of `NAMES`. Every device offers::
 
-    module = device.compile("norm", {"RF_TYPE": "BF16"})        # kernels/norm.hip; RF_WAVE is the device's own
+    module = device.compile("norm", {"RF_TYPE": "BF16"})        # kernels/hip/norm.hip; RF_WAVE is the device's own
     module.launch("rms_norm", grid, block, args, shared=0)      # extents: int or tuple; waits for the kernel
     array = device.array(values)                                # a copy
     array = device.empty(shape, dtype)                          # NaN, or bytes 0xCD for integers
@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from kernels import module
-from tests.kernels.executor import Cpu, Extent, poisoned
+from kernels.device import module
+from tests.simulators.cpu.executor import Cpu, Extent, poisoned
 
 
 class Launches(Protocol):

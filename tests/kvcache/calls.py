@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
-from services import rpc
+from services.common import rpc
 
 
 @dataclass

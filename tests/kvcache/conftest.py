@@ -14,7 +14,7 @@ import pytest
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
-from services.gpu import Runtime
+from services.common.gpu_ipc import Runtime
 from services.kvcache.config import Config
 from services.kvcache.server import Daemon
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from services.kvcache.cache import KvCache, Limits
-from services.kvcache.layout import PageLayout
-from services.kvcache.pool import DeviceMemory
-from services.kvcache.pools import CANARY_BYTES, CANARY_SLOT_BYTES
-from services.kvcache.prefix import ChainHash, blake2b_chain
-from services.kvcache.sessions import Process, Session
+from services.kvcache.cache.cache import KvCache, Limits
+from services.kvcache.lease.sessions import Process, Session
+from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES
+from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.pool import DeviceMemory
+from services.kvcache.pool.prefix_cache import ChainHash, blake2b_chain
 
 LAYOUT = PageLayout(page_size=4, layers=1, kv_heads=1, head_dim=4, dtype="f32")
 

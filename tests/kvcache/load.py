@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
-from services import rpc
-from services.errors import ServiceError
+from services.common import rpc
+from services.common.errors import ServiceError
+from tests.kvcache.cache.known_sequence import HALF, PAGE, SLOT, KnownSequence, Ledger
 from tests.kvcache.calls import GivenUp, Line, Tally
 from tests.kvcache.conftest import LAYOUT_PB
-from tests.kvcache.knownsequence import HALF, PAGE, SLOT, KnownSequence, Ledger
 
 POOL = "load"
 PAGES = 160

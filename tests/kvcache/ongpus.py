@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
-from services.gpu import Gpu
+from services.common.gpu_ipc import Gpu
 from tests.fakegpu import FakeRuntime, Machine
 from tests.kvcache.conftest import LAYOUT_PB, Running
 

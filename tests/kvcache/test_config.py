@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from services.configfile import MAX_BYTES
-from services.errors import InvalidConfiguration
-from services.kvcache.cache import Limits
+from services.common.configfile import MAX_BYTES
+from services.common.errors import InvalidConfiguration
+from services.kvcache.cache.cache import Limits
 from services.kvcache.config import Config
 from tests.processes import ROOT, kvcache
 

@@ -13,7 +13,7 @@ import pytest
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
-from services.kvcache.servicer import SERVICE
+from services.kvcache.api.servicer import SERVICE
 from tests.kvcache.conftest import LAYOUT_PB
 from tests.processes import ROOT, Service, kvcache
 

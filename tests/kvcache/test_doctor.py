@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from services.doctor.check import Status, run
 from services.kvcache import doctor
 from services.kvcache.config import Config
-from services.preflight.check import Status, run
-from tests.preflight.fakes import ROCM, FakeMachine
+from tests.doctor.fakes import ROCM, FakeMachine
 from tests.processes import ROOT, Service, kvcache
 
 GPU_CHECKS = ["GPU device nodes", "GPUs that are visible", "CuPy", "GPU runtime", "GPU memory", "sharing of GPU memory"]

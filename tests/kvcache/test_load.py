@@ -17,9 +17,9 @@ import pytest
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
-from services import rpc
+from services.common import rpc
+from tests.kvcache.cache.known_sequence import Ledger
 from tests.kvcache.calls import Tally
-from tests.kvcache.knownsequence import Ledger
 from tests.kvcache.load import PAGES, POOL, Client
 from tests.kvcache.watchdog import Watchdog
 from tests.kvcache.watcher import Watcher

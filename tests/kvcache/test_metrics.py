@@ -17,11 +17,11 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
-from services.errors import InvalidConfiguration
+from services.common.errors import InvalidConfiguration
+from services.common.prometheus import Endpoint
+from services.common.serving import Listener
 from services.kvcache.config import Config
 from services.kvcache.metrics import PREFIX
-from services.metrics import Endpoint
-from services.serving import Listener
 from tests.kvcache.conftest import Running
 from tests.kvcache.ongpus import OnGpus
 from tests.scraping import NOTHING, Scrape, read, scrape, until
@@ -249,7 +249,7 @@ def test_what_cannot_be_collected_is_an_error_and_the_next_scrape_another_matter
 
 
 def test_a_caller_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.metrics._Handler.timeout", 0.05)
+    monkeypatch.setattr("services.common.prometheus._Handler.timeout", 0.05)
     endpoint = Endpoint(Listener.parse("127.0.0.1:0"), Nothing())
     endpoint.start()
     host, _, port = endpoint.bound.rpartition(":")

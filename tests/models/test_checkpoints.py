@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.engine.batch import Row
-from services.engine.model import Model
+from services.engine.model.batch import Row
+from services.engine.model.decoder import Model
 from tests.models import plain_forward
 from tests.models.checkpoints import llama_config, random_tensors, write_checkpoint
 

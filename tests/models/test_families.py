@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from services.engine import modelconfig
-from services.engine.admission import Limits
-from services.engine.batch import Row
-from services.engine.event import Event
-from services.engine.localpages import LocalPageSource
-from services.engine.loop import EngineLoop
-from services.engine.model import Model
-from services.engine.rope import Divisors, frequencies
-from services.engine.runner import Runner
-from services.engine.sampling import SamplingParams
-from services.engine.sequence import FinishReason, Request, Sequence, Stopping
+from services.engine.checkpoint import config as modelconfig
+from services.engine.checkpoint.rope import Divisors, frequencies
+from services.engine.model.batch import Row
+from services.engine.model.decoder import Model
+from services.engine.model.runner import Runner
+from services.engine.pages.local import LocalPageSource
+from services.engine.sampling.params import SamplingParams
+from services.engine.scheduling.admission import Limits
+from services.engine.scheduling.event import Event
+from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.sequence import FinishReason, Request, Sequence, Stopping
+from tests.engine.checkpoint.test_config import read
 from tests.engine.fakes import Clock, PlainText
 from tests.models import plain_forward
 from tests.models.checkpoints import write_checkpoint
 from tests.models.families import FAMILIES, GREEDY_TOKENS, PROMPT_TOKENS, SEEDS, family_tensors, prompt_of
 from tests.models.ropes import ROPES
-from tests.models.test_modelconfig import read
 
 PAGE_SIZE = 16
 GREEDY = SamplingParams(temperature=0, top_k=0, top_p=1, min_p=0, seed=0)

@@ -10,12 +10,12 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
-from services.engine.batch import Row
-from services.engine.checkpoint import Checkpoint
-from services.engine.model import Model
-from services.engine.modelconfig import ModelConfig
-from services.engine.rope import Linear
-from services.errors import ModelInvalid
+from services.common.errors import ModelInvalid
+from services.engine.checkpoint.config import ModelConfig
+from services.engine.checkpoint.rope import Linear
+from services.engine.model.batch import Row
+from services.engine.model.checkpoint import Checkpoint
+from services.engine.model.decoder import Model
 from tests.models import plain_forward
 from tests.models.checkpoints import llama_config, random_tensors, write_checkpoint
 from tests.models.families import FAMILIES, PROMPT_TOKENS, SEEDS, family_tensors, prompt_of

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from services.engine.batch import Row
-from services.engine.model import Model
-from services.engine.tokenizer import Tokenizer
+from services.engine.model.batch import Row
+from services.engine.model.decoder import Model
+from services.engine.text.tokenizer import Tokenizer
 from tests.models import plain_forward
 
 ROOT = Path(__file__).parents[2]

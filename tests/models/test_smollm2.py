@@ -20,8 +20,8 @@ import pytest
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
-from services.engine.checkpoint import Checkpoint
-from services.engine.tokenizer import Tokenizer
+from services.engine.model.checkpoint import Checkpoint
+from services.engine.text.tokenizer import Tokenizer
 from tests.generation import collect
 from tests.models.smollm2 import CHATS, EXCERPT, LOGPROBS, MODEL, MOST_TOKENS, REFERENCES, TEXTS, random_texts
 from tests.processes import ROOT, Service, engine, kvcache

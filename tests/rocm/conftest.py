@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from tests.rocm import standin
 from tests.rocm.processes import Process
+from tests.simulators.rocm import standin
 
 Starts: TypeAlias = Callable[..., Process]
 

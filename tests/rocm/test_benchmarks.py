@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rocm import standin
+from tests.simulators.rocm import standin
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def rows(code: str, idle: bool) -> list[dict[str, object]]:
 LAUNCHES = """
 import json
 from benchmarks import launches
-from kernels.tapes import Tapes
+from kernels.replay.tapes import Tapes
 made, begin = [], Tapes.__init__
 Tapes.__init__ = lambda self, *arguments: made.append(self) or begin(self, *arguments)
 launches.main(["--json", "--layers", "1", "--steps", "10"])

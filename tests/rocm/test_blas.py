@@ -145,7 +145,7 @@ def test_what_c_held_does_not_count_with_a_beta_of_zero(blas: Process) -> None:
 
 def test_an_element_is_the_same_in_whatever_company(blas: Process) -> None:
     blas.run("x, w = (cp.asarray(rng.standard_normal((rows, 256)).astype(np.float32)) for rows in (40, 300))")
-    blas.run("from kernels import gemm; all_rows = cp.empty((40, 300), np.float32); gemm.linear(x, w, all_rows)")
+    blas.run("from kernels.linear import gemm; all_rows = cp.empty((40, 300), np.float32); gemm.linear(x, w, all_rows)")
     for first, last in ((0, 1), (7, 12), (39, 40)):
         blas.run(f"some = cp.empty(({last - first}, 300), np.float32); gemm.linear(x[{first}:{last}], w, some)")
         assert blas.get(f"(some.get() == all_rows.get()[{first}:{last}]).all()") is True

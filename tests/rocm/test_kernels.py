@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.rocm import standin
 from tests.rocm.processes import Process, Refused
+from tests.simulators.rocm import standin
 
 if TYPE_CHECKING:
     from tests.rocm.conftest import Starts
@@ -65,7 +65,7 @@ def status(process: Process, statement: str) -> int | None:
 
 def prepared(process: Process) -> Process:
     """A process with `SOURCE` as ``text``, and ``load(**defines)`` to compile it for the current device."""
-    process.run("from kernels import source; text = source.inlined(text, 'test.hip')", text=SOURCE)
+    process.run("from kernels.device import source; text = source.inlined(text, 'test.hip')", text=SOURCE)
     process.run(
         "def load(**defines):\n"
         "    wave = rt.getDeviceProperties(rt.getDevice())['warpSize']\n"
@@ -198,7 +198,7 @@ def test_cupys_own_kernels(one: Process) -> None:
 @pytest.mark.parametrize(("wave", "files"), [(64, ["norm", "pages"]), (32, ["norm"])])
 def test_the_projects_kernels_pass_their_tests_through_cupy(wave: int, files: list[str]) -> None:
     environment = standin.environment(wave=wave, memory=256 << 20)
-    paths = [f"tests/kernels/test_{name}.py" for name in files]
+    paths = [f"tests/kernels/hip/test_{name}.py" for name in files]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cupy", *paths]
     done = subprocess.run(command, cwd=ROOT, env={**environment, "CI": "true"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.rocm import standin
 from tests.rocm.processes import Ended, Process, Refused
+from tests.simulators.rocm import standin
 
 if TYPE_CHECKING:
     from tests.rocm.conftest import Starts

@@ -12,7 +12,7 @@ from tests.rocm.processes import Process
 @pytest.fixture(scope="module")
 def process(machine: dict[str, str]) -> Iterator[Process]:
     started = Process(machine)
-    started.run("import numpy as np; from kernels.pinned import Pinned; pinned = Pinned(256)")
+    started.run("import numpy as np; from kernels.device.pinned import Pinned; pinned = Pinned(256)")
     yield started
     started.kill()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rocm import standin
+from tests.simulators.rocm import standin
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,7 +125,7 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standin, "COMPILER", "no-such-compiler")
     with pytest.raises(standin.Unavailable, match="no-such-compiler is not installed"):
         standin.build()
-    command = [sys.executable, "-m", "tests.rocm.standin"]
+    command = [sys.executable, "-m", "tests.simulators.rocm.standin"]
     env = {**os.environ, "CXX": "no-such-compiler"}
     for arguments, status in ([], 1), (["build"], 0):
         done = subprocess.run([*command, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
@@ -134,7 +134,8 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_shell_can_take_the_environment_over() -> None:
-    shell = 'eval "$("$PYTHON" -m tests.rocm.standin)" && "$PYTHON" -c "import cupy; print(cupy.cuda.runtime.is_hip)"'
+    show = '"$PYTHON" -c "import cupy; print(cupy.cuda.runtime.is_hip)"'
+    shell = f'eval "$("$PYTHON" -m tests.simulators.rocm.standin)" && {show}'
     env = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(["sh", "-c", shell], cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
     assert done.stdout == "True\n", done.stderr

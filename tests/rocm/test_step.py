@@ -12,15 +12,15 @@ PREPARED = """
 from types import SimpleNamespace
 import numpy as np
 from kernels import gemm
-from kernels.tape import writing
+from kernels.device.recording import writing
 from benchmarks.shapes import RandomCheckpoint, TINY
 from kernels import ops_numpy, staging
-from kernels.graphs import Graphs
-from kernels.tapes import Tapes
-from kernels.workspace import Workspace
+from kernels.replay.graphs import Graphs
+from kernels.replay.tapes import Tapes
+from kernels.device.workspace import Workspace
 from kernels.ops_cupy import CupyOps
-from services.engine.batch import Row
-from services.engine.model import Model
+from services.engine.model.batch import Row
+from services.engine.model.decoder import Model
 
 class Called:
     '''Calls what graphs would replay, and keeps its keys.'''
@@ -38,7 +38,7 @@ called = Called()
 model = Model(checkpoint, CupyOps(0, "f32", "f32", PAGE, called), "f32")
 
 def arenas(pages):
-    from services.engine.arena import page_bytes_of, private_pages
+    from services.engine.pages.host_arena import page_bytes_of, private_pages
     return private_pages(geometry, pages), cp.full((pages, page_bytes_of(geometry)), 0xFF, cp.uint8)
 
 def rows_of(lengths, width):
@@ -221,4 +221,4 @@ def test_rocm_has_no_graphs(process: Process) -> None:
     with pytest.raises(Refused, match="pages of int8 are not for steps that are replayed"):
         process.run("CupyOps(0, 'f32', 'int8', 4, called)")
     with pytest.raises(Refused, match=r"InvalidConfiguration: --replay graphs: .*not on ROCm"):
-        process.run("from services.engine.backend import on_gpu; on_gpu(0, 'f32', None, 4, 'graphs')")
+        process.run("from services.engine.model.backend import on_gpu; on_gpu(0, 'f32', None, 4, 'graphs')")

@@ -15,12 +15,12 @@ import grpc
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
-from services import rpc
-from services.engine.cli import call
-from services.engine.cli.lines import Item, Output, count, items, keep_what_is_done
+from services.common import rpc
+from services.common.errors import ServiceError
+from services.engine.cli import client
+from services.engine.cli.batch_lines import Item, OutputLines, count, items, keep_what_is_done
 from services.engine.cli.progress import Progress
-from services.engine.cli.request import Unfit, add_chat, add_flags, add_samples, from_fields, given
-from services.errors import ServiceError
+from services.engine.cli.request_flags import Unfit, add_chat, add_flags, add_samples, from_fields, given
 
 NAME = "batch"
 
@@ -40,14 +40,14 @@ class Lost(Exception):
         self.items = items
 
 
-class Batch:
+class BatchRun:
     """Takes items from ``items`` and brings each to its line of output.
 
     ``run`` is called by ``threads`` threads; each has some items in one call at a time. An item that may succeed later
     is tried again, ``retries`` times, when the engine says so; and so are calls that no engine answered.
     """
 
-    def __init__(self, items: Iterator[Item], output: Output, target: str, concurrency: int, retries: int) -> None:
+    def __init__(self, items: Iterator[Item], output: OutputLines, target: str, concurrency: int, retries: int) -> None:
         self._items = items
         self._output = output
         self._target = target
@@ -120,11 +120,11 @@ class Batch:
                     del left[one.index]
                     self._output.finished(item)
         except grpc.RpcError as failed:
-            error = call.failure(failed, self._target)
+            error = client.failure(failed, self._target)
             if self._stopped.is_set() or (error.code == "UNAVAILABLE" and error.retry_after_s is None):
                 for item in left.values():
                     item.restart()
-                raise Lost(call.describe(error), [*again, *left.values()]) from failed
+                raise Lost(client.describe(error), [*again, *left.values()]) from failed
             for index in list(left):
                 give_up_or_retry(index, error)
         return again, max(delays)
@@ -143,16 +143,16 @@ def main(arguments: list[str] | None = None) -> int:
         from_fields({"prompt": ""}, given(flags))
         return _run(flags)
     except Unfit as unfit:
-        call.say(NAME, str(unfit))
+        client.say(NAME, str(unfit))
         return 2
     except OSError as error:
         if isinstance(error, BrokenPipeError):
-            call.drop_output()
+            client.drop_output()
             return 1
-        call.say(NAME, f"{error.filename or flags.output}: {error.strerror}")
+        client.say(NAME, f"{error.filename or flags.output}: {error.strerror}")
         return 2
     except Lost as lost:
-        call.say(NAME, str(lost))
+        client.say(NAME, str(lost))
         return 1
 
 
@@ -175,14 +175,14 @@ def _run(flags: argparse.Namespace) -> int:
             sys.stdout.reconfigure(encoding="utf-8")
         progress = Progress(sys.stderr, None if total is None else max(0, total - len(done)))
         try:
-            return _process(flags, source, done, Output(file, progress, flags.token_ids))
+            return _process(flags, source, done, OutputLines(file, progress, flags.token_ids))
         finally:
             progress.close()
 
 
-def _process(flags: argparse.Namespace, source: Any, done: set[int], output: Output) -> int:
+def _process(flags: argparse.Namespace, source: Any, done: set[int], output: OutputLines) -> int:
     todo = items(source, done, given(flags), output)
-    batch = Batch(todo, output, flags.target, flags.concurrency, flags.retries)
+    batch = BatchRun(todo, output, flags.target, flags.concurrency, flags.retries)
     try:
         _work(batch, flags.target)
     except KeyboardInterrupt:
@@ -192,9 +192,9 @@ def _process(flags: argparse.Namespace, source: Any, done: set[int], output: Out
     return 1 if output.progress.failed else 0
 
 
-def _work(batch: Batch, target: str) -> None:
+def _work(batch: BatchRun, target: str) -> None:
     """Have the batch worked on by threads until it is done, has failed, or is interrupted."""
-    with call.connect(target) as channel:
+    with client.connect(target) as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
         workers = [threading.Thread(target=batch.run, args=(stub,), daemon=True) for _ in range(batch.threads)]
         try:
@@ -211,7 +211,7 @@ def _work(batch: Batch, target: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = call.parser(
+    parser = client.parser(
         NAME,
         'Generate for each line of INPUT, an object as {"prompt": "...", "id": "...", "max_tokens": 8}, or with '
         '"messages": [{"role": "user", "content": "..."}] for a prompt, and write a '

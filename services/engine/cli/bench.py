@@ -16,11 +16,11 @@ import grpc
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
-from services.engine.cli import call, load
-from services.engine.cli.load import Lengths, Plan, Sample
+from services.engine.cli import bench_load, client
+from services.engine.cli.bench_load import Lengths, Measured, Plan
+from services.engine.cli.bench_report import lines, report
 from services.engine.cli.progress import Progress
-from services.engine.cli.report import lines, report
-from services.engine.cli.request import Unfit
+from services.engine.cli.request_flags import Unfit
 
 NAME = "bench"
 
@@ -34,13 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         plan = _plan(flags)
     except Unfit as unfit:
-        call.say(NAME, str(unfit))
+        client.say(NAME, str(unfit))
         return 2
 
     def body(stub: Any) -> int:
         model = stub.GetModel(pb.GetModelRequest())
         if plan.inputs.most >= model.max_context:
-            call.say(NAME, f"--input-len {flags.input_len}: the context of {model.model_id} is {model.max_context}")
+            client.say(NAME, f"--input-len {flags.input_len}: the context of {model.model_id} is {model.max_context}")
             return 2
         progress = Progress(sys.stderr, plan.requests)
         try:
@@ -53,32 +53,32 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(told, indent=2) if flags.json else "\n".join(lines(told)))
         failures = [sample.error for sample in samples if sample.error is not None]
         if failures:
-            call.say(NAME, f"{len(failures)} of {len(samples)} failed, the first: {call.describe(failures[0])}")
+            client.say(NAME, f"{len(failures)} of {len(samples)} failed, the first: {client.describe(failures[0])}")
         return 1 if failures else 0
 
-    return call.run(NAME, flags.target, body)
+    return client.run(NAME, flags.target, body)
 
 
 async def _run(
     target: str, plan: Plan, vocab_size: int, concurrency: int | None, progress: Progress
-) -> tuple[list[Sample], float]:
-    samples: list[Sample] = []
+) -> tuple[list[Measured], float]:
+    samples: list[Measured] = []
     task = asyncio.current_task()
     if task is not None and threading.current_thread() is threading.main_thread():
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
 
-    def done(sample: Sample) -> None:
+    def done(sample: Measured) -> None:
         samples.append(sample)
         progress.add(failed=sample.error is not None, tokens=sample.tokens)
 
-    async with grpc.aio.insecure_channel(target, options=call.OPTIONS) as channel:
+    async with grpc.aio.insecure_channel(target, options=client.OPTIONS) as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
         arrivals = plan.arrivals(vocab_size)
 
-        async def answer(request: pb.GenerateRequest, due: float) -> Sample:
-            return await load.send(stub, request, target, due, time.monotonic)
+        async def answer(request: pb.GenerateRequest, due: float) -> Measured:
+            return await bench_load.send(stub, request, target, due, time.monotonic)
 
-        seconds = await load.run(arrivals, answer, concurrency, done)
+        seconds = await bench_load.run(arrivals, answer, concurrency, done)
     return samples, seconds
 
 
@@ -123,7 +123,7 @@ def _plan(flags: argparse.Namespace) -> Plan:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = call.parser(
+    parser = client.parser(
         NAME,
         "Send requests of random tokens to a running engine and tell tokens/s, the time to the first token, the "
         "time between tokens, the whole time and that in the queue (mean, p50, p90, p99), how much of the "

@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 
 from rocmforge.engine.v1 import engine_pb2 as pb
-from services.engine.cli import call, conversation
-from services.engine.cli.answer import print_text, summary
-from services.engine.cli.request import Unfit, add_flags, add_system, given, put
+from services.engine.cli import client, messages
+from services.engine.cli.printing import print_text, summary
+from services.engine.cli.request_flags import Unfit, add_flags, add_system, given, put
 
 NAME = "chat"
 
@@ -67,24 +67,24 @@ def main(arguments: list[str] | None = None) -> int:
         _put_all(request, values)
         talk = Conversation(request, flags.system)
     except Unfit as unfit:
-        call.say(NAME, str(unfit))
+        client.say(NAME, str(unfit))
         return 2
     except UnicodeError:
-        call.say(NAME, "--system must be UTF-8")
+        client.say(NAME, "--system must be UTF-8")
         return 2
 
     def body(stub: Any) -> int:
         model = stub.GetModel(pb.GetModelRequest())
         if not model.has_chat_template:
             why = f": {model.chat_template_error}" if model.chat_template_error else ""
-            call.say(NAME, f"{model.model_id} has no chat template{why}; `generate` takes text")
+            client.say(NAME, f"{model.model_id} has no chat template{why}; `generate` takes text")
             return 1
         terminal = sys.stdin.isatty()
         if terminal:
             print(f"{model.model_id}. {_HELP}", file=sys.stderr)
         return _talk(stub, talk, terminal, flags)
 
-    return call.run(NAME, flags.target, body)
+    return client.run(NAME, flags.target, body)
 
 
 def _put_all(request: pb.GenerateRequest, values: dict[str, Any]) -> None:
@@ -98,8 +98,8 @@ def _put_all(request: pb.GenerateRequest, values: dict[str, Any]) -> None:
         except (TypeError, ValueError) as error:
             raise Unfit(f"--{name.replace('_', '-')} {value}: out of range") from error
     try:
-        begun = conversation.of({"prompt": "", "template_arguments": values.get("template_arguments")})
-    except conversation.Unheard as error:
+        begun = messages.of({"prompt": "", "template_arguments": values.get("template_arguments")})
+    except messages.Unheard as error:
         raise Unfit(f"--template-argument: {error}") from error
     except UnicodeError as error:
         raise Unfit("--template-argument must be UTF-8") from error
@@ -119,7 +119,7 @@ def _talk(stub: Any, talk: Conversation, terminal: bool, flags: argparse.Namespa
             elif word == "/help":
                 print(_HELP, file=sys.stderr)
             elif word.startswith("/") and not word.startswith("//"):
-                call.say(NAME, f"there is no {word}. {_HELP}")
+                client.say(NAME, f"there is no {word}. {_HELP}")
             else:
                 text = line.strip().removeprefix("/") if word.startswith("//") else line
                 if _answer(stub, talk, text, flags) and not terminal:
@@ -128,11 +128,11 @@ def _talk(stub: Any, talk: Conversation, terminal: bool, flags: argparse.Namespa
             if not terminal:
                 raise
         except grpc.RpcError as error:
-            call.say(NAME, call.describe(call.failure(error, flags.target)))
+            client.say(NAME, client.describe(client.failure(error, flags.target)))
             if not terminal:
                 return 1
         except UnicodeError:
-            call.say(NAME, "a message must be UTF-8")
+            client.say(NAME, "a message must be UTF-8")
             if not terminal:
                 return 1
     return 0
@@ -220,7 +220,7 @@ def _lines(terminal: bool) -> Iterator[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = call.parser(
+    parser = client.parser(
         NAME,
         f"Talk with the model: a line of standard input is a message, the answer goes to standard output. {_HELP}",
     )

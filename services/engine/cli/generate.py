@@ -7,9 +7,9 @@ import math
 import sys
 from typing import Any
 
-from services.engine.cli import call
-from services.engine.cli.answer import print_samples, print_text, summary
-from services.engine.cli.request import Unfit, add_chat, add_flags, add_prompt, add_samples, from_flags
+from services.engine.cli import client
+from services.engine.cli.printing import print_samples, print_text, summary
+from services.engine.cli.request_flags import Unfit, add_chat, add_flags, add_prompt, add_samples, from_flags
 
 NAME = "generate"
 
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise Unfit(f"--timeout {flags.timeout:g}: want more than 0 seconds")
         request = from_flags(flags)
     except Unfit as unfit:
-        call.say(NAME, str(unfit))
+        client.say(NAME, str(unfit))
         return 2
     except KeyboardInterrupt:
         return 130
@@ -35,11 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
                 print(summary(finish), file=sys.stderr)
         return 0
 
-    return call.run(NAME, flags.target, body)
+    return client.run(NAME, flags.target, body)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = call.parser(NAME, "Stream a completion of PROMPT to standard output.")
+    parser = client.parser(NAME, "Stream a completion of PROMPT to standard output.")
     add_prompt(parser)
     add_chat(parser)
     add_flags(parser)

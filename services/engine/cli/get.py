@@ -8,9 +8,9 @@ from typing import Any
 from google.protobuf import json_format
 
 from rocmforge.engine.v1 import engine_pb2 as pb
-from services import rpc
-from services.engine.cli import call
-from services.engine.cli.answer import print_sample
+from services.common import rpc
+from services.engine.cli import client
+from services.engine.cli.printing import print_sample
 
 NAME = "get"
 
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         message = pb.GetGenerationRequest(request_id=flags.id)
     except UnicodeError:
-        call.say(NAME, "ID must be UTF-8")
+        client.say(NAME, "ID must be UTF-8")
         return 2
 
     def body(stub: Any) -> int:
@@ -35,17 +35,17 @@ def main(arguments: list[str] | None = None) -> int:
             for at, sample in enumerate(generation.samples):
                 print_sample(at, sample.text)
             if failed:
-                call.say(NAME, call.describe(rpc.error_from_status(generation.error)))
+                client.say(NAME, client.describe(rpc.error_from_status(generation.error)))
             elif generation.state != pb.GENERATION_STATE_DONE:
                 tokens = sum(len(one.token_ids) for one in (generation, *generation.samples))
-                call.say(NAME, f"not done: {tokens} tokens so far")
+                client.say(NAME, f"not done: {tokens} tokens so far")
         return 1 if failed else 0
 
-    return call.run(NAME, flags.target, body)
+    return client.run(NAME, flags.target, body)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = call.parser(NAME, "Print what a submitted generation has said so far.")
+    parser = client.parser(NAME, "Print what a submitted generation has said so far.")
     parser.add_argument("id", metavar="ID", help="what `submit` printed")
     parser.add_argument("--json", action="store_true", help="print all there is to know of it as JSON")
     return parser

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
-from services.engine.cli import call
+from services.engine.cli import client
 
 NAME = "models"
 
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
             try:
                 found.append((target, _ask(target)))
             except grpc.RpcError as error:
-                call.say(NAME, call.describe(call.failure(error, target)))
+                client.say(NAME, client.describe(client.failure(error, target)))
         if flags.json:
             told = [
                 {"target": target, **json_format.MessageToDict(model, preserving_proto_field_name=True)}
@@ -42,11 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n".join(table([row(target, model) for target, model in found])))
         return 0 if len(found) == len(targets) else 1
 
-    return call.run(NAME, targets[0], body)
+    return client.run(NAME, targets[0], body)
 
 
 def _ask(target: str) -> pb.GetModelResponse:
-    with call.connect(target) as channel:
+    with client.connect(target) as channel:
         return engine_pb2_grpc.EngineServiceStub(channel).GetModel(pb.GetModelRequest(), timeout=TIMEOUT_S)
 
 
@@ -67,7 +67,7 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = call.parser(NAME, "Tell what engines serve.")
+    parser = client.parser(NAME, "Tell what engines serve.")
     parser.add_argument(
         "targets", nargs="*", metavar="ADDR", help="engines, unix:/path or host:port (default: --target's)"
     )

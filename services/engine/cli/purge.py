@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from rocmforge.engine.v1 import engine_pb2 as pb
-from services.engine.cli import call
-from services.engine.cli.request import Unfit, span_of
+from services.engine.cli import client
+from services.engine.cli.request_flags import Unfit, span_of
 
 NAME = "purge"
 
@@ -18,18 +18,18 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         message = pb.PurgeGenerationsRequest(older_than=span_of("older-than", flags.older_than))
     except Unfit as unfit:
-        call.say(NAME, str(unfit))
+        client.say(NAME, str(unfit))
         return 2
 
     def body(stub: Any) -> int:
         print(stub.PurgeGenerations(message).purged)
         return 0
 
-    return call.run(NAME, flags.target, body)
+    return client.run(NAME, flags.target, body)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = call.parser(NAME, "Forget all submitted generations that are over, and print how many these were.")
+    parser = client.parser(NAME, "Forget all submitted generations that are over, and print how many these were.")
     parser.add_argument(
         "--older-than",
         type=float,

@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from rocmforge.engine.v1 import engine_pb2 as pb
-from services import rpc
-from services.engine.cli import call
-from services.engine.cli.answer import reason, took
+from services.common import rpc
+from services.engine.cli import client
+from services.engine.cli.printing import reason, took
 
 NAME = "status"
 
@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         message = pb.GetGenerationRequest(request_id=flags.id)
     except UnicodeError:
-        call.say(NAME, "ID must be UTF-8")
+        client.say(NAME, "ID must be UTF-8")
         return 2
 
     def body(stub: Any) -> int:
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(lines))
         return 0
 
-    return call.run(NAME, flags.target, body)
+    return client.run(NAME, flags.target, body)
 
 
 def of_generation(generation: pb.Generation, now: float) -> list[str]:
@@ -40,7 +40,7 @@ def of_generation(generation: pb.Generation, now: float) -> list[str]:
     if generation.HasField("finish"):
         state += f" ({reason(generation.finish)})"
     if generation.HasField("error"):
-        state += f" ({call.describe(rpc.error_from_status(generation.error))})"
+        state += f" ({client.describe(rpc.error_from_status(generation.error))})"
     lines = [f"{generation.request_id}: {state}"]
     if not generation.samples:
         lines.append(took(generation.usage))
@@ -72,6 +72,6 @@ def of_engine(model: pb.GetModelResponse, stats: pb.GetStatsResponse) -> list[st
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = call.parser(NAME, "Tell how the engine is, or a submitted generation.")
+    parser = client.parser(NAME, "Tell how the engine is, or a submitted generation.")
     parser.add_argument("id", nargs="?", default="", metavar="ID", help="what `submit` printed; the engine if left out")
     return parser

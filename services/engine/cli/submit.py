@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from rocmforge.engine.v1 import engine_pb2 as pb
-from services.engine.cli import call
-from services.engine.cli.request import Unfit, add_chat, add_flags, add_prompt, add_samples, from_flags, span_of
+from services.engine.cli import client
+from services.engine.cli.request_flags import Unfit, add_chat, add_flags, add_prompt, add_samples, from_flags, span_of
 
 NAME = "submit"
 
@@ -21,10 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
             _put_span(message, name, getattr(flags, name))
         message.request.request_id = flags.id
     except Unfit as unfit:
-        call.say(NAME, str(unfit))
+        client.say(NAME, str(unfit))
         return 2
     except UnicodeError:
-        call.say(NAME, "--id must be UTF-8")
+        client.say(NAME, "--id must be UTF-8")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(stub.SubmitGeneration(message).generation.request_id)
         return 0
 
-    return call.run(NAME, flags.target, body)
+    return client.run(NAME, flags.target, body)
 
 
 def _put_span(message: pb.SubmitGenerationRequest, name: str, seconds: float | None) -> None:
@@ -42,7 +42,7 @@ def _put_span(message: pb.SubmitGenerationRequest, name: str, seconds: float | N
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = call.parser(
+    parser = client.parser(
         NAME,
         "Start a completion of PROMPT that goes on by itself, and print its id: `watch`, `get` and `cancel` take it.",
     )

@@ -9,9 +9,9 @@ from itertools import chain
 from typing import Any
 
 from rocmforge.engine.v1 import engine_pb2 as pb
-from services import rpc
-from services.engine.cli import call
-from services.engine.cli.answer import print_samples, print_text, summary
+from services.common import rpc
+from services.engine.cli import client
+from services.engine.cli.printing import print_samples, print_text, summary
 
 NAME = "watch"
 
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         message = pb.WatchGenerationRequest(request_id=flags.id)
     except UnicodeError:
-        call.say(NAME, "ID must be UTF-8")
+        client.say(NAME, "ID must be UTF-8")
         return 2
     try:
         if len(flags.from_token) == 1:
@@ -30,12 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             message.from_tokens.extend(flags.from_token)
     except ValueError:
-        call.say(NAME, f"--from-token {' '.join(map(str, flags.from_token))}: out of range")
+        client.say(NAME, f"--from-token {' '.join(map(str, flags.from_token))}: out of range")
         return 2
     try:
         message.without_samples.extend(flags.without_sample)
     except ValueError:
-        call.say(NAME, f"--without-sample {' '.join(map(str, flags.without_sample))}: out of range")
+        client.say(NAME, f"--without-sample {' '.join(map(str, flags.without_sample))}: out of range")
         return 2
 
     def body(stub: Any) -> int:
@@ -46,23 +46,23 @@ def main(arguments: list[str] | None = None) -> int:
         def responses() -> Iterator[pb.GenerateResponse]:
             for one in chain([first] if first is not None else [], stream):
                 if one.WhichOneof("result") == "error":
-                    failures.append(call.describe(rpc.error_from_status(one.error)))
+                    failures.append(client.describe(rpc.error_from_status(one.error)))
                 else:
                     yield one.response
 
         finishes = print_samples(responses()) if first and first.samples else [print_text(responses())]
         for failure in failures:
-            call.say(NAME, failure)
+            client.say(NAME, failure)
         for finish in finishes:
             if flags.show_usage and finish is not None:
                 print(summary(finish), file=sys.stderr)
         return 1 if failures else 0
 
-    return call.run(NAME, flags.target, body)
+    return client.run(NAME, flags.target, body)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = call.parser(NAME, "Stream a submitted generation to standard output: what there is, then what comes.")
+    parser = client.parser(NAME, "Stream a submitted generation to standard output: what there is, then what comes.")
     parser.add_argument("id", metavar="ID", help="what `submit` printed")
     parser.add_argument(
         "--from-token",

@@ -1,0 +1,1 @@
+"""A GPU through CuPy: compiling, launching, staging, workspaces."""

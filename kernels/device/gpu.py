@@ -1,0 +1,52 @@
+"""What of a GPU decides how kernels are laid out: its waves, its processors, its matrix units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Values of RF_MATRIX: numbers are multiplied one at a time, by NVIDIA's mma.sync, by AMD's MFMA or WMMA.
+NO_MATRIX, MATRIX_16X8X16, MATRIX_16X16X16 = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What of a GPU decides how kernels are laid out.
+
+    ``matrix``: which matrix unit of common.h there is, `matrix_unit` of the target; on a CPU either, for tests.
+    """
+
+    wave: int
+    processors: int
+    matrix: int
+
+    def __post_init__(self) -> None:
+        if self.wave not in (32, 64):
+            raise ValueError(f"wave={self.wave}: must be 32 or 64")
+        if self.processors < 1:
+            raise ValueError(f"processors={self.processors}: must be at least 1")
+        if self.matrix not in (NO_MATRIX, MATRIX_16X8X16, MATRIX_16X16X16):
+            raise ValueError(f"matrix={self.matrix}: must be {NO_MATRIX}, {MATRIX_16X8X16} or {MATRIX_16X16X16}")
+        if self.matrix == MATRIX_16X8X16 and self.wave != 32:
+            raise ValueError(f"wave={self.wave}: multiply_16x8x16 needs waves of 32 lanes")
+
+
+def matrix_unit(target: str) -> int:
+    """Return the matrix unit of a compiler's target: ``sm_90``, or ``gfx942`` with or without features behind it."""
+    if target.startswith("sm_"):
+        return MATRIX_16X8X16 if int(target.removeprefix("sm_").rstrip("af")) >= 80 else NO_MATRIX
+    processor = target.split(":")[0]
+    if processor in ("gfx90a", "gfx942", "gfx950") or processor.startswith(("gfx11", "gfx12")):
+        return MATRIX_16X16X16
+    return NO_MATRIX
+
+
+def this_gpu() -> Gpu:
+    """Return CuPy's current device."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+    if cupy.cuda.runtime.is_hip:
+        target = properties["gcnArchName"].decode()
+    else:
+        target = f"sm_{properties['major']}{properties['minor']}"
+    return Gpu(int(properties["warpSize"]), int(properties["multiProcessorCount"]), matrix_unit(target))

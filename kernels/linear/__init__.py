@@ -1,0 +1,1 @@
+"""Matrix products on a GPU: library GEMMs, and our own GEMVs."""

@@ -1,0 +1,91 @@
+"""Products of a few rows by gemv.hip: which they are, and how they are launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels.device.gpu import Gpu
+
+#: Threads of a block and outputs of a wave, as gemv.hip has them, and bytes of a pack.
+THREADS, PAIR, PACK = 256, 2, 16
+#: The numbers of rows that the kernel is compiled for: RF_ROWS.
+COMPILED = (1, 2, 4)
+#: From the second row on, the arithmetic takes longer than the bytes, and libraries have matrix units for it: then only
+#: weights of so few bytes a row that launches are what takes the time.
+ROW_BYTES = 64 << 20
+#: Bytes of the rows that a norm makes in shared memory: under 48 KB with the kernel's own, and room for some blocks.
+NORMED_BYTES = 32 << 10
+#: Lanes of a multiprocessor that are to have something to load; fewer where every block makes a norm first.
+LANES, NORMED_LANES = 1024, 512
+#: Blocks that a multiprocessor has room for, of one row and of more, as gemv.hip sees to it on CUDA.
+BLOCKS = 4, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Of ``rows`` rows of ``inputs`` numbers, each of ``itemsize`` bytes, and a weight of ``outputs`` rows.
+
+    ``normed``: of rows that are normalised first. ``gated``: of a weight of twice as many rows, of which the activation
+    makes ``outputs`` numbers.
+    """
+
+    rows: int
+    inputs: int
+    outputs: int
+    itemsize: int
+    normed: bool = False
+    gated: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """What waves take."""
+        return self.outputs if self.gated else -(-self.outputs // PAIR)
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of what is multiplied with the weight: the dynamic shared memory of rows that are normalised first."""
+        return self.rows * self.inputs * self.itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight."""
+        return self.outputs * (1 + self.gated) * self.inputs * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """``split`` waves share the inputs of an output; ``blocks`` of `THREADS`; for ``rows`` rows, one of `COMPILED`."""
+
+    split: int
+    blocks: int
+    rows: int
+
+
+def fits(product: Product) -> bool:
+    """Whether a product is one of these. Arrays are aligned to `PACK`."""
+    return (
+        1 <= product.rows <= COMPILED[-1]
+        and product.inputs * product.itemsize % PACK == 0
+        and (product.rows == 1 or product.rows * product.weight_bytes <= ROW_BYTES)
+        and (not product.normed or product.rows_bytes <= NORMED_BYTES)
+    )
+
+
+def launch(gpu: Gpu, product: Product) -> Launch:
+    """How a product is launched.
+
+    ``split`` depends on the weight and the GPU alone, so that a row's sums do not depend on how many rows there are.
+    """
+    lanes = NORMED_LANES if product.normed else LANES
+    waves, packs = THREADS // gpu.wave, product.inputs * product.itemsize // PACK
+    split = 1
+    while (
+        2 * split <= waves
+        and product.pairs * split * gpu.wave < gpu.processors * lanes
+        and 2 * split * gpu.wave <= packs
+    ):
+        split *= 2
+    # No more than there is room for, and so many on every multiprocessor that each has as much to do as the next.
+    room = gpu.processors * BLOCKS[product.rows > 1]
+    rows = next(rows for rows in COMPILED if rows >= product.rows)
+    return Launch(split, min(-(-product.pairs // (waves // split)), room), rows)

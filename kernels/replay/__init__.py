@@ -1,0 +1,1 @@
+"""Recurring steps, replayed as graphs or from tapes."""

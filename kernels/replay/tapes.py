@@ -1,0 +1,43 @@
+"""Steps that come again, queued again from tapes: where CuPy has no graphs, and where none are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from kernels.device.recording import Tape, writing
+from kernels.device.workspace import Workspace
+from kernels.linear import gemm
+from kernels.replay.base import KEPT, Replays
+
+#: Bytes that their workspace takes from the device at a time, at least: few, since what is larger gets its own.
+SLAB = 1 << 18
+
+
+class Tapes(Replays):
+    """Tapes by keys. What is computed must be queued by `module.Module.launch` and `gemm.linear` alone."""
+
+    def __init__(self, kept: int = KEPT, slab: int = SLAB) -> None:
+        super().__init__(kept)
+        self._workspace = Workspace(slab)
+
+    def run(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """See `Replays.run`. A tape is of the stream and of the library's handle that it was written with."""
+        import cupy
+
+        return super().run((key, cupy.cuda.get_current_stream().ptr, gemm.handle()), compute)
+
+    def _record(self, compute: Callable[[], Any]) -> tuple[Any, Any]:
+        import cupy
+
+        tape = Tape()
+        with cupy.cuda.using_allocator(self._workspace.malloc):
+            writing.tape = tape
+            try:
+                return tape, compute()
+            finally:
+                writing.tape = None
+
+    def _replay(self, recording: Any) -> None:
+        if status := recording.play():
+            raise gemm.GemmError(f"a product that was queued before: status {status}")

@@ -1,0 +1,1 @@
+"""Sampling: launched on a GPU, and its reference in NumPy."""

@@ -1,0 +1,1 @@
+"""What both services share: errors, settings, gRPC serving, metrics, GPU handles."""

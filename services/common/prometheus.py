@@ -1,0 +1,152 @@
+"""Metrics for Prometheus: an HTTP endpoint, and the families that both services make of their counts."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from socketserver import TCPServer
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
+
+import structlog
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from services.common.call_stats import CallStats
+from services.common.errors import InvalidConfiguration
+from services.common.histogram import Histogram
+from services.common.serving import Listener
+
+log = structlog.get_logger()
+
+#: Seconds that a caller has to say what it wants, and to take each part of the answer.
+CALLER_S = 10.0
+
+#: Values by the values of their labels.
+Rows = Mapping[tuple[str, ...], float]
+
+
+class Endpoint:
+    """Serves a collector's metrics, and those of the process, to whoever asks, from threads of its own."""
+
+    def __init__(self, listener: Listener, collector: Collector) -> None:
+        self._listener = listener
+        self._registry = CollectorRegistry()
+        self._registry.register(collector)
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+        self._server: _Server | None = None
+        self.bound = ""
+
+    def start(self) -> None:
+        """Listen; ``bound`` has the port then. Raises InvalidConfiguration when the address cannot be had."""
+        listener = self._listener
+        try:
+            found = socket.getaddrinfo(listener.host, listener.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            self._server = _Server(found[0][0], found[0][4][:2], self._answer)
+        except (OSError, UnicodeError) as error:
+            raise InvalidConfiguration(f"--metrics {listener}: cannot bind: {error}", field="--metrics") from error
+        self.bound = str(Listener(host=listener.host, port=self._server.server_port))
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+
+    def stop(self) -> None:
+        """Listen no more; waits half a second at most. Stopping twice changes nothing."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        try:
+            return make_wsgi_app(self._registry)(environ, start_response)
+        except Exception:
+            log.exception("metrics_failed")
+            start_response("500 Internal Server Error", [("Content-Type", "text/plain")])
+            return [b"the metrics could not be collected; the log tells more\n"]
+
+
+class _Server(ThreadingWSGIServer):
+    """One thread for each caller, for as long as it may take."""
+
+    def __init__(self, family: int, address: tuple[Any, ...], app: Callable[..., Any]) -> None:
+        self.address_family = family
+        super().__init__(address, _Handler)
+        self.set_app(app)
+
+    def server_bind(self) -> None:
+        """Bind. The base class then looks up what the host is called, which may take seconds and is of no use."""
+        TCPServer.server_bind(self)
+        host, port = self.server_address[:2]
+        self.server_name, self.server_port = str(host), int(port)
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A caller went away, or took too long."""
+        log.info("metrics_caller_lost", caller=str(client_address), error=repr(sys.exception()))
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = CALLER_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nobody wants to read of every scrape."""
+
+
+class Families:
+    """Collects families under a prefix: every name is said once, with its help and its labels."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self.metrics: list[Metric] = []
+
+    def gauge(self, name: str, help: str, value: float) -> None:
+        """A number that goes up and down."""
+        self.gauges(name, help, (), {(): value})
+
+    def gauges(self, name: str, help: str, labels: tuple[str, ...], rows: Rows) -> None:
+        """Gauges by their labels."""
+        family = GaugeMetricFamily(self._prefix + name, help, labels=labels)
+        for values, value in rows.items():
+            family.add_metric(values, value)
+        self.metrics.append(family)
+
+    def info(self, name: str, help: str, **labels: str) -> None:
+        """A gauge of 1, whose labels say it all."""
+        self.gauges(name, help, tuple(labels), {tuple(labels.values()): 1})
+
+    def counter(self, name: str, help: str, value: float) -> None:
+        """A number that only rises; its name ends in ``_total``."""
+        self.counters(name, help, (), {(): value})
+
+    def counters(self, name: str, help: str, labels: tuple[str, ...], rows: Rows) -> None:
+        """Counters by their labels."""
+        family = CounterMetricFamily(self._prefix + name, help, labels=labels)
+        for values, value in rows.items():
+            family.add_metric(values, value)
+        self.metrics.append(family)
+
+    def histogram(self, name: str, help: str, distribution: Histogram) -> None:
+        """A distribution."""
+        self.histograms(name, help, (), {(): distribution})
+
+    def histograms(
+        self, name: str, help: str, labels: tuple[str, ...], rows: Mapping[tuple[str, ...], Histogram]
+    ) -> None:
+        """Distributions by their labels."""
+        family = HistogramMetricFamily(self._prefix + name, help, labels=labels)
+        for values, distribution in rows.items():
+            buckets = [(floatToGoString(bound), count) for bound, count in distribution.cumulative()]
+            family.add_metric(values, buckets, distribution.sum)
+        self.metrics.append(family)
+
+    def calls(self, name: str, help: str, calls: CallStats) -> None:
+        """Calls as two families: counts by method and code, and seconds by method."""
+        seconds: dict[tuple[str, ...], Histogram] = {(key,): took for key, took in calls.seconds.copy().items()}
+        self.counters(f"{name}_handled_total", f"{help}, by how they ended.", ("method", "code"), calls.handled.copy())
+        self.histograms(f"{name}_handling_seconds", f"{help}: how long they took.", ("method",), seconds)

@@ -1,0 +1,216 @@
+"""Errors on the wire: the table of ``services.common.errors`` to gRPC statuses and back, in one place.
+
+A servicer method wears ``@maps_errors`` and raises ``ServiceError``; the caller sees the status code with
+``google.rpc.ErrorInfo``, plus ``BadRequest`` when a field is at fault and ``RetryInfo`` when trying again may help.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import structlog
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from services.common.call_stats import CallStats
+from services.common.errors import BY_REASON, FieldInvalid, Internal, ServiceError
+
+log = structlog.get_logger()
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+_CODES: dict[str, grpc.StatusCode] = {code.name: code for code in grpc.StatusCode}
+_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+def status_of(error: ServiceError, domain: str) -> status_pb2.Status:
+    """The rich status of an error; ``domain`` goes into its ErrorInfo."""
+    details: list[Any] = [
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=domain, metadata=error.metadata),
+    ]
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=_CODES[error.code].value[0], message=error.message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def error_from_status(status: status_pb2.Status) -> ServiceError:
+    """The error that ``status_of`` made ``status`` from; a plain ServiceError for a stranger's."""
+    info, field, retry = error_details_pb2.ErrorInfo(), "", None
+    for detail in status.details:
+        bad, delay = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            detail.Unpack(info)
+        elif detail.Unpack(bad) and bad.field_violations:
+            field = bad.field_violations[0].field
+        elif detail.Unpack(delay):
+            retry = delay.retry_delay.ToNanoseconds() / 1e9
+    kind = BY_REASON.get(info.reason)
+    if kind is None:
+        kind = type("RemoteError", (ServiceError,), {"code": _NAMES[status.code], "reason": info.reason or "UNKNOWN"})
+    error = kind(status.message, field=field, retry_after_s=retry)
+    error.metadata = dict(info.metadata)
+    return error
+
+
+def error_from(failure: grpc.RpcError) -> ServiceError:
+    """The error behind a failed call; one without details keeps its status code and says so in its reason."""
+    status = rpc_status.from_call(failure)
+    if status is None:
+        status = status_pb2.Status(code=failure.code().value[0], message=failure.details() or failure.code().name)
+    return error_from_status(status)
+
+
+async def _abort(context: Any, error: ServiceError, domain: str) -> NoReturn:
+    await context.abort_with_status(rpc_status.to_status(status_of(error, domain)))
+    raise error  # abort_with_status raises; this line is for the type checker
+
+
+def unexpected(method: str) -> Internal:
+    """What a caller is told of the exception being handled, which is a bug: an id, under which it is logged."""
+    error_id = uuid.uuid4().hex
+    log.exception("rpc_failed", method=method, error_id=error_id)
+    return Internal(f"internal error {error_id}; the log tells more", error_id=error_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands for a message that could not be parsed; ``why`` says what the parser said."""
+
+    why: str
+
+
+def _lenient(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    parse = handler.request_deserializer
+
+    def parse_or_say(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return Unreadable(str(error))
+
+    return handler._replace(request_deserializer=parse_or_say)
+
+
+def _counted(name: str, handler: grpc.RpcMethodHandler, calls: CallStats) -> grpc.RpcMethodHandler:
+    """The same handler, its calls counted. One that its caller gave up, or let run out of time, is CANCELLED."""
+
+    def ended(context: Any, began: float, code: str | None) -> None:
+        told = context.code() or 0
+        code = code or _NAMES.get(told if isinstance(told, int) else told.value[0], "UNKNOWN")
+        calls.done(name, code, time.monotonic() - began)
+
+    if handler.response_streaming:
+        streams = handler.unary_stream
+
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            began, code = time.monotonic(), None
+            responses = streams(request, context)
+            try:
+                async for response in responses:
+                    yield response
+            except (asyncio.CancelledError, GeneratorExit):
+                code = "CANCELLED"
+                raise
+            finally:
+                ended(context, began, code)
+                await responses.aclose()
+
+        return handler._replace(unary_stream=stream)
+    answers = handler.unary_unary
+
+    async def unary(request: Any, context: Any) -> Any:
+        began, code = time.monotonic(), None
+        try:
+            return await answers(request, context)
+        except asyncio.CancelledError:
+            code = "CANCELLED"
+            raise
+        finally:
+            ended(context, began, code)
+
+    return handler._replace(unary_unary=unary)
+
+
+class Readable:
+    """Stands for a server while a servicer is added to it, so that its methods are told of messages that cannot be
+    parsed, instead of gRPC answering UNKNOWN for them. ``calls`` counts those that are served.
+    """
+
+    def __init__(self, server: grpc.aio.Server, calls: CallStats) -> None:
+        self._server = server
+        self._calls = calls
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """As the server's; the methods registered below come before these."""
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
+        """As the server's."""
+        served = {name: _counted(name, _lenient(handler), self._calls) for name, handler in handlers.items()}
+        self._server.add_registered_method_handlers(service, served)
+
+
+def _check_readable(request: Any) -> None:
+    if isinstance(request, Unreadable):
+        raise FieldInvalid(f"the message cannot be read: {request.why}")
+
+
+def maps_errors(domain: str) -> Callable[[Handler], Handler]:
+    """Decorate a grpc.aio servicer method, unary or server-streaming, to report its errors as rich statuses.
+
+    What is not a ServiceError is a bug: it is logged with an id, and the caller is told the id alone. A message that
+    ``Readable`` could not parse is FIELD_INVALID.
+    """
+
+    def decorate(handler: Handler) -> Handler:
+        if inspect.isasyncgenfunction(handler):
+
+            @functools.wraps(handler)
+            async def stream(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
+                responses = handler(self, request, context)
+                try:
+                    _check_readable(request)
+                    async for response in responses:
+                        yield response
+                except ServiceError as error:
+                    await _abort(context, error, domain)
+                except Exception:
+                    await _abort(context, unexpected(handler.__name__), domain)
+                finally:
+                    await responses.aclose()
+
+            return stream  # type: ignore[return-value]
+
+        @functools.wraps(handler)
+        async def unary(self: Any, request: Any, context: Any) -> Any:
+            try:
+                _check_readable(request)
+                return await handler(self, request, context)
+            except ServiceError as error:
+                await _abort(context, error, domain)
+            except Exception:
+                await _abort(context, unexpected(handler.__name__), domain)
+
+        return unary  # type: ignore[return-value]
+
+    return decorate

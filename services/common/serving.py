@@ -1,0 +1,297 @@
+"""Running a gRPC service: listeners and who may reach them, health, reflection, drain. Shared by both services."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import structlog
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.common.errors import InvalidConfiguration
+
+log = structlog.get_logger()
+
+#: Enough for 4096 demands with prompts; a request beyond it is refused by gRPC itself.
+MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+
+_UNIX_PATH_LIMIT = 107  # bytes of sockaddr_un.sun_path, less the terminator
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """PEM files. With ``client_ca`` every client must present a certificate that it signed."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Read the files. Raises InvalidConfiguration naming the one that cannot be read."""
+        read: list[bytes] = []
+        for flag, path in (("--tls-cert", self.cert), ("--tls-key", self.key), ("--tls-client-ca", self.client_ca)):
+            if path is None:
+                continue
+            try:
+                read.append(path.read_bytes())
+            except OSError as error:
+                raise InvalidConfiguration(f"{flag}: cannot read {path}: {error.strerror}", field=flag) from error
+        ca = read[2] if self.client_ca else None
+        return grpc.ssl_server_credentials([(read[1], read[0])], ca, require_client_auth=ca is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """One address to listen on: a unix socket's path, or a TCP host and port (0 picks a free one)."""
+
+    path: Path | None = None
+    host: str = ""
+    port: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Listener:
+        """Read ``unix:/path``, ``host:port`` or ``[v6]:port``. Raises InvalidConfiguration."""
+        if text.startswith("unix:"):
+            path = Path(text.removeprefix("unix:"))
+            encoded = os.fsencode(path)
+            # gRPC, on either side, takes text for an address and decodes what is percent-encoded in it.
+            spoken = "%" not in text and encoded.decode(errors="replace") == str(path)
+            if not path.is_absolute() or len(encoded) > _UNIX_PATH_LIMIT or not spoken:
+                raise InvalidConfiguration(
+                    f"a unix socket needs an absolute path of at most {_UNIX_PATH_LIMIT} bytes, in UTF-8 and without %",
+                    field="--listen",
+                )
+            return cls(path=path)
+        host, colon, port = text.rpartition(":")
+        if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+            raise InvalidConfiguration("want unix:/path or host:port with a port of 0 to 65535", field="--listen")
+        return cls(host=host.removeprefix("[").removesuffix("]"), port=int(port))
+
+    @property
+    def local_only(self) -> bool:
+        """Whether only processes of this host can reach it."""
+        if self.path is not None or self.host == "localhost":
+            return True
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return False
+
+    def __str__(self) -> str:
+        if self.path is not None:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def check_exposure(
+    listeners: Sequence[Listener], tls: Tls | None, insecure: bool, metrics: Listener | None = None
+) -> None:
+    """Refuse to listen beyond this host without mutual TLS, unless ``insecure`` says that it is meant.
+
+    Metrics are served without TLS. Raises InvalidConfiguration.
+    """
+    if metrics is not None and not metrics.local_only and not insecure:
+        raise InvalidConfiguration(
+            f"--metrics {metrics}: reachable from other hosts and without TLS, which needs --insecure",
+            field="--metrics",
+        )
+    if not listeners:
+        raise InvalidConfiguration("--listen: at least one address is needed", field="--listen")
+    for listener in listeners:
+        guarded = tls is not None and tls.client_ca is not None
+        if not listener.local_only and not guarded and not insecure:
+            raise InvalidConfiguration(
+                f"--listen {listener}: reachable from other hosts, which needs --tls-cert, --tls-key and "
+                "--tls-client-ca, or --insecure",
+                field="--listen",
+            )
+
+
+class Serving:
+    """A grpc.aio server with health and reflection, from bind to drain.
+
+    Health says NOT_SERVING until ``ready()``; ``drain()`` flips it back, then lets running calls end.
+    """
+
+    def __init__(
+        self, service: str, listeners: Sequence[Listener], *, tls: Tls | None = None, insecure: bool = False
+    ) -> None:
+        check_exposure(listeners, tls, insecure)
+        self._service = service
+        self._listeners = list(listeners)
+        self._tls = tls
+        self._health = health.aio.HealthServicer()
+        self._paths: list[tuple[Path, int]] = []
+        self.bound: list[str] = []
+        # Without so_reuseport=0 a second server takes every other connection of a port in use, silently.
+        self.server = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ]
+        )
+
+    async def start(self) -> None:
+        """Bind and serve. Raises InvalidConfiguration when an address is in use or cannot be had."""
+        await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflection.enable_server_reflection((self._service, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
+        credentials = self._tls.credentials() if self._tls else None
+        for listener in self._listeners:
+            self.bound.append(self._bind(listener, credentials))
+        await self.server.start()
+
+    def _bind(self, listener: Listener, credentials: grpc.ServerCredentials | None) -> str:
+        if listener.path is not None:
+            return self._bind_unix(listener.path)
+        try:
+            if credentials is not None:
+                port = self.server.add_secure_port(str(listener), credentials)
+            else:
+                port = self.server.add_insecure_port(str(listener))
+        except RuntimeError as error:
+            doubts = "is the port in use or the address not this host's"
+            if credentials is not None:
+                doubts += ", or a TLS file not what it should be"
+            raise InvalidConfiguration(f"--listen {listener}: cannot bind; {doubts}?", field="--listen") from error
+        return str(Listener(host=listener.host, port=port))
+
+    def _bind_unix(self, path: Path) -> str:
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with _alone_in(path.parent):
+                if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+                    raise InvalidConfiguration(f"--listen unix:{path}: exists and is no socket", field="--listen")
+                if _answers(path):
+                    raise InvalidConfiguration(f"--listen unix:{path}: another server listens there", field="--listen")
+                self._paths.append((path, self._bind_and_move(path)))
+        except (OSError, RuntimeError) as error:
+            raise InvalidConfiguration(f"--listen unix:{path}: cannot bind: {error}", field="--listen") from error
+        return f"unix:{path}"
+
+    def _bind_and_move(self, path: Path) -> int:
+        # gRPC unlinks whatever lies at its path, when it binds and again when it stops: the socket of a server that
+        # took the path over in between, too. So its path is one that nobody else uses.
+        unnamed = path.with_name(f".{secrets.token_hex(4)}")
+        previous = os.umask(0o177)
+        try:
+            self.server.add_insecure_port(f"unix:{unnamed}")
+        finally:
+            os.umask(previous)
+        inode = unnamed.stat().st_ino
+        unnamed.rename(path)
+        return inode
+
+    async def _set(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", self._service):
+            await self._health.set(name, status)
+
+    async def ready(self) -> None:
+        """Say SERVING."""
+        await self._set(health_pb2.HealthCheckResponse.SERVING)
+
+    async def not_ready(self) -> None:
+        """Say NOT_SERVING while calls go on."""
+        await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def drain(self, grace_s: float) -> None:
+        """Say NOT_SERVING for good, refuse new calls, let running ones end for ``grace_s`` seconds, then cut them."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+        for path, inode in self._paths:
+            # Only our own socket: somebody may have bound the path anew.
+            with contextlib.suppress(OSError):
+                if path.stat().st_ino == inode:
+                    path.unlink()
+
+
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """One server at a time looks at a directory and binds in it."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens there. Raises OSError when that cannot be seen."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except BlockingIOError:
+            return True  # more callers are waiting than it lets wait
+    return True
+
+
+def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Run ``main`` with an event that SIGTERM or SIGINT sets; a second signal ends the process at once.
+
+    On uvloop's event loop: a call is handed over several times on its way, and each time costs less there.
+    """
+
+    async def body() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: int) -> None:
+            if stop.is_set():
+                os._exit(128 + number)
+            stop.set()
+            log.info("signal", number=number)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+        await main(stop)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(body())
+
+
+class _Lines:
+    """stderr, with lines that it does not take lost: a full disk or a closed pipe is no reason to stop working."""
+
+    def msg(self, text: str) -> None:
+        """Write one line."""
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"{text}\n")  # in one piece: several threads may log
+            sys.stderr.flush()
+
+    debug = info = warning = error = critical = exception = log = msg
+
+
+def configure_logging() -> None:
+    """Log structlog events to stderr: coloured lines on a terminal, one JSON object a line otherwise."""
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+    )
+    processors: list[structlog.typing.Processor] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if not sys.stderr.isatty():
+        processors.append(structlog.processors.format_exc_info)
+    structlog.configure(
+        processors=[*processors, renderer],
+        logger_factory=_Lines,
+        cache_logger_on_first_use=True,
+    )

@@ -1,0 +1,1 @@
+"""The checks behind `doctor`, of either service."""

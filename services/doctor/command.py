@@ -1,0 +1,75 @@
+"""What the two doctors share of their command line: their flags, the report, the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.parser import Parser
+from services.doctor import check
+from services.doctor.check import Check, Finding, Status
+from services.doctor.machine import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``peer`` is the other service's process id; ``rest`` are the flags of the service, which is checked as it would
+    be started with them.
+    """
+
+    peer: int | None
+    json: bool
+    rest: list[str]
+
+
+def options(module: str, other: str, words: Sequence[str]) -> Options:
+    """Read the doctor's own flags; an impossible one ends the process (``services.common.parser``)."""
+    parser = Parser(
+        prog=f"python -m {module} doctor",
+        description="Checks whether this machine can run the service, and says what to change where it cannot.\n"
+        "Changes nothing and leaves nothing behind.",
+        epilog=f"All other flags, and the environment, are those of `python -m {module}`:\n"
+        "give those that the service is started with.\n\n"
+        "Exit status: 0 when no check failed, 1 when one did, 2 for flags that cannot be.",
+    )
+    parser.add_argument(
+        "--peer", type=_pid, metavar="PID", help=f"process id of the {other}: can the two share memory?"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a check, one a line")
+    known, rest = parser.parse_known_args(list(words))
+    return Options(known.peer, known.json, rest)
+
+
+def _pid(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} is no process id")
+    return int(text)
+
+
+def report(machine: Machine, title: str, checks: Sequence[Check], as_json: bool) -> int:
+    """Run the checks and print each as it ends; the exit status."""
+
+    def on_signal(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    findings: list[Finding] = []
+    try:
+        if not as_json:
+            print(title, flush=True)
+        for name, finding in check.run(checks):
+            findings.append(finding)
+            print((check.as_json if as_json else check.as_lines)(name, finding), flush=True)
+        if not as_json:
+            print(check.summary(findings))
+    except BrokenPipeError:
+        # Whoever reads has seen enough. Python would complain at exit that it cannot flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        machine.kill_children()
+    return int(any(finding.status is Status.FAILED for finding in findings))

@@ -1,0 +1,132 @@
+"""The GPU's device nodes, and the environment variables that change what a process sees of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from services.doctor.check import Finding, failed, fault, ok, skipped, warning
+from services.doctor.machine import Machine
+from services.doctor.stack import Stack
+
+KFD = "/dev/kfd"
+RENDER = "/dev/dri/renderD*"
+NVIDIA = "/dev/nvidia[0-9]*"
+
+#: Each hides GPUs from the process, or orders them anew.
+VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "CUDA_VISIBLE_DEVICES")
+
+NO_GPU = "no GPU here, and none is asked for"
+
+
+def has_nodes(machine: Machine) -> bool:
+    """Whether there is any sign of a GPU."""
+    return machine.stat(KFD) is not None or bool(machine.glob(NVIDIA))
+
+
+def device_nodes(machine: Machine, stack: Stack, needed: bool) -> Finding:
+    """Whether the device nodes are there and this user may open them."""
+    if not has_nodes(machine) and stack.gpus:
+        return ok(f"neither {KFD} nor /dev/nvidia0, and the runtime finds GPUs all the same")
+    if not has_nodes(machine):
+        if not needed:
+            return skipped(f"no GPU: neither {KFD} nor /dev/nvidia0")
+        return failed(
+            f"neither {KFD} nor /dev/nvidia0 exists",
+            "load the driver (amdgpu) on the host; in a container, pass them in: `devices: [/dev/kfd, /dev/dri]`",
+        )
+    if machine.stat(KFD) is None:
+        nodes = machine.glob(NVIDIA)
+        return _first_refused(machine, nodes, needed) or ok(f"NVIDIA: {', '.join(nodes)}{_driver(machine)}")
+    renders = machine.glob(RENDER)
+    if not renders:
+        return fault(
+            needed,
+            f"{KFD} is there and no {RENDER}",
+            "in a container, pass /dev/dri in beside it: `devices: [/dev/dri]`",
+        )
+    usable = [path for path in renders if not machine.open_errno(path)]
+    refused = _first_refused(machine, [KFD], needed) or _first_refused(machine, renders, needed and not usable)
+    return refused or ok(f"AMD: {KFD}, {', '.join(usable)}{_driver(machine)}")
+
+
+def _first_refused(machine: Machine, paths: list[str], needed: bool) -> Finding | None:
+    for path in paths:
+        number, node = machine.open_errno(path), machine.stat(path)
+        if number == errno.EACCES and node:
+            groups = " ".join(map(str, sorted(machine.gids)))
+            return fault(
+                needed,
+                f"{path} is not for uid {machine.uid} to open: it is of group {node.gid}, mode "
+                f"{stat.S_IMODE(node.mode):04o}, and this process is in groups {groups}",
+                f"put the user into group {node.gid} (often `render` or `video`); in a container by number, since the "
+                f'image may not know the name: `group_add: ["{node.gid}"]`',
+            )
+        if number == errno.EPERM:
+            return fault(
+                needed,
+                f"{path} is there and may not be used: {os.strerror(number)}",
+                "list it under `devices:`: a device that is only mounted is not allowed to a container",
+            )
+        if number:
+            return fault(
+                needed,
+                f"{path} does not open: {os.strerror(number)}",
+                "look at the kernel's log (dmesg) for the reason",
+            )
+    return None
+
+
+def _driver(machine: Machine) -> str:
+    amd = machine.text("/sys/module/amdgpu/version")
+    nvidia = machine.text("/proc/driver/nvidia/version")
+    if machine.stat(KFD) is not None:
+        return f"; driver amdgpu {amd.strip()}" if amd else ""
+    return f"; {nvidia.splitlines()[0].removeprefix('NVRM version:').strip()}" if nvidia else ""
+
+
+def visible_devices(machine: Machine, needed: bool, peer: int | None) -> Finding:
+    """Whether variables hide every GPU, or order them otherwise than for the peer process."""
+    if not needed and not has_nodes(machine):
+        return skipped(NO_GPU)
+    own = {name: machine.environ[name] for name in VISIBLE if name in machine.environ}
+    for name, value in own.items():
+        if value.strip() in ("", "-1"):
+            return fault(needed, f"{name} is {value!r}: it hides every GPU", f"unset {name}, or name a GPU")
+    environ = machine.text(f"/proc/{peer}/environ") if peer is not None else None
+    if environ is not None:
+        pairs = dict(pair.partition("=")[::2] for pair in environ.split("\0"))
+        other = {name: pairs[name] for name in VISIBLE if name in pairs}
+        if own != other:
+            return fault(
+                needed,
+                f"here {_told(own)}; in process {peer} {_told(other)}",
+                "start both with the same: a handle names its GPU by its number in the process that made it",
+            )
+    if "ROCR_VISIBLE_DEVICES" in own and "HIP_VISIBLE_DEVICES" in own:
+        return warning(
+            f"{_told(own)}: the second counts among those that the first leaves",
+            "set one of the two, for both services",
+        )
+    return ok(_told(own))
+
+
+def _told(variables: dict[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in variables.items()) or "no variable hides a GPU"
+
+
+def ipc_mode(machine: Machine, stack: Stack, needed: bool) -> Finding:
+    """Whether ROCm's older way of sharing memory is forced, which newer GPUs do not have."""
+    if stack.gpus and not stack.is_hip:
+        return skipped("not ROCm")
+    if not needed and not has_nodes(machine):
+        return skipped(NO_GPU)
+    value = machine.environ.get("HSA_ENABLE_IPC_MODE_LEGACY", "")
+    if value in ("", "0"):
+        return ok(f"HSA_ENABLE_IPC_MODE_LEGACY is {value or 'unset'}")
+    archs = {gpu.arch for gpu in stack.gpus}
+    told, change = f"HSA_ENABLE_IPC_MODE_LEGACY is {value}", "unset HSA_ENABLE_IPC_MODE_LEGACY, or set it to 0"
+    if any(arch.startswith(("gfx11", "gfx12")) for arch in archs):
+        return fault(needed, f"{told}, and {', '.join(sorted(archs))} cannot share memory that way", change)
+    return warning(f"{told}: RDNA3 and RDNA4 cannot share memory that way", change)

@@ -1,0 +1,48 @@
+"""Whether two services can find each other's process and memory: the namespaces of containers keep them apart."""
+
+from __future__ import annotations
+
+from services.doctor.check import Finding, failed, ok, skipped, warning
+from services.doctor.machine import Machine
+
+#: What sharing GPU memory goes through on ROCm: the handle's owner is looked up by its process id, and its memory is
+#: fetched from a socket in the abstract namespace, which is the network's.
+KINDS = ("ipc", "pid", "net")
+
+_COMPOSE = (
+    'share them, as in docker compose: `ipc: "service:kvcache"`, `pid: "service:kvcache"`, '
+    '`network_mode: "service:kvcache"` on the engine and `ipc: shareable` on the daemon; or run both in one container'
+)
+
+
+def namespaces(machine: Machine, peer: int | None, needs_gpu: bool) -> Finding:
+    """Compares this process's with those of process ``peer``."""
+    if peer is None:
+        return skipped("no --peer PID of the other service was given")
+    if machine.stat(f"/proc/{peer}") is None:
+        return failed(
+            f"there is no process {peer} here",
+            "give the other service's process id as it is in this pid namespace; if it has none here, it is in another "
+            f"one: {_COMPOSE}",
+        )
+    own = {kind: machine.link(f"/proc/self/ns/{kind}") for kind in KINDS}
+    other = {kind: machine.link(f"/proc/{peer}/ns/{kind}") for kind in KINDS}
+    hidden = [kind for kind in KINDS if other[kind] is None]
+    if hidden:
+        return failed(
+            f"/proc/{peer}/ns/{hidden[0]} cannot be read",
+            "run this as the user that the other service runs as, or root",
+        )
+    apart = [kind for kind in KINDS if own[kind] != other[kind]]
+    if not apart:
+        return ok(f"process {peer} shares {', '.join(KINDS)}")
+    told = "; ".join(f"{kind}: {own[kind]} here, {other[kind]} there" for kind in apart)
+    if needs_gpu:
+        return failed(told, _COMPOSE)
+    if "pid" in apart:
+        return warning(
+            told,
+            "share the pid namespace: without it the daemon cannot see that an engine was killed, and waits for its "
+            "lease to end",
+        )
+    return ok(f"{told}; shared memory does not go through them")

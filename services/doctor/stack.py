@@ -1,0 +1,176 @@
+"""CuPy, the runtime under it and what it takes to compile: asked of a child process, since a broken one may hang."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.doctor.check import Finding, failed, fault, ok, skipped, warning
+from services.doctor.machine import Machine
+
+PROBE_S = 40.0
+
+#: HIP packs its version as major * 10^7 + minor * 10^5 + patch, CUDA as major * 1000 + minor * 10.
+_HIP = (10_000_000, 100_000)
+_CUDA = (1000, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """One GPU as the runtime tells it; memory in bytes."""
+
+    ordinal: int
+    id: str
+    name: str
+    arch: str
+    free: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What `services.doctor.probe` printed. ``error`` says why CuPy cannot be had, ``gpu_error`` why no GPU can.
+
+    ``build`` is the runtime's version that CuPy was built for, ``runtime`` and ``driver`` are those in use.
+    """
+
+    cupy: str = ""
+    error: str = ""
+    is_hip: bool = False
+    build: int = 0
+    runtime: int = 0
+    driver: int = 0
+    gpus: tuple[GpuFacts, ...] = ()
+    gpu_error: str = ""
+    asked: bool = True
+
+
+#: Where there is no GPU and none is asked for, CuPy is not even imported.
+NOT_ASKED = Stack(asked=False)
+
+
+def ask(machine: Machine, limit_s: float = PROBE_S) -> Stack:
+    """Run the probe."""
+    ran = machine.run([sys.executable, "-m", "services.doctor.probe"], limit_s)
+    if ran.status is None:
+        return Stack(error=f"importing CuPy and counting GPUs did not end within {limit_s:g} s; the driver may hang")
+    try:
+        told: dict[str, Any] = json.loads(ran.output)
+        return Stack(**{**told, "gpus": tuple(GpuFacts(**gpu) for gpu in told.get("gpus", ()))})
+    except (ValueError, TypeError):
+        last = (ran.errors.strip().splitlines() or ["no word"])[-1]
+        return Stack(error=f"a process that imports CuPy and counts GPUs ended with status {ran.status}: {last}")
+
+
+def cupy(stack: Stack, needed: bool) -> Finding:
+    """Whether CuPy can be imported."""
+    if not stack.asked:
+        return skipped("no GPU here, and none is asked for")
+    if stack.error:
+        return fault(
+            needed,
+            stack.error,
+            "install CuPy in the checkout: `pip install -c constraints.txt -e '.[rocm]'` for ROCm 7, `-e '.[cuda]'` "
+            "for CUDA 13; the runtime's libraries have to be where the loader finds them "
+            "(LD_LIBRARY_PATH=/opt/rocm/lib)",
+        )
+    return ok(f"CuPy {stack.cupy} for {'ROCm' if stack.is_hip else 'CUDA'}, built for {_version(stack, stack.build)}")
+
+
+def runtime(stack: Stack, needed: bool, only: int | None = None) -> Finding:
+    """Whether runtime, driver and CuPy fit together, and find a GPU; the one of ordinal ``only``, if that is given."""
+    if not stack.asked or stack.error:
+        return skipped("no CuPy to ask")
+    name = "HIP" if stack.is_hip else "CUDA"
+    build, found, driver = (_version(stack, packed) for packed in (stack.build, stack.runtime, stack.driver))
+    if stack.is_hip and stack.runtime // _HIP[0] != stack.build // _HIP[0]:
+        return fault(
+            needed,
+            f"the runtime is HIP {found}, and CuPy was built for {build}",
+            f"install ROCm {stack.build // _HIP[0]}.x, or the CuPy wheel for ROCm {stack.runtime // _HIP[0]}",
+        )
+    if not stack.is_hip and stack.driver // _CUDA[0] < stack.runtime // _CUDA[0]:
+        return fault(
+            needed,
+            f"the driver serves CUDA {driver}, and the runtime is {found}",
+            "install a newer NVIDIA driver, or a CuPy wheel for an older CUDA",
+        )
+    if not stack.gpus:
+        return fault(
+            needed,
+            stack.gpu_error or "the runtime finds no GPU",
+            "see the checks of the device nodes and of the variables that hide GPUs",
+        )
+    if only is not None and only >= len(stack.gpus):
+        return fault(
+            needed,
+            f"--gpu {only}: the runtime has {len(stack.gpus)}, numbered from 0",
+            "choose another --gpu, or see the check of the variables that hide GPUs",
+        )
+    listed = "; ".join(f"{gpu.ordinal}: {gpu.name} {gpu.arch} at {gpu.id}".replace("  ", " ") for gpu in stack.gpus)
+    return ok(f"{name} {found}, driver {driver}; {listed}")
+
+
+def _version(stack: Stack, packed: int) -> str:
+    major, minor = _HIP if stack.is_hip else _CUDA
+    return f"{packed // major}.{packed % major // minor}"
+
+
+def compiler(machine: Machine, stack: Stack, needed: bool) -> Finding:
+    """Whether CuPy can compile: on ROCm it asks hipcc for its include folders before every compilation."""
+    if not stack.asked or stack.error:
+        return skipped("no CuPy to compile for")
+    if not stack.is_hip:
+        return ok("not needed: CuPy compiles with NVRTC")
+    path = machine.which("hipcc")
+    if path is None:
+        return fault(
+            needed,
+            "hipcc is not on PATH, and CuPy runs it before it compiles a kernel",
+            "put /opt/rocm/bin on PATH; an image with ROCm's runtime alone lacks it: take a development image, or "
+            "install hipcc and rocthrust in it",
+        )
+    return ok(path)
+
+
+def kernel_cache(machine: Machine, stack: Stack, needed: bool) -> Finding:
+    """Whether compiled kernels can be kept."""
+    if not stack.asked or stack.error:
+        return skipped("no CuPy to cache for")
+    home = machine.environ.get("HOME", "/")
+    folder = Path(machine.environ.get("CUPY_CACHE_DIR") or f"{home}/.cupy/kernel_cache")
+    existing = nearest(machine, folder)
+    if not machine.may_write(str(existing)):
+        return fault(
+            needed,
+            f"{folder} is not writable (at {existing})",
+            "set CUPY_CACHE_DIR to a folder that is, in a container on a volume: what is compiled is kept there",
+        )
+    return ok(str(folder))
+
+
+def nearest(machine: Machine, path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    while machine.stat(str(path)) is None and path != path.parent:
+        path = path.parent
+    return path
+
+
+def device_memory(stack: Stack, budget: int | None, needed: bool) -> Finding:
+    """Whether the GPUs have room for the budget, in bytes; without one, what there is."""
+    if not stack.gpus:
+        return skipped("no GPU to ask")
+    told = "; ".join(f"GPU {gpu.ordinal}: {gpu.free >> 20} MiB free of {gpu.total >> 20}" for gpu in stack.gpus)
+    if budget is None or not needed:
+        return ok(told)
+    wanted = f"--memory is {budget >> 20} MiB on each; {told}"
+    if any(budget > gpu.total for gpu in stack.gpus):
+        return failed(wanted, "lower --memory: weights and activations need room on the GPU too")
+    if any(budget > gpu.free for gpu in stack.gpus):
+        return warning(
+            wanted, "lower --memory, or end what has the GPU's memory; a daemon that runs already has its own"
+        )
+    return ok(wanted)

@@ -1,0 +1,1 @@
+"""The engine's gRPC edge: its servicer, requests in, responses out."""

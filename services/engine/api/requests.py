@@ -1,0 +1,308 @@
+"""From a GenerateRequest to a checked Request: every limit of the protocol, said with its field and its number."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import secrets
+import uuid
+from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import numpy as np
+
+from services.common.errors import FieldInvalid, PromptTooLong, ServiceError
+from services.engine.checkpoint.config import ModelConfig
+from services.engine.pages.source import MAX_RETENTION_PRIORITY, MAX_RETENTION_S, Retention
+from services.engine.sampling.params import SamplingParams, seed_of, validate
+from services.engine.scheduling.scheduler import MAX_SAMPLES
+from services.engine.scheduling.sequence import Request, Stopping
+from services.engine.text.chat import Chat
+from services.engine.text.tokenizer import TextStream, Tokenizer
+
+MAX_NAME = 128
+DEFAULT_MAX_TOKENS = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 64
+MAX_ITEMS = 1024
+MAX_PRIORITY = 100
+#: Of a retention, where none is said.
+RETENTION_PRIORITY = 50
+
+#: Log probabilities that are told of one request's output, all samples of it, and of its prompt: a message has a limit.
+MAX_OUTPUT_LOGPROBS = 1 << 20
+MAX_PROMPT_LOGPROBS = 1 << 18
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+_MORE_SAMPLING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs")
+
+#: Text longer than this many bytes for each token of the context is refused before any work is put into it.
+TEXT_BYTES_PER_TOKEN = 64
+#: Longer text is tokenised away from the event loop, so that it holds up nobody else's call.
+INLINE_TEXT_BYTES = 4 * 1024
+
+
+async def read_request(
+    message: Any,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    chat: Chat,
+    now: float,
+    deadline: float | None = None,
+    *,
+    retains: bool,
+) -> Request:
+    """Check a GenerateRequest and make what it leaves open definite. Times are seconds of the engine's clock.
+
+    ``retains`` is the page source's.
+    Raises FieldInvalid naming the field, and PromptTooLong.
+    """
+    check_name(message.request_id, "request_id", least=0)
+    check_name(message.cache_salt, "cache_salt", least=0)
+    _check_priority(message.priority)
+    given = {
+        name: getattr(message.sampling, name)
+        for name in (*_SAMPLING, *_MORE_SAMPLING)
+        if message.sampling.HasField(name)
+    }
+    drawn = validate(**dict.fromkeys(_SAMPLING) | given, defaults=config, logit_bias=message.sampling.logit_bias)
+    if message.n > MAX_SAMPLES:
+        raise FieldInvalid(f"n is {message.n}; it must be at most {MAX_SAMPLES}", field="n", limit=MAX_SAMPLES)
+    limits = _stopping(message.stopping, config)
+    prompt = await _prompt(message.prompt, config, tokenizer, chat)
+    room = _room(len(prompt), config)
+    limits = dataclasses.replace(limits, max_tokens=min(limits.max_tokens, room))
+    _check_logprobs(drawn, len(prompt), limits.max_tokens, max(1, message.n))
+    retention = _retention(message, retains)
+
+    def text() -> TextStream:
+        return TextStream(tokenizer, message.stopping.stop, message.stopping.include_stop, limits.min_tokens)
+
+    request = Request(
+        request_id=message.request_id or uuid.uuid4().hex,
+        prompt=prompt,
+        stopping=limits,
+        sampling=drawn,
+        text=text(),
+        # Pages that were found would leave out what is asked of their tokens: under a salt of its own it finds none but
+        # its own, whose tokens it was told of.
+        salt=message.cache_salt if drawn.prompt_logprobs is None else secrets.token_hex(16),
+        retention=retention,
+        submitted_at=now,
+        deadline=deadline,
+        priority=message.priority,
+    )
+    others = [
+        dataclasses.replace(
+            request,
+            sample=sample,
+            sampling=dataclasses.replace(drawn, seed=seed_of(drawn.seed, sample), prompt_logprobs=None),
+            text=text(),
+        )
+        for sample in range(1, message.n)
+    ]
+    return dataclasses.replace(request, others=tuple(others))
+
+
+def _room(prompt_tokens: int, config: ModelConfig) -> int:
+    """Tokens of the context that a prompt leaves to the completion, at least one. Raises PromptTooLong."""
+    room = config.max_context - prompt_tokens
+    if room < 1:
+        raise PromptTooLong(
+            f"the prompt has {prompt_tokens} tokens and the context {config.max_context}, one of them for the "
+            "completion",
+            field="prompt",
+            prompt_tokens=prompt_tokens,
+            limit=config.max_context - 1,
+        )
+    return room
+
+
+def _check_logprobs(sampling: SamplingParams, prompt_tokens: int, max_tokens: int, samples: int) -> None:
+    completion = "the completion may have" if samples == 1 else f"the {samples} completions may have"
+    of = {
+        "prompt_logprobs": (sampling.prompt_logprobs, prompt_tokens, "the prompt has", MAX_PROMPT_LOGPROBS),
+        "logprobs": (sampling.logprobs, max_tokens * samples, completion, MAX_OUTPUT_LOGPROBS),
+    }
+    for name, (top, tokens, whose, limit) in of.items():
+        if top is not None and tokens * (top + 1) > limit:
+            raise FieldInvalid(
+                f"{name} is {top} and {whose} {tokens} tokens, which makes {tokens * (top + 1)} log probabilities to "
+                f"tell; they may be {limit}",
+                field=f"sampling.{name}",
+                limit=limit,
+            )
+
+
+def _check_priority(priority: int) -> None:
+    if abs(priority) > MAX_PRIORITY:
+        raise FieldInvalid(
+            f"priority is {priority}; it must be -{MAX_PRIORITY} to {MAX_PRIORITY}",
+            field="priority",
+            limit=MAX_PRIORITY,
+        )
+
+
+def _retention(message: Any, retains: bool) -> Retention | None:
+    """What a request asks of the cache. Raises FieldInvalid."""
+    if not message.HasField("cache_retention"):
+        return None
+    if not retains:
+        raise FieldInvalid(
+            "cache_retention needs a KV-cache daemon; this engine has pages of its own (--kvcache local)",
+            field="cache_retention",
+        )
+    if message.sampling.HasField("prompt_logprobs"):
+        raise FieldInvalid(
+            "cache_retention cannot be asked for with prompt_logprobs: nobody finds the pages of such a request again",
+            field="cache_retention",
+        )
+    asked = message.cache_retention
+    with inside("cache_retention"):
+        ttl_s = read_span(asked, "ttl", MAX_RETENTION_S)
+        if ttl_s is None:
+            raise FieldInvalid("cache_retention.ttl is missing: how long shall the pages be kept?", field="ttl")
+        priority = asked.priority if asked.HasField("priority") else RETENTION_PRIORITY
+        if not 1 <= priority <= MAX_RETENTION_PRIORITY:
+            raise FieldInvalid(
+                f"cache_retention.priority is {priority}; it must be 1 to {MAX_RETENTION_PRIORITY}",
+                field="priority",
+                limit=MAX_RETENTION_PRIORITY,
+            )
+    return Retention(ttl_s, priority)
+
+
+def _stopping(message: Any, config: ModelConfig) -> Stopping:
+    max_tokens = message.max_tokens if message.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+    if max_tokens < 1:
+        raise FieldInvalid("max_tokens is 0; it must be at least 1", field="stopping.max_tokens")
+    if message.min_tokens > max_tokens:
+        raise FieldInvalid(
+            f"min_tokens is {message.min_tokens}, more than max_tokens, {max_tokens}", field="stopping.min_tokens"
+        )
+    if len(message.stop) > MAX_STOPS:
+        raise FieldInvalid(f"stop has {len(message.stop)} strings; it may have {MAX_STOPS}", field="stopping.stop")
+    for at, stop in enumerate(message.stop):
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise FieldInvalid(
+                f"stop[{at}] has {len(stop)} characters; it must have 1 to {MAX_STOP_CHARS}",
+                field=f"stopping.stop[{at}]",
+            )
+    if len(message.stop_token_ids) > MAX_STOP_TOKENS:
+        raise FieldInvalid(
+            f"stop_token_ids has {len(message.stop_token_ids)} ids; it may have {MAX_STOP_TOKENS}",
+            field="stopping.stop_token_ids",
+        )
+    check_tokens(message.stop_token_ids, "stopping.stop_token_ids", config.vocab_size)
+    eos = () if message.ignore_eos else config.eos_token_ids
+    return Stopping(max_tokens, message.min_tokens, frozenset(eos), frozenset(message.stop_token_ids))
+
+
+async def _prompt(message: Any, config: ModelConfig, tokenizer: Tokenizer, chat: Chat) -> Items[int]:
+    match message.WhichOneof("input"):
+        case "text":
+            size, limit = len(message.text.encode()), text_limit(config)
+            if size > limit:
+                raise PromptTooLong(
+                    f"prompt.text has {size} bytes; it may have {limit}", field="prompt.text", limit=limit
+                )
+            return tuple(await tokenize(message.text, tokenizer, "prompt.text"))
+        case "tokens":
+            if not message.tokens.ids:
+                raise FieldInvalid("the prompt has no tokens; it needs one at least", field="prompt.tokens.ids")
+            _room(len(message.tokens.ids), config)  # first: to look at millions of ids takes a while
+            ids = np.asarray(message.tokens.ids, np.uint32)  # in one copy: one by one they take ten times as long
+            check_tokens(ids, "prompt.tokens.ids", config.vocab_size)
+            return array("I", ids.tobytes())
+        case "messages":
+            with inside("prompt"):
+                return (await chat.read(message.messages, text_limit(config))).token_ids
+        case _:
+            raise FieldInvalid("the prompt is missing: give text, tokens or messages", field="prompt")
+
+
+def text_limit(config: ModelConfig) -> int:
+    """Bytes that a prompt's text may have."""
+    return config.max_context * TEXT_BYTES_PER_TOKEN
+
+
+async def tokenize(text: str, tokenizer: Tokenizer, field: str) -> list[int]:
+    """Token ids of a text, at least one. Raises FieldInvalid."""
+    if not text:
+        raise FieldInvalid(f"{field} is empty", field=field)
+    long = len(text.encode()) > INLINE_TEXT_BYTES
+    ids = await asyncio.to_thread(tokenizer.encode, text) if long else tokenizer.encode(text)
+    if not ids:
+        raise FieldInvalid(f"{field} gives no token", field=field)
+    return ids
+
+
+def check_batch(message: Any) -> None:
+    """Raises FieldInvalid when a BatchGenerateRequest has no item or too many."""
+    count = len(message.requests)
+    if not 1 <= count <= MAX_ITEMS:
+        raise FieldInvalid(
+            f"requests has {count} items; it must have 1 to {MAX_ITEMS}", field="requests", limit=MAX_ITEMS
+        )
+
+
+def read_span(message: Any, field: str, most: float = math.inf, *, zero: bool = False) -> float | None:
+    """Seconds of a Duration field, of which 0 is one if ``zero``; None when it is unset. Raises FieldInvalid."""
+    if not message.HasField(field):
+        return None
+    duration = getattr(message, field)
+    if abs(duration.nanos) >= 10**9 or duration.seconds * duration.nanos < 0:
+        raise FieldInvalid(
+            f"{field} has {duration.seconds} seconds and {duration.nanos} nanos; these must be of one sign and less "
+            "than a second",
+            field=field,
+        )
+    seconds = float(duration.seconds + duration.nanos / 1e9)
+    if not (0 < seconds <= most or (zero and seconds == 0)):
+        limit = ("0 or more" if zero else "more than 0") + (f" and at most {most:g} s" if most < math.inf else "")
+        raise FieldInvalid(f"{field} is {seconds:g} s; it must be {limit}", field=field)
+    return seconds
+
+
+def named_inside(field: str, error: ServiceError) -> ServiceError:
+    """A copy of an error that others hear of, too: it names its field as one of the message's in ``field``."""
+    named = copy(error)
+    named.field = f"{field}.{error.field}" if error.field else ""
+    return named
+
+
+@contextmanager
+def inside(field: str) -> Iterator[None]:
+    """Errors raised within name their field as one of the message's in ``field``."""
+    try:
+        yield
+    except ServiceError as error:
+        if error.field:
+            error.field = f"{field}.{error.field}"
+        raise
+
+
+def check_tokens(ids: Any, field: str, vocab_size: int) -> None:
+    """Raises FieldInvalid naming the first id that the model does not have; ``ids`` are a uint32 field, or an array."""
+    if not len(ids):
+        return
+    found = np.asarray(ids)
+    if found.max() >= vocab_size:
+        at = int(np.argmax(found >= vocab_size))
+        raise FieldInvalid(
+            f"{field}[{at}] is {found[at]}; the vocabulary has {vocab_size} tokens", field=f"{field}[{at}]"
+        )
+
+
+def check_name(name: str, field: str, *, least: int = 1) -> None:
+    """Raises FieldInvalid when a name is too short or too long."""
+    if not least <= len(name) <= MAX_NAME:
+        raise FieldInvalid(
+            f"{field} has {len(name)} characters; it must have {least} to {MAX_NAME}", field=field, limit=MAX_NAME
+        )

@@ -1,0 +1,359 @@
+"""The calls: each checks its message, asks the domain and answers; nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rocmforge.engine.v1 import engine_pb2 as pb
+from rocmforge.engine.v1 import engine_pb2_grpc
+from services.common import rpc
+from services.common.errors import Draining, FieldInvalid, NotReady, RequestExists, ServiceError
+from services.engine.api.requests import (
+    check_batch,
+    check_name,
+    check_tokens,
+    inside,
+    named_inside,
+    read_request,
+    read_span,
+    text_limit,
+    tokenize,
+)
+from services.engine.api.responses import (
+    DOMAIN,
+    duration_of,
+    error_of,
+    fingerprint,
+    generation_of,
+    response,
+    status,
+)
+from services.engine.checkpoint.config import ModelConfig
+from services.engine.delivery.generation import Generation
+from services.engine.delivery.registry import GenerationRegistry
+from services.engine.delivery.streams import Bundle, Listener, Stream, Streams
+from services.engine.delivery.throttle import Throttle
+from services.engine.pages.host_arena import page_bytes_of
+from services.engine.pages.source import Geometry
+from services.engine.scheduling.admission import Limits
+from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.sequence import Request
+from services.engine.text.chat import Chat
+from services.engine.text.tokenizer import Tokenizer
+
+SERVICE = pb.DESCRIPTOR.services_by_name["EngineService"].full_name
+
+MAX_TOKENIZE_BYTES = 1 << 20
+MAX_DETOKENIZE_TOKENS = 1 << 17
+INLINE_TOKENS = 4096
+MAX_TIMEOUT_S = 86400.0
+
+maps_errors = rpc.maps_errors(DOMAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the servicer needs of a loaded model. ``epoch`` tells the daemon's run, 0 without one."""
+
+    model_id: str
+    config: ModelConfig
+    parameters: int
+    geometry: Geometry
+    backend: str
+    tokenizer: Tokenizer
+    chat: Chat
+    loop: EngineLoop
+    limits: Limits
+    epoch: Callable[[], int]
+    retains: bool
+
+    async def read(self, message: Any, now: float, deadline: float | None) -> Request:
+        """See `read_request`."""
+        return await read_request(message, self.config, self.tokenizer, self.chat, now, deadline, retains=self.retains)
+
+
+class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
+    """The service. It answers UNAVAILABLE until ``serve`` and again, to new requests, from ``drain`` on.
+
+    ``clock`` is monotonic and the engine's; ``wall`` tells the time of day. Without a ``throttle`` news is sent
+    at once.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        generations: GenerationRegistry,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        throttle: Throttle | None = None,
+    ) -> None:
+        self.streams = streams
+        self.generations = generations
+        self._throttle = throttle
+        self.draining = False
+        self._clock = clock
+        self._wall = wall
+        self._served: Served | None = None
+
+    def serve(self, served: Served) -> None:
+        """Begin to take requests."""
+        self._served = served
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+        self.draining = True
+
+    def _model(self) -> Served:
+        if self._served is None:
+            raise NotReady("the engine is starting and has no model yet")
+        return self._served
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise Draining("the engine is shutting down")
+
+    def _deadline(self, context: Any) -> float | None:
+        left = context.time_remaining()
+        return None if left is None else self._clock() + left
+
+    # --- attached: a request ends with its call ------------------------------------------------------------------
+
+    async def _begin(self, message: Any, listener: Listener, deadline: float | None) -> Request:
+        """Check a GenerateRequest and hand it to the engine; ``listener`` hears of it from here on."""
+        served = self._model()
+        asked = await served.read(message, self._clock(), deadline)
+        # From here to the submission nothing is awaited, so none slips in behind the thread's end.
+        self._check_open()
+        if asked.request_id in self.generations:
+            raise RequestExists(f"a submitted generation has the id {asked.request_id!r}", field="request_id")
+        self.streams.open(asked.request_id, listener, 1 + len(asked.others))
+        served.loop.submit(asked)
+        return asked
+
+    @maps_errors
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        """See the proto. However the call ends, its request does."""
+        stream = Stream(samples=max(1, request.n), throttle=self._throttle)
+        asked = await self._begin(request, stream, self._deadline(context))
+        over, error = False, None
+        try:
+            while not over:
+                news = await stream.next()
+                over, error = news.over, error or error_of(news)
+                message = response(asked.request_id, asked.sampling.seed, news)
+                if message is not None:
+                    yield message
+        finally:
+            if not over:
+                self._model().loop.cancel(asked.request_id)
+        if error is not None:
+            # One error may end many requests: each must not add its frames to the traceback of all.
+            raise error.with_traceback(None)
+
+    @maps_errors
+    async def BatchGenerate(
+        self, request: pb.BatchGenerateRequest, context: Any
+    ) -> AsyncIterator[pb.BatchGenerateResponse]:
+        """See the proto. However the call ends, its requests do."""
+        self._model()
+        check_batch(request)
+        self._check_open()
+        items = Bundle(len(request.requests), self._throttle)
+        begun, errors = dict[int, Request](), dict[int, ServiceError]()
+        beginning = asyncio.ensure_future(self._begin_all(request.requests, items, begun, self._deadline(context)))
+        try:
+            while items.remaining:
+                index, news = await items.next()
+                asked = begun.pop(index, None) if news.over else begun.get(index)
+                message = response(asked.request_id, asked.sampling.seed, news) if asked is not None else None
+                if message is not None:
+                    yield pb.BatchGenerateResponse(index=index, response=message)
+                error = error_of(news)
+                if error is not None:  # its samples end one by one
+                    errors.setdefault(index, error if asked is None else named_inside(f"requests[{index}]", error))
+                if news.over and index in errors:
+                    yield pb.BatchGenerateResponse(index=index, error=status(errors.pop(index)))
+        finally:
+            beginning.cancel()
+            for asked in begun.values():
+                self._model().loop.cancel(asked.request_id)
+
+    async def _begin_all(self, messages: Any, items: Bundle, begun: dict[int, Request], deadline: float | None) -> None:
+        for index, message in enumerate(messages):
+            try:
+                with inside(f"requests[{index}]"):
+                    begun[index] = await self._begin(message, items.stream(index, max(1, message.n)), deadline)
+            except ServiceError as error:
+                items.fail(index, error)
+            except Exception:
+                items.fail(index, rpc.unexpected("BatchGenerate"))
+            await asyncio.sleep(0)  # many prompts take a while to read: others have their turn in between
+
+    # --- submitted: a generation is known by its id --------------------------------------------------------------
+
+    @maps_errors
+    async def SubmitGeneration(self, request: pb.SubmitGenerationRequest, context: Any) -> pb.SubmitGenerationResponse:
+        """See the proto. Once it is begun it goes on, whether or not the caller waits for the answer."""
+        served, now, mark = self._model(), self._clock(), fingerprint(request)
+        timeout_s = read_span(request, "timeout", MAX_TIMEOUT_S)
+        retention_s = read_span(request, "retention", self.generations.retention.ttl_s)
+        with inside("request"):
+            wanted = request.request.request_id
+            generation = self.generations.again(wanted, mark) if wanted else None
+            if generation is None:
+                deadline = None if timeout_s is None else now + timeout_s
+                asked = await served.read(request.request, now, deadline)
+                # It may have come twice at once. From here to the submission nothing is awaited.
+                generation = self.generations.again(asked.request_id, mark)
+                if generation is None:
+                    generation = self._submit(served, asked, mark, retention_s)
+            await generation.accepted()
+        return pb.SubmitGenerationResponse(generation=self._shown(generation))
+
+    def _submit(self, served: Served, asked: Request, mark: bytes, retention_s: float | None) -> Generation:
+        self._check_open()
+        self.streams.check_free(asked.request_id)
+        samples = 1 + len(asked.others)
+        generation = self.generations.open(asked.request_id, mark, asked.sampling.seed, retention_s, samples)
+        self.streams.open(asked.request_id, generation, samples)
+        served.loop.submit(asked)
+        return generation
+
+    def _shown(self, generation: Generation) -> pb.Generation:
+        return generation_of(generation, self.generations.expires_in(generation), self._wall())
+
+    def _find(self, request_id: str) -> Generation:
+        self._model()
+        check_name(request_id, "request_id")
+        return self.generations.find(request_id)
+
+    @maps_errors
+    async def WatchGeneration(
+        self, request: pb.WatchGenerationRequest, context: Any
+    ) -> AsyncIterator[pb.WatchGenerationResponse]:
+        """See the proto."""
+        generation = self._find(request.request_id)
+        samples = generation.samples if generation.samples > 1 else 0
+        starts = request.from_token, request.from_tokens, request.without_samples
+        with generation.watch(*starts, self._throttle) as watch:
+            over, error = False, None
+            while not over:
+                news = await watch.next()
+                over, error = news.over, error or error_of(news)
+                message = response(generation.request_id, generation.seed, news)
+                if message is not None:
+                    yield pb.WatchGenerationResponse(response=message, samples=samples)
+        if error is not None:
+            yield pb.WatchGenerationResponse(error=status(error), samples=samples)
+
+    @maps_errors
+    async def GetGeneration(self, request: pb.GetGenerationRequest, context: Any) -> pb.GetGenerationResponse:
+        """See the proto."""
+        return pb.GetGenerationResponse(generation=self._shown(self._find(request.request_id)))
+
+    @maps_errors
+    async def CancelGeneration(self, request: pb.CancelGenerationRequest, context: Any) -> pb.CancelGenerationResponse:
+        """See the proto."""
+        served, name = self._model(), request.request_id
+        check_name(name, "request_id")
+        over = name in self.generations and self.generations.find(name).over
+        if not over and self.streams.is_live(name):
+            served.loop.cancel(name)
+        return pb.CancelGenerationResponse(request_id=name)
+
+    @maps_errors
+    async def DeleteGeneration(self, request: pb.DeleteGenerationRequest, context: Any) -> pb.DeleteGenerationResponse:
+        """See the proto."""
+        self._find(request.request_id)
+        self.generations.delete(request.request_id)
+        return pb.DeleteGenerationResponse()
+
+    @maps_errors
+    async def PurgeGenerations(self, request: pb.PurgeGenerationsRequest, context: Any) -> pb.PurgeGenerationsResponse:
+        """See the proto."""
+        self._model()
+        older_than_s = read_span(request, "older_than", zero=True)
+        if older_than_s is None:
+            raise FieldInvalid("older_than is missing; 0 purges all that are over", field="older_than")
+        return pb.PurgeGenerationsResponse(purged=self.generations.purge(older_than_s))
+
+    # --- text, model, counts -------------------------------------------------------------------------------------
+
+    @maps_errors
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        """See the proto."""
+        served, size = self._model(), len(request.text.encode())
+        if request.WhichOneof("input") == "messages":
+            rendered = await served.chat.read(request.messages, text_limit(served.config))
+            return pb.TokenizeResponse(token_ids=rendered.token_ids, text=rendered.text)
+        if size > MAX_TOKENIZE_BYTES:
+            raise FieldInvalid(f"text has {size} bytes; it may have {MAX_TOKENIZE_BYTES}", field="text")
+        return pb.TokenizeResponse(token_ids=await tokenize(request.text, served.tokenizer, "text"))
+
+    @maps_errors
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        """See the proto."""
+        served, count = self._model(), len(request.token_ids)
+        if count > MAX_DETOKENIZE_TOKENS:
+            raise FieldInvalid(f"token_ids has {count} ids; it may have {MAX_DETOKENIZE_TOKENS}", field="token_ids")
+        check_tokens(request.token_ids, "token_ids", served.config.vocab_size)
+        decode, ids = served.tokenizer.decode, list(request.token_ids)
+        if count > INLINE_TOKENS:
+            text = await asyncio.to_thread(decode, ids, request.keep_special_tokens)
+        else:
+            text = decode(ids, request.keep_special_tokens)
+        return pb.DetokenizeResponse(text=text)
+
+    @maps_errors
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        """See the proto."""
+        served = self._model()
+        return pb.GetModelResponse(
+            model_id=served.model_id,
+            architecture=served.config.architecture,
+            parameters=served.parameters,
+            vocab_size=served.config.vocab_size,
+            max_context=served.config.max_context,
+            eos_token_ids=served.config.eos_token_ids,
+            backend=served.backend,
+            page_size=served.geometry.page_size,
+            page_bytes=page_bytes_of(served.geometry),
+            has_chat_template=served.chat.has_template,
+            chat_template_error=served.chat.error,
+        )
+
+    @maps_errors
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        """See the proto."""
+        served = self._model()
+        self.generations.expire()
+        totals, scheduler = served.loop.totals, served.loop.scheduler
+        running = len(scheduler.running) + len(scheduler.leaving)
+        return pb.GetStatsResponse(
+            running_requests=running,
+            queued_requests=max(0, self.streams.samples - running),
+            queue_limit=served.limits.max_queue,
+            finished_requests=totals.finished_requests,
+            failed_requests=totals.failed_requests,
+            cancelled_requests=totals.cancelled_requests,
+            prompt_tokens=totals.prompt_tokens,
+            cached_tokens=scheduler.cached_tokens,
+            generated_tokens=totals.generated_tokens,
+            preemptions=scheduler.preemptions,
+            steps=totals.steps,
+            page_calls=totals.page_calls,
+            page_wait=duration_of(totals.page_wait_s),
+            held_pages=scheduler.held_pages,
+            recoveries=totals.recoveries,
+            draining=self.draining,
+            kvcache_epoch=served.epoch(),
+            queued_tokens=scheduler.waiting.tokens,
+            queue_token_limit=served.limits.max_queue_tokens,
+            retained_generations=self.generations.retained,
+            generation_bytes=self.generations.bytes,
+            generation_byte_limit=self.generations.retention.memory,
+        )

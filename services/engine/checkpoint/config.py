@@ -1,0 +1,235 @@
+"""A model's shape and constants, from a Hugging Face folder's ``config.json`` and ``generation_config.json``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import ModelInvalid
+from services.engine.checkpoint.fields import Fields
+from services.engine.checkpoint.rope import Linear, Llama3, Scaling
+
+#: More than any model has; the names of all their tensors are held in memory.
+MOST_LAYERS = 1024
+_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_ROPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the decoders of an architecture differ, and what ``transformers`` takes for a key that is left out."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    max_context: int = 32768
+    kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden_size / query heads
+    sliding_window: int | None = None
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(max_context=2048),
+    "MistralForCausalLM": Family(max_context=131072, kv_heads=8, sliding_window=4096),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, kv_heads=32, sliding_window=4096),
+    "Qwen3ForCausalLM": Family(qk_norm=True, kv_heads=32, head_dim=128, sliding_window=4096),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What the decoder needs to know. ``default_*`` are ``None`` where the model states none."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_context: int
+    rope_theta: float
+    rms_norm_eps: float
+    tied_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    #: What the weights were trained or published in, f32, f16 or bf16.
+    dtype: str = "f32"
+    default_temperature: float | None = None
+    default_top_k: int | None = None
+    default_top_p: float | None = None
+    default_repetition_penalty: float | None = None
+    rope_scaling: Scaling | None = None
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether something is added to queries, keys and values."""
+        return FAMILIES[self.architecture].qkv_bias
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head of queries and keys goes through a norm of its own."""
+        return FAMILIES[self.architecture].qk_norm
+
+    @classmethod
+    def from_folder(cls, path: Path | str, max_context: int | None = None) -> ModelConfig:
+        """Read and check the folder's configuration; ``max_context`` asks for less than the model's.
+
+        Raises ``ModelInvalid`` naming the file, the key and its value when something is missing, malformed, or asks for
+        what this decoder does not compute.
+        """
+        folder = Path(path)
+        config = Fields.of(folder / "config.json")
+        generation_file = folder / "generation_config.json"
+        generation = Fields.of(generation_file) if generation_file.exists() else Fields(generation_file, {})
+
+        architectures = config.values.get("architectures")
+        if not (isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in (*FAMILIES,)):
+            config.refuse("architectures", f"served are {', '.join(FAMILIES)}, one to a model")
+        family = FAMILIES[architectures[0]]
+        # Each of these changes the computation; ignoring one would give other tokens than the model's.
+        config.require("hidden_act", "silu", default="silu")
+        if not family.qkv_bias:
+            config.require("attention_bias", False, default=False)
+        config.require("mlp_bias", False, default=False)
+        config.require("partial_rotary_factor", 1, default=1)
+        config.require("quantization_config", None, default=None)
+
+        vocab_size = config.integer("vocab_size")
+        hidden_size = config.integer("hidden_size")
+        layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
+        query_heads = config.integer("num_attention_heads")
+        left_out = family.kv_heads if "num_key_value_heads" not in config.values else None
+        kv_heads = config.integer("num_key_value_heads", default=left_out or query_heads)
+        if query_heads % kv_heads:
+            config.refuse("num_key_value_heads", f"it must divide num_attention_heads, {query_heads}")
+        if family.head_dim is None and not config.has("head_dim") and hidden_size % query_heads:
+            config.refuse("num_attention_heads", f"without head_dim it must divide hidden_size, {hidden_size}")
+        head_dim = config.integer("head_dim", default=family.head_dim or hidden_size // query_heads)
+        if head_dim % 2:
+            config.refuse("head_dim", "rotary embeddings need an even one")
+
+        # generation_config.json is the newer word on where to stop; config.json has one id even where there are more.
+        eos = generation.token_ids("eos_token_id", vocab_size) or config.token_ids("eos_token_id", vocab_size)
+        bos = generation.token_ids("bos_token_id", vocab_size) or config.token_ids("bos_token_id", vocab_size)
+        drawn = sampled_by_default(generation, "temperature", "top_k", "top_p", "repetition_penalty")
+        if generation.values.get("do_sample") is False:
+            drawn["default_temperature"] = 0.0
+        theta, scaling = _rope(config)
+        trained = config.integer("max_position_embeddings", default=family.max_context)
+        window = _window(config, family, layers)
+        return cls(
+            architecture=architectures[0],
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            layers=layers,
+            query_heads=query_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate_size=config.integer("intermediate_size"),
+            max_context=served_context(config, "sliding_window", trained, window, max_context),
+            rope_theta=theta,
+            rms_norm_eps=config.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
+            tied_embeddings=config.boolean("tie_word_embeddings", default=False),
+            eos_token_ids=eos,
+            bos_token_id=bos[0] if bos else None,
+            dtype=_dtype(config),
+            rope_scaling=scaling,
+            **drawn,
+        )
+
+
+def sampled_by_default(keys: Fields, temperature: str, top_k: str, top_p: str, repetition: str) -> dict[str, Any]:
+    """What a model is sampled with unless a request says otherwise: fields of `ModelConfig`, from these keys.
+
+    Raises ``ModelInvalid``.
+    """
+    found = {
+        "default_temperature": keys.optional_number(temperature, 0.0, 100.0),
+        "default_top_k": keys.integer(top_k, least=0) if keys.has(top_k) else None,
+        "default_top_p": keys.optional_number(top_p, 0.0, 1.0),
+        "default_repetition_penalty": keys.optional_number(repetition, 0.0, 100.0),
+    }
+    for key in (top_p, repetition):
+        if keys.values.get(key) == 0:
+            keys.refuse(key, "it must be more than 0")
+    return found
+
+
+def served_context(keys: Fields, window_key: str, trained: int, window: int | None, asked: int | None) -> int:
+    """The context a model is served with. Raises ``ModelInvalid`` for one that it does not have.
+
+    Within ``window`` tokens attention that sees only the last ``window`` sees all, and is what is computed here.
+    """
+    if asked is not None and asked > trained:
+        raise ModelInvalid(f"--max-context {asked}: the context of {keys.path} is {trained}")
+    context = trained if asked is None else asked
+    if window is not None and window < context:
+        keys.refuse(
+            window_key, f"attention over a window is not served beyond it; --max-context {window} serves what is within"
+        )
+    return context
+
+
+def _window(config: Fields, family: Family, layers: int) -> int | None:
+    """How many tokens attention sees; None where it sees all in every layer."""
+    if family.sliding_window is None:
+        return None
+    kinds = config.values.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        config.refuse("layer_types", "it must be a list")
+    if config.values["architectures"][0] != "MistralForCausalLM":
+        if not config.boolean("use_sliding_window", default=False):
+            return None
+        if kinds is None and config.integer("max_window_layers", least=0, default=28) >= layers:
+            return None
+    if kinds is not None and all(kind == "full_attention" for kind in kinds):
+        return None
+    if "sliding_window" in config.values and not config.has("sliding_window"):
+        return None
+    return config.integer("sliding_window", default=family.sliding_window)
+
+
+def _dtype(config: Fields) -> str:
+    """Newer configurations call it ``dtype``, older ones ``torch_dtype``; without either it is float32."""
+    key = "dtype" if config.has("dtype") else "torch_dtype"
+    value = config.values.get(key, "float32")
+    if not isinstance(value, str) or value not in _DTYPES:
+        config.refuse(key, f"served are {', '.join(_DTYPES)}")
+    return _DTYPES[value]
+
+
+def _rope(config: Fields) -> tuple[float, Scaling | None]:
+    """Newer configurations keep theta and the kind of scaling in ``rope_parameters``, older ones in two places."""
+    theta = config.number("rope_theta", 1.0, 1e12, default=10000.0)
+    found: list[Scaling | None] = []
+    for key in ("rope_scaling", "rope_parameters"):
+        inner = config.values.get(key)
+        if inner is None:
+            continue
+        if not isinstance(inner, dict):
+            config.refuse(key, "it must be an object")
+        nested = Fields(config.path, inner, prefix=f"{key}.")
+        nested.require("partial_rotary_factor", 1, default=1)
+        theta = nested.number("rope_theta", 1.0, 1e12, default=theta)
+        found.append(_scaling(nested))
+        if found[0] != found[-1]:
+            config.refuse(key, "rope_scaling says something else")
+    return theta, found[0] if found else None
+
+
+def _scaling(keys: Fields) -> Scaling | None:
+    key = "rope_type" if "rope_type" in keys.values else "type"
+    kind = keys.values.get(key, "default")
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return Linear(keys.number("factor", 1.0, 1e6))
+    if kind == "llama3":
+        low = keys.number("low_freq_factor", 0.0, 1e6)
+        high = keys.number("high_freq_factor", 0.0, 1e6)
+        if high <= low:
+            keys.refuse("high_freq_factor", f"it must be more than low_freq_factor, {low:g}")
+        return Llama3(keys.number("factor", 1.0, 1e6), low, high, keys.integer("original_max_position_embeddings"))
+    keys.refuse(key, f"served are {', '.join(_ROPES)}")

@@ -1,0 +1,1 @@
+"""GGUF files: header, shards, quantized blocks, vocabulary and tokenizer."""

@@ -1,0 +1,26 @@
+"""The tokenizer that a GGUF file carries, of one of the kinds that are served."""
+
+from __future__ import annotations
+
+import tokenizers
+
+from services.engine.checkpoint.fields import Fields
+from services.engine.checkpoint.gguf.bytelevel import byte_level
+from services.engine.checkpoint.gguf.header import GgufFile
+from services.engine.checkpoint.gguf.sentencepiece import pieces
+from services.engine.checkpoint.gguf.vocabulary import BYTE_LEVEL, MODEL, PIECES
+
+
+def tokenizer_of(file: GgufFile) -> tokenizers.Tokenizer:
+    """Build the tokenizer. Raises ``ModelInvalid`` for one of another kind, or that contradicts itself."""
+    keys = Fields(file.path, file.metadata)
+    match keys.values.get(MODEL):
+        case name if name == BYTE_LEVEL:
+            return byte_level(keys)
+        case name if name == PIECES:
+            return pieces(keys)
+    keys.refuse(
+        MODEL,
+        f"built from a GGUF file are {BYTE_LEVEL}, byte-level BPE, and {PIECES}, SentencePiece's BPE; "
+        "put the model's tokenizer.json beside the file",
+    )

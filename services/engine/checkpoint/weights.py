@@ -1,0 +1,89 @@
+"""A checkpoint's tensors by name: all that its configuration asks for, each still in its file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from services.common.errors import ModelInvalid
+from services.engine.checkpoint.config import ModelConfig
+from services.engine.checkpoint.tensor import StoredTensor
+
+
+class Weights(Mapping[str, StoredTensor]):
+    """Every tensor that a model needs, under its Hugging Face name, in the order that the decoder takes them."""
+
+    def __init__(self, path: Path, config: ModelConfig, found: Mapping[str, StoredTensor]) -> None:
+        """Check the tensors ``found`` at ``path``.
+
+        A tied head and rotary frequencies, which follow from other tensors, may be there and are left out. Raises
+        ``ModelInvalid`` naming the tensor for one that is missing, unexpected or of another shape than ``config`` says.
+        """
+        expected = shapes(config)
+        self.path = path
+        for name, tensor in found.items():
+            if _derived(name, config):
+                continue
+            if name not in expected:
+                raise ModelInvalid(f"{tensor.file}: unexpected tensor {tensor.name[:100]}")
+            if tensor.shape != expected[name]:
+                raise ModelInvalid(
+                    f"{tensor.file}: tensor {tensor.name[:100]} has shape {list(tensor.shape)}, "
+                    f"the configuration asks for {list(expected[name])}"
+                )
+        if missing := [name for name in expected if name not in found]:
+            raise ModelInvalid(f"{path}: missing {len(missing)} tensors, the first {missing[0]}")
+        self._tensors = {name: found[name] for name in expected}
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(tensor.size for tensor in self.values())
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all tensors in their files."""
+        return sum(tensor.stored_bytes for tensor in self.values())
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor a checkpoint of ``config`` must hold; matrices are ``[outputs, inputs]``."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
+    every_layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if config.qkv_bias:
+        widths = {"q": queries, "k": keys, "v": keys}
+        every_layer |= {f"self_attn.{part}_proj.bias": (width,) for part, width in widths.items()}
+    if config.qk_norm:
+        every_layer |= {f"self_attn.{part}_norm.weight": (config.head_dim,) for part in ("q", "k")}
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.layers):
+        found.update({f"model.layers.{layer}.{name}": shape for name, shape in every_layer.items()})
+    found["model.norm.weight"] = (hidden,)
+    if not config.tied_embeddings:
+        found["lm_head.weight"] = (config.vocab_size, hidden)
+    return found
+
+
+def _derived(name: str, config: ModelConfig) -> bool:
+    """Whether the tensor follows from others: a tied head, and the rotary frequencies older checkpoints carry."""
+    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings)

@@ -1,0 +1,178 @@
+"""The lines of a batch: objects of JSON in, and one out for each, in whatever order they are done."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from rocmforge.engine.v1 import engine_pb2 as pb
+from services.common.errors import FieldInvalid, ServiceError
+from services.engine.cli.printing import logprobs, reason
+from services.engine.cli.progress import Progress
+from services.engine.cli.request_flags import Unfit, from_fields
+
+
+@dataclass(slots=True)
+class Sample:
+    """What was said of one answer so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    prompt_logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish: pb.Finish | None = None
+
+
+@dataclass(slots=True)
+class Item:
+    """A line of the input and what became of it so far."""
+
+    index: int
+    name: str
+    request: pb.GenerateRequest
+    attempts: int = 0
+    samples: dict[int, Sample] = field(default_factory=dict)
+
+    def restart(self) -> None:
+        """Forget what an attempt said that came to nothing."""
+        self.samples = {}
+
+    def add(self, response: pb.GenerateResponse) -> bool:
+        """Take a response; whether it was the last."""
+        sample = self.samples.setdefault(response.sample, Sample())
+        sample.text.append(response.text)
+        sample.token_ids.extend(response.token_ids)
+        sample.logprobs.extend(logprobs(response.logprobs))
+        sample.prompt_logprobs.extend(logprobs(response.prompt_logprobs))
+        if response.HasField("finish"):
+            sample.finish = response.finish
+        ended = [one for one in self.samples.values() if one.finish is not None]
+        return len(ended) == max(1, self.request.n)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far."""
+        return sum(len(sample.token_ids) for sample in self.samples.values())
+
+
+class OutputLines:
+    """Lines of JSON, each in one piece, from several threads."""
+
+    def __init__(self, file: TextIO, progress: Progress, with_tokens: bool) -> None:
+        self._file = file
+        self.progress = progress
+        self._with_tokens = with_tokens
+        self._lock = threading.Lock()
+
+    def finished(self, item: Item) -> None:
+        """An item is done. Of several samples each is an object as a line of one is."""
+        told = [self._told(item.samples[at]) for at in sorted(item.samples)]
+        record = self._of(item) | ({"samples": told} if item.request.n > 1 else told[0])
+        self._write(record, failed=False, tokens=item.num_tokens)
+
+    def failed(self, item: Item, error: ServiceError) -> None:
+        """An item is given up."""
+        told = {"code": error.code, "reason": error.reason, "message": error.message}
+        if error.field:
+            told["field"] = error.field
+        said = [self._told(item.samples[at]) for at in sorted(item.samples)] or [self._told(Sample())]
+        record = self._of(item) | ({"samples": said} if item.request.n > 1 else said[0]) | {"error": told}
+        self._write(record, failed=True, tokens=item.num_tokens)
+
+    def _of(self, item: Item) -> dict[str, Any]:
+        record: dict[str, Any] = {"index": item.index}
+        if item.name:
+            record["id"] = item.name
+        return record
+
+    def _told(self, sample: Sample) -> dict[str, Any]:
+        record: dict[str, Any] = {"text": "".join(sample.text)}
+        if self._with_tokens:
+            record["token_ids"] = sample.token_ids
+        for name, told in (("logprobs", sample.logprobs), ("prompt_logprobs", sample.prompt_logprobs)):
+            if told:
+                record[name] = told
+        if sample.finish is not None:
+            usage = sample.finish.usage
+            record["finish"], record["seed"] = reason(sample.finish), sample.finish.seed
+            record["usage"] = {
+                "prompt_tokens": usage.prompt_tokens,
+                "cached_tokens": usage.cached_tokens,
+                "completion_tokens": usage.completion_tokens,
+            }
+        return record
+
+    def _write(self, record: dict[str, Any], *, failed: bool, tokens: int) -> None:
+        line = json.dumps(record, ensure_ascii=False)
+        with self._lock:
+            self._file.write(f"{line}\n")
+            self._file.flush()
+            self.progress.add(failed=failed, tokens=tokens)
+
+
+def count(source: BinaryIO) -> int | None:
+    """Lines that hold something, of a file that can be read twice."""
+    if not source.seekable():
+        return None
+    found = sum(bool(line.strip()) for line in source)
+    source.seek(0)
+    return found
+
+
+def items(source: BinaryIO, done: set[int], defaults: Mapping[str, Any], output: OutputLines) -> Iterator[Item]:
+    """Items of the lines that are not done. One that makes no request goes to the output at once."""
+    for index, line in enumerate(source):
+        if index in done or not line.strip():
+            continue
+        fields: Any = None
+        try:
+            fields = _parsed(line)
+            if not isinstance(fields, dict):
+                raise Unfit('a line is an object such as {"prompt": "..."} or {"messages": [...]}')
+            request = from_fields(fields, defaults)
+        except Unfit as unfit:
+            name = fields.get("id", "") if isinstance(fields, dict) else ""
+            shown = name.encode(errors="replace").decode() if isinstance(name, str) else ""
+            output.failed(Item(index, shown, pb.GenerateRequest()), FieldInvalid(str(unfit)))
+        else:
+            yield Item(index, request.request_id, request)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except UnicodeError as error:
+        raise Unfit("the line is not UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise Unfit(f"the line is not JSON: {error}") from error
+
+
+def keep_what_is_done(path: Path) -> set[int]:
+    """The indices that an earlier run brought to an end; lines that tell of failures, or are torn, are removed.
+
+    Raises Unfit for a file that holds something else.
+    """
+    kept: list[bytes] = []
+    done: set[int] = set()
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            index, over = record["index"], "error" not in record and ("finish" in record or "samples" in record)
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(lines) and not line.endswith(b"\n"):
+                break
+            raise Unfit(f"{path}, line {number}, is no line of this command's output") from error
+        if over and line.endswith(b"\n"):
+            kept.append(line)
+            done.add(index)
+    if len(kept) < len(lines):
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        beside.write_bytes(b"".join(kept))
+        beside.replace(path)
+    return done

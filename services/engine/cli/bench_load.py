@@ -1,0 +1,152 @@
+"""A load for an engine: requests of drawn lengths at drawn times, and what each of them saw."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from rocmforge.engine.v1 import engine_pb2 as pb
+from services.common.errors import ServiceError
+from services.engine.cli import client
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Whole numbers, each from ``least`` to ``most`` as likely as another."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Read ``N``, or ``N-M``. Raises ValueError."""
+        first, dash, second = text.partition("-")
+        if not (first.isdecimal() and (second.isdecimal() if dash else True)):
+            raise ValueError(f"{text}: want N or N-M")
+        found = cls(int(first), int(second) if dash else int(first))
+        if not 1 <= found.least <= found.most:
+            raise ValueError(f"{text}: want 1 or more, the smaller first")
+        return found
+
+    def draw(self, numbers: random.Random) -> int:
+        """One of them."""
+        return numbers.randint(self.least, self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request, and when it is to be sent, in seconds from the begin."""
+
+    at: float
+    request: pb.GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is sent. The same plan and vocabulary give the same requests; ``rate`` is in requests a second."""
+
+    requests: int
+    inputs: Lengths
+    outputs: Lengths
+    seed: int
+    shared: int = 0
+    rate: float | None = None
+    ignore_eos: bool = False
+    temperature: float | None = None
+
+    def arrivals(self, vocab_size: int) -> Iterator[Arrival]:
+        """The requests in their order: random tokens, of which all requests share the first ``shared``.
+
+        With a rate they come as a Poisson process; without one all are due at once.
+        """
+        numbers = random.Random(self.seed)
+        shared = [numbers.randrange(vocab_size) for _ in range(self.shared)]
+        at = 0.0
+        for _ in range(self.requests):
+            length = self.inputs.draw(numbers)
+            own = [numbers.randrange(vocab_size) for _ in range(max(0, length - self.shared))]
+            request = pb.GenerateRequest(prompt=pb.Prompt(tokens=pb.TokenIds(ids=(shared + own)[:length])))
+            request.stopping.max_tokens = self.outputs.draw(numbers)
+            request.stopping.ignore_eos = self.ignore_eos
+            request.sampling.seed = numbers.getrandbits(63)
+            if self.temperature is not None:
+                request.sampling.temperature = self.temperature
+            if self.rate is not None:
+                at += numbers.expovariate(self.rate)
+            yield Arrival(at, request)
+
+
+@dataclass(slots=True)
+class Measured:
+    """What became of a request. Times are in seconds; the first two from when it was due.
+
+    ``gaps`` are the times between tokens: what came together shares the time it took.
+    """
+
+    first_token_s: float | None = None
+    total_s: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    tokens: int = 0
+    usage: pb.Usage | None = None
+    error: ServiceError | None = None
+
+
+async def send(stub: Any, request: pb.GenerateRequest, target: str, due: float, clock: Callable[[], float]) -> Measured:
+    """Have one request answered; ``due`` is the time on ``clock`` from which it counts."""
+    sample, last = Measured(), due
+    try:
+        async for response in stub.Generate(request):
+            now, came = clock(), len(response.token_ids)
+            if came and sample.first_token_s is None:
+                sample.first_token_s = now - due
+                sample.gaps += [0.0] * (came - 1)
+                last = now
+            elif came:
+                sample.gaps += [(now - last) / came] * came
+                last = now
+            sample.tokens += came
+            if response.HasField("finish"):
+                sample.usage = response.finish.usage
+    except grpc.RpcError as error:
+        sample.error = client.failure(error, target)
+    sample.total_s = clock() - due
+    return sample
+
+
+async def run(
+    arrivals: Iterator[Arrival],
+    answer: Callable[[pb.GenerateRequest, float], Awaitable[Measured]],
+    concurrency: int | None,
+    done: Callable[[Measured], None],
+    clock: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> float:
+    """Send what arrives and tell ``done`` of each sample; the seconds it took in all.
+
+    With ``concurrency`` so many are under way at a time, and one is due when there is room for it. Without, each is
+    sent when it is due, however many are under way.
+    """
+    began = clock()
+
+    async def one(request: pb.GenerateRequest, due: float) -> None:
+        done(await answer(request, due))
+
+    async def worker() -> None:
+        for arrival in arrivals:
+            await one(arrival.request, clock())
+
+    async with asyncio.TaskGroup() as group:
+        if concurrency is not None:
+            for _ in range(concurrency):
+                group.create_task(worker())
+        else:
+            for arrival in arrivals:
+                await wait(max(0.0, began + arrival.at - clock()))
+                group.create_task(one(arrival.request, began + arrival.at))
+    return clock() - began

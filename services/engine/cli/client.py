@@ -1,0 +1,111 @@
+"""What every command does around its call: the flag that says where the engine is, and one line when it fails."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from rocmforge.engine.v1 import engine_pb2_grpc
+from services.common import rpc
+from services.common.errors import ServiceError
+from services.common.flags import runtime_dir
+from services.common.parser import Parser
+from services.common.serving import MAX_MESSAGE_BYTES
+
+
+def parser(command: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the flags that all commands have."""
+    prog = f"python -m services.engine {command}"
+    made = Parser(prog=prog, description=description)
+    made.add_argument(
+        "--target",
+        default=f"unix:{runtime_dir() / 'engine.sock'}",
+        metavar="ADDR",
+        help="the engine: unix:/path or host:port (default %(default)s)",
+    )
+    return made
+
+
+def say(command: str, sentence: str) -> None:
+    """One line on standard error."""
+    print(f"rocmforge {command}: {sentence}", file=sys.stderr)
+
+
+def describe(error: ServiceError) -> str:
+    """An error in a line."""
+    return f"{error.reason}: {error.message}"
+
+
+def failure(error: grpc.RpcError, target: str) -> ServiceError:
+    """The error behind a failed call. One that never reached an engine says so."""
+    found = rpc.error_from(error)
+    if found.reason == "UNKNOWN":
+        name = error.code().name
+        found = type("Lost", (ServiceError,), {"code": name, "reason": name})(found.message)
+        if name == "UNAVAILABLE":
+            found.message = f"no engine at {target}: {found.message}; is it running? --target says where it is"
+    return found
+
+
+#: Of a channel that no proxy of the environment comes into, and that takes whatever an engine may send.
+OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+
+
+def connect(target: str) -> grpc.Channel:
+    """A channel to an engine."""
+    return grpc.insecure_channel(target, options=OPTIONS)
+
+
+def run(command: str, target: str, body: Callable[[Any], int]) -> int:
+    """Call ``body`` with a stub, and return its exit status or that of how it failed.
+
+    An interrupt ends its calls, and so does a reader of standard output that leaves.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? for it
+    with connect(target) as channel:
+        try:
+            status = body(engine_pb2_grpc.EngineServiceStub(channel))
+            sys.stdout.flush()  # here, where a reader that has left is known
+            return status
+        except grpc.RpcError as error:
+            say(command, describe(failure(error, target)))
+            return 1
+        except BrokenPipeError:
+            drop_output()
+            return 1
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return 130
+
+
+def each_id(command: str, flags: argparse.Namespace, method: str, message: Callable[..., Any]) -> int:
+    """Call ``method`` with a ``message`` for each request of ``flags.id``; return the exit status, 1 if any failed."""
+    try:
+        messages = [message(request_id=name) for name in flags.id]
+    except UnicodeError:
+        say(command, "ID must be UTF-8")
+        return 2
+
+    def body(stub: Any) -> int:
+        status = 0
+        for one in messages:
+            try:
+                getattr(stub, method)(one)
+            except grpc.RpcError as error:
+                say(command, describe(failure(error, flags.target)))
+                status = 1
+        return status
+
+    return run(command, flags.target, body)
+
+
+def drop_output() -> None:
+    """Let what is still to be flushed at the interpreter's end go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,0 +1,1 @@
+"""Where pages come from: the daemon, or this process."""

@@ -1,0 +1,425 @@
+"""Pages of the KV-cache daemon: one session over gRPC, its memory mapped, its lease kept.
+
+The engine's thread makes every call but one: a small thread renews the lease when no other call has done so for a
+third of its ttl.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import grpc
+import structlog
+
+from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from services.common import rpc
+from services.common.call_stats import CallStats
+from services.common.errors import AttachMismatch, InvalidConfiguration, KvCacheDown, ServiceError, SessionExpired
+from services.common.gpu_ipc import Gpu
+from services.common.serving import MAX_MESSAGE_BYTES
+from services.engine.pages.device_arena import DevicePages, map_device_pages
+from services.engine.pages.host_arena import Pages, map_pages, process_identity
+from services.engine.pages.lease import Lease, LeaseKeeper
+from services.engine.pages.source import Demand, Exchange, Geometry, Grant, Opening, PageCopy
+
+log = structlog.get_logger()
+
+ATTEMPTS = 2
+MAX_CALL_S = 2.0
+CLOSE_S = 0.5
+
+_SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+_CHANNEL_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    # In fact how long the other side may take to greet, which outlasts a call: one that is busy is there.
+    ("grpc.min_reconnect_backoff_ms", int(2000 * MAX_CALL_S)),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+
+
+_DATA_TYPES = {"f32": pb.DATA_TYPE_F32, "f16": pb.DATA_TYPE_F16, "bf16": pb.DATA_TYPE_BF16, "int8": pb.DATA_TYPE_INT8}
+
+
+#: Of a demand that is sent as a step: the sequence's id, and the pages that the engine knows of.
+_Step: TypeAlias = tuple[str, int]
+
+Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    epoch: int
+    grants: list[Grant]
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    id: str
+    lease: Lease
+    memory: Pages | DevicePages
+
+
+class GrpcPageSource:
+    """A page source on a daemon's pool. ``reopen`` opens it for the first time too.
+
+    ``pool_id`` says whose K and V may be shared: engines with the same one must have the same weights. The lease is
+    ``ttl_s`` seconds, or what the daemon gives; a pool that this session makes has ``pool_pages`` pages, likewise.
+    With ``gpu`` the pages are in its memory, otherwise in the host's. ``calls`` counts what is called. Raises
+    InvalidConfiguration for pages of a type that is not served there.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        pool_id: str,
+        geometry: Geometry,
+        *,
+        client_name: str = "",
+        pool_pages: int | None = None,
+        ttl_s: float | None = None,
+        gpu: Gpu | None = None,
+        calls: CallStats | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if geometry.dtype not in (_DATA_TYPES if gpu else ("f32",)):
+            raise InvalidConfiguration(f"pages of {geometry.dtype} are not served by this backend")
+        self.target = target
+        self._pool_id = pool_id
+        self._geometry = geometry
+        self._client_name = client_name
+        self._pool_pages = pool_pages
+        self._ttl_s = ttl_s
+        self._gpu = gpu
+        self._clock = clock
+        self.calls = CallStats() if calls is None else calls
+        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._stub = kvcache_pb2_grpc.KvCacheServiceStub(self._channel)
+        # gRPC's own futures start a thread for each call, and contend with the step for the interpreter all the while.
+        self._caller = ThreadPoolExecutor(1, thread_name_prefix="kvcache-call")
+        self._session: _Session | None = None
+        self._total_pages = 0
+        self._keeper = LeaseKeeper(lambda: self._session.lease if self._session else None, self._renew, clock)
+
+    @property
+    def retains(self) -> bool:
+        """The daemon does."""
+        return True
+
+    @property
+    def total_pages(self) -> int:
+        """Pages in the pool, as of the last session."""
+        return self._total_pages
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self._geometry.page_size
+
+    @property
+    def epoch(self) -> int:
+        """The run of the daemon that the session belongs to; 0 without one."""
+        session = self._session
+        return session.lease.epoch if session else 0
+
+    @property
+    def memory(self) -> Pages | DevicePages:
+        """The pages, ``[page, layer, (k, v), kv_head, slot, head_dim]``; DevicePages on a GPU, for this session only.
+
+        Raises SessionExpired without a session.
+        """
+        return self._live().memory
+
+    def may_launch(self) -> bool:
+        """Whether the lease holds, by a margin, and was not heard to be over."""
+        session = self._session
+        return session is not None and not session.lease.expired and self._clock() < session.lease.deadline
+
+    def _live(self) -> _Session:
+        if self._session is None:
+            raise SessionExpired("no session is open")
+        return self._session
+
+    # --- the step call --------------------------------------------------------------------------------------------
+
+    def exchange(self, demands: Items[Demand], removed: Items[str]) -> Exchange:
+        """Send one AllocatePages. Raises SessionExpired without a session."""
+        session = self._live()
+        # The daemon serves steps before demands; the order asked for is kept by taking only those in front.
+        steps = list(takewhile(lambda demand: demand.opening is None and not demand.parent, demands))
+        request = pb.AllocatePagesRequest(
+            session_id=session.id,
+            steps=_steps(steps) if steps else None,
+            demands=[_demand(demand) for demand in demands[len(steps) :]],
+            remove_sequence_ids=removed,
+            page_columns=True,
+        )
+        return _Call(self, session, request, [(step.sequence_id, step.known_pages) for step in steps])
+
+    def send(self, request: pb.AllocatePagesRequest, session: _Session, steps: list[_Step]) -> Attempt[_Answer]:
+        """Start one attempt at a call of the session, which asks for ``steps``; what is answered is its result."""
+        return Attempt(self._caller, partial(self._answered, request, steps, _call_s(session.lease)))
+
+    def now(self) -> float:
+        """The clock that leases are measured with."""
+        return self._clock()
+
+    # --- the session ----------------------------------------------------------------------------------------------
+
+    def reopen(self) -> None:
+        """Open a session, map its memory and prove it. No step may be under way, and no view of the memory be kept.
+
+        Raises KvCacheDown when nobody answers, AttachMismatch when the memory is not what it should be, and whatever
+        OpenSession is refused with.
+        """
+        self._end()
+        sent_at = self._clock()
+        opened = self._call("OpenSession", self._opening(), MAX_CALL_S)
+        memory: Pages | DevicePages | None = None
+        try:
+            memory, seen = self._map(opened.arena)
+            lease = Lease(opened.epoch, opened.ttl.ToNanoseconds() / 1e9, sent_at)
+            sent_at = self._clock()
+            attach = pb.AttachSessionRequest(session_id=opened.session_id, seen=seen)
+            lease.renewed(sent_at, self._call("AttachSession", attach, _call_s(lease)).epoch)
+        except BaseException:
+            _unmap(memory)
+            self._close_session(opened.session_id)
+            raise
+        self._session, self._total_pages = _Session(opened.session_id, lease, memory), opened.arena.total_pages
+        log.info(
+            "session_opened",
+            target=self.target,
+            pool_id=opened.pool_id,
+            epoch=f"{lease.epoch:016x}",
+            pages=self._total_pages,
+            ttl_s=lease.ttl_s,
+        )
+        self._keeper.start()
+
+    def close(self) -> None:
+        """Give the session back, as far as anybody listens. Closing twice changes nothing."""
+        self._keeper.close()
+        self._caller.shutdown()
+        self._end()
+        self._channel.close()
+
+    def _end(self) -> None:
+        """Let go of the session, if any: it may be over already, or nobody may be there to be told."""
+        session, self._session = self._session, None
+        if session is not None:
+            _unmap(session.memory)  # first: a daemon without sessions may free it
+            self._close_session(session.id)
+
+    def _close_session(self, session_id: str) -> None:
+        try:
+            self._call("CloseSession", pb.CloseSessionRequest(session_id=session_id), CLOSE_S)
+        except ServiceError as error:
+            log.info("session_not_closed", reason=error.reason, detail=error.message)
+
+    def _opening(self) -> pb.OpenSessionRequest:
+        geometry = self._geometry
+        request = pb.OpenSessionRequest(
+            client_name=self._client_name,
+            pool_id=self._pool_id,
+            layout=pb.PageLayout(
+                page_size=geometry.page_size,
+                layers=geometry.layers,
+                kv_heads=geometry.kv_heads,
+                head_dim=geometry.head_dim,
+                data_type=_DATA_TYPES[geometry.dtype],
+            ),
+            pool_pages=self._pool_pages,
+            process=_process(),
+            device_ordinal=self._gpu.ordinal if self._gpu else None,
+        )
+        if self._ttl_s is not None:
+            request.ttl.FromNanoseconds(int(self._ttl_s * 1e9))
+        return request
+
+    def _map(self, arena: pb.Arena) -> tuple[Pages | DevicePages, bytes]:
+        announced = {
+            "total_pages": arena.total_pages,
+            "page_bytes": arena.page_bytes,
+            "size_bytes": arena.size_bytes,
+            "canary_offset": arena.canary_offset,
+        }
+        if self._gpu is None and arena.file_path:
+            return map_pages(Path(arena.file_path), self._geometry, **announced)
+        if self._gpu is not None and arena.device_ipc_handle:
+            return map_device_pages(
+                arena.device_ipc_handle,
+                self._geometry,
+                self._gpu,
+                device_ordinal=arena.device_ordinal if arena.HasField("device_ordinal") else None,
+                device_id=arena.device_id,
+                **announced,
+            )
+        raise AttachMismatch("the daemon offers memory of a kind this backend cannot map")
+
+    def _call(self, method: str, request: Any, timeout_s: float) -> Any:
+        try:
+            return self._timed(method, request, timeout_s)
+        except grpc.RpcError as failure:
+            raise _error_of(failure, self.target) from failure
+
+    def _answered(self, request: pb.AllocatePagesRequest, steps: list[_Step], timeout_s: float) -> _Answer:
+        reply = self._timed("AllocatePages", request, timeout_s)
+        return _Answer(reply.epoch, _grants(reply, steps))  # made here, a step runs meanwhile
+
+    def _timed(self, method: str, request: Any, timeout_s: float) -> Any:
+        began, code = self._clock(), "UNKNOWN"
+        try:
+            reply = getattr(self._stub, method)(request, timeout=timeout_s)
+            code = "OK"
+            return reply
+        except grpc.RpcError as failure:
+            code = failure.code().name
+            raise
+        finally:
+            self.calls.done(method, code, self._clock() - began)
+
+    def _renew(self, lease: Lease) -> None:
+        session = self._session
+        if session is None or session.lease is not lease:
+            return
+        sent_at = self._clock()
+        request = pb.RenewSessionRequest(session_id=session.id)
+        lease.renewed(sent_at, self._call("RenewSession", request, _call_s(lease)).epoch)
+
+
+class Attempt(Generic[Reply]):
+    """A call on its way to another thread, which makes it while this one has a step to run.
+
+    An idle engine asks for the reply at once, before the other thread has begun: then this one makes the call, and
+    neither waits for the other to wake up.
+    """
+
+    def __init__(self, caller: Executor, call: Callable[[], Reply]) -> None:
+        self._call = call
+        self._future = caller.submit(call)
+
+    def result(self) -> Reply:
+        """The reply. Raises what the call raises."""
+        return self._call() if self._future.cancel() else self._future.result()
+
+
+class _Call:
+    """An AllocatePages call under way. Sent again as it is when nobody answers: a replay changes nothing more."""
+
+    def __init__(
+        self,
+        source: GrpcPageSource,
+        session: _Session,
+        request: pb.AllocatePagesRequest,
+        steps: list[_Step],
+    ) -> None:
+        """``steps`` are those of the request."""
+        self._source, self._session, self._request, self._steps = source, session, request, steps
+        self._send()
+
+    def _send(self) -> None:
+        self._sent_at = self._source.now()
+        self._future = self._source.send(self._request, self._session, self._steps)
+
+    def result(self) -> list[Grant]:
+        """Wait for the grants. Raises SessionExpired, KvCacheDown and whatever the call is refused with."""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                self._send()
+            try:
+                answer = self._future.result()
+                break
+            except grpc.RpcError as failure:
+                error = _error_of(failure, self._source.target)
+                if not isinstance(error, KvCacheDown) or attempt + 1 == ATTEMPTS:
+                    raise error from failure
+        self._session.lease.renewed(self._sent_at, answer.epoch)
+        return answer.grants
+
+
+def _call_s(lease: Lease) -> float:
+    """Seconds to wait for an answer: some attempts must fit into the lease."""
+    return min(MAX_CALL_S, lease.ttl_s / 3)
+
+
+def _demand(demand: Demand) -> pb.SequenceDemand:
+    opening = demand.opening
+    return pb.SequenceDemand(
+        sequence_id=demand.sequence_id,
+        opening=_opening(opening) if opening else None,
+        start=demand.start,
+        tokens=demand.tokens,
+        total_pages=demand.total_pages,
+        known_pages=demand.known_pages,
+        parent_sequence_id=demand.parent,
+    )
+
+
+def _opening(opening: Opening) -> pb.SequenceOpening:
+    packed, retention = array("I", opening.prompt).tobytes(), opening.retention
+    message = pb.SequenceOpening(prompt_tokens=packed, salt=opening.salt)
+    if retention is not None:
+        message.retention.ttl.FromNanoseconds(round(retention.ttl_s * 1e9))
+        message.retention.priority = retention.priority
+    return message
+
+
+def _steps(demands: list[Demand]) -> pb.SequenceSteps:
+    return pb.SequenceSteps(
+        sequence_ids=[demand.sequence_id for demand in demands],
+        starts=[demand.start for demand in demands],
+        tokens=[token for demand in demands for token in demand.tokens],
+        token_counts=[len(demand.tokens) for demand in demands],
+        total_pages=[demand.total_pages for demand in demands],
+        known_pages=[demand.known_pages for demand in demands],
+    )
+
+
+def _grants(reply: pb.AllocatePagesResponse, steps: list[_Step]) -> list[Grant]:
+    told, grants = deque(reply.step_grants), list[Grant]()
+    for sequence_id, known_pages in steps:
+        if told and told[0].sequence_id == sequence_id:
+            grants.append(_grant(told.popleft()))
+        else:
+            grants.append(Grant(sequence_id, known_pages))  # nothing to tell: it has what it asked for
+    return grants + [_grant(grant) for grant in reply.grants]
+
+
+def _grant(grant: pb.SequenceGrant) -> Grant:
+    if grant.HasField("error"):
+        return Grant(grant.sequence_id, error=rpc.error_from_status(grant.error))
+    pages = tuple(grant.page_ids[:])
+    copies = tuple(PageCopy(copy.index, copy.source.page_id, copy.target.page_id) for copy in grant.copies)
+    return Grant(grant.sequence_id, grant.first_index, pages, grant.cached_tokens, copies=copies)
+
+
+def _error_of(failure: grpc.RpcError, target: str) -> ServiceError:
+    error = rpc.error_from(failure)
+    if failure.code() in _SILENT:
+        return KvCacheDown(f"no answer from the KV-cache daemon at {target}: {error.message}")
+    return error
+
+
+def _unmap(memory: Pages | DevicePages | None) -> None:
+    """Let go of memory on a GPU; a mapped file goes when its last array does."""
+    if isinstance(memory, DevicePages):
+        memory.close()
+
+
+def _process() -> pb.ProcessIdentity | None:
+    found = process_identity()
+    return found and pb.ProcessIdentity(pid=found[0], start_time=found[1], pid_namespace=found[2])

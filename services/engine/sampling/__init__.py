@@ -1,0 +1,1 @@
+"""Sampling parameters, and what a draw results in."""

@@ -1,0 +1,1 @@
+"""What runs next: queue, scheduler, block tables, and the engine's loop."""

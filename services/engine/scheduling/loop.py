@@ -1,0 +1,398 @@
+"""The engine's thread: inbox, exchange with the page source, step, outbox, over and over.
+
+Other threads only post into the inbox; events come back through one callback, a list a round. The text of a token goes
+out as soon as it is sampled; the end of a request goes out after its pages are given back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import time
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from services.common.errors import DeadlineExceeded, Internal, KvCacheDown, ServiceError, SessionExpired
+from services.engine.pages.source import Exchange, PageCopy, PageSource
+from services.engine.sampling.result import Result
+from services.engine.scheduling.admission import Limits
+from services.engine.scheduling.event import Event
+from services.engine.scheduling.scheduler import Advance, Scheduler
+from services.engine.scheduling.sequence import FinishReason, Outcome, Request, Sequence
+from services.engine.scheduling.stats import EngineStats
+from services.engine.scheduling.step import Chunk
+
+log = structlog.get_logger()
+
+#: An idle engine looks this often, in seconds, whether its session is still there, and opens a new one if not.
+IDLE_CHECK_S = 1.0
+BACKOFF_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
+
+
+class StepRunner(Protocol):
+    """Computes a step and waits for it; a result for each chunk: its sampled token, an error, or None."""
+
+    def run(self, step: Items[Chunk]) -> list[Result]:
+        """Never raises for a failure of the model: the chunks at fault carry it. Raises if nothing can be computed."""
+
+    def copy_pages(self, copies: Items[PageCopy]) -> None:
+        """Make each target equal to its source, between two steps. Raises if that cannot be done."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start, written by the engine's thread alone; ``page_wait_s`` in seconds.
+
+    ``errors`` are of requests that were queued, by reason, and ``refused`` of those that were not.
+    """
+
+    ended: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+    errors: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    page_calls: int = 0
+    page_wait_s: float = 0.0
+    recoveries: int = 0
+
+    @property
+    def finished_requests(self) -> int:
+        """Requests that were done."""
+        return sum(self.ended.values()) - self.cancelled_requests
+
+    @property
+    def cancelled_requests(self) -> int:
+        """Requests that were cancelled."""
+        return self.ended[FinishReason.CANCELLED]
+
+    @property
+    def failed_requests(self) -> int:
+        """Requests that ended with an error."""
+        return sum(dict(self.errors).values())
+
+
+class EngineLoop:
+    """Drives a scheduler, a runner and a page source.
+
+    ``submit``, ``cancel``, ``abort_all``, ``drain`` and ``stop`` may be called from any thread; ``run``, or ``iterate``
+    by hand, from one. ``on_serving`` hears whether requests can be served at all: False after ``patience_s`` seconds
+    without a page source, and for good after an unexpected failure.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        source: PageSource,
+        limits: Limits,
+        outbox: Callable[[list[Event]], None],
+        *,
+        patience_s: float = 60.0,
+        on_serving: Callable[[bool], None] = lambda serving: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runner = runner
+        self._source = source
+        self._limits = limits
+        self._outbox = outbox
+        self._patience = patience_s
+        self._on_serving = on_serving
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._events: list[Event] = []
+        self._draining = self._stopping = False
+        self._refusal: ServiceError | None = None  # what new requests are told, when nothing can serve them
+        # The session: lost or not; whether it has answered yet; since when nobody answers, and when to ask again.
+        self._lost = False
+        self._proven = True
+        self._down_since: float | None = None
+        self._failures = 0
+        self._retry_at = float("-inf")
+        self.totals = Totals()
+        self.stats = EngineStats()
+        self.scheduler = self._new_scheduler()
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(self._limits, self._source.page_size, self._source.total_pages, self._clock)
+
+    # --- from any thread ----------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its events, exactly one of them with an outcome, go to the outbox."""
+        self._inbox.put(partial(self._submit, request))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request as cancelled; one that is over or unknown stays so."""
+        self._inbox.put(partial(self._cancel, request_id))
+
+    def abort_all(self, error: ServiceError) -> None:
+        """End every live request with an error."""
+        self._inbox.put(partial(self._abort_all, error))
+
+    def drain(self, error: ServiceError) -> None:
+        """Refuse new requests and end those that never ran with ``error``; the others go on."""
+        self._inbox.put(partial(self._drain, error))
+
+    def stop(self, error: ServiceError) -> None:
+        """Refuse new requests and end the live ones with ``error``; then ``run`` closes the page source and returns."""
+        self._inbox.put(partial(self._stop, error))
+
+    # --- the engine's thread ------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Work until stopped. Never raises: what is unexpected ends all requests and refuses new ones."""
+        try:
+            while True:
+                delay = self.iterate()
+                if self.stopped:
+                    break
+                self.wait(delay)
+        except Exception as error:
+            self._fail(error)
+            while not self._stopping:
+                self._inbox.get()()
+                self._flush()
+        finally:
+            self._source.close()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether stop was asked for and nothing is left to give back."""
+        return self._stopping and not self.scheduler.live
+
+    def wait(self, delay: float) -> None:
+        """Take the next message of the inbox, waiting at most ``delay`` seconds for one."""
+        try:
+            message = self._inbox.get(block=delay > 0, timeout=delay)
+        except queue.Empty:
+            return
+        message()
+
+    def iterate(self) -> float:
+        """One round. Returns for how many seconds there is nothing to do unless the inbox gets a message."""
+        while not self._inbox.empty():
+            self._inbox.get()()
+        self._end_overdue()
+        self._deliver()
+        if not self._lost and not self._source.may_launch():
+            self._lose(SessionExpired("the lease was not renewed in time"))
+        now = self._clock()
+        overdue = self._down_since is not None and now - self._down_since > self._patience
+        if overdue and (self._lost or self._proven):  # a session opened anew is heard first
+            self._give_up()
+        delay = self._recover(now) if self._lost else self._round(now)
+        self._flush()
+        return max(0.0, min(delay, self.scheduler.next_deadline - self._clock()))
+
+    def _round(self, now: float) -> float:
+        began = self._clock()
+        exchange = self._ask() if now >= self._retry_at else None
+        step = self.scheduler.schedule()
+        launched = computed = self._clock()
+        if step:
+            results = self._runner.run(step)
+            computed = self._clock()
+            self.totals.steps += 1
+            advance = self.scheduler.apply(step, results)
+            self._count_tokens(advance)
+            self._events += advance.events
+            self._deliver()
+            if len(step) == 1 and step[0].sequence.num_generated_tokens == 1:
+                # Whoever passes a lone request's first token on has the interpreter before this thread prepares what
+                # comes next, which may take longer than the step did. Among others it would hold up all of them.
+                time.sleep(0)
+        done = self._clock()
+        waited_s = self._collect(exchange) if exchange is not None else 0.0
+        if step:
+            tokens = sum([chunk.count for chunk in step])
+            scheduled_s = (launched - began) + (done - computed)
+            self.stats.step(len(step), tokens, scheduled_s, computed - launched, waited_s)
+        if step or self._lost:
+            return 0.0
+        return self._idle_for()
+
+    def _ask(self) -> Exchange | None:
+        demands, removed = self.scheduler.demands()
+        if not (demands or removed or not self._proven):
+            return None
+        self.totals.page_calls += 1
+        return self._source.exchange(demands, removed)
+
+    def _collect(self, exchange: Exchange) -> float:
+        """Take an exchange's answer; how long that was waited for, and taken in, in seconds."""
+        started = self._clock()
+        try:
+            grants = exchange.result()
+        except ServiceError as error:
+            # A session that is not proven, or about to be given back, is not worth waiting for.
+            if isinstance(error, KvCacheDown) and self._proven and not self._stopping:
+                self.scheduler.unanswered()
+                self._back_off(error)
+            else:
+                self._lose(error)
+        else:
+            copies = self.scheduler.granted(grants)
+            if copies:  # before the next step, which may write behind what is copied
+                self._runner.copy_pages(copies)
+            self._proven, self._down_since, self._failures, self._retry_at = True, None, 0, float("-inf")
+            if self._refusal is not None and not self._draining:
+                self._refusal = None
+                self._on_serving(True)
+        waited_s = self._clock() - started
+        self.totals.page_wait_s += waited_s
+        self.stats.exchange_wait.observe(waited_s)
+        return waited_s
+
+    def _idle_for(self) -> float:
+        now, scheduler = self._clock(), self.scheduler
+        if scheduler.running or scheduler.leaving or not self._proven:
+            return max(0.0, self._retry_at - now)
+        admits_at = scheduler.admits_at
+        if admits_at is None:
+            return IDLE_CHECK_S
+        return min(IDLE_CHECK_S, max(0.0, admits_at - now, self._retry_at - now))
+
+    # --- losing and regaining the session -----------------------------------------------------------------------
+
+    def _back_off(self, error: ServiceError) -> None:
+        now = self._clock()
+        if self._down_since is None:
+            self._down_since = now
+        self._failures += 1
+        self._retry_at = now + BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)]
+        if self._failures.bit_count() == 1:  # ever more rarely
+            log.warning("kvcache_unreachable", failures=self._failures, reason=error.reason, detail=error.message)
+
+    def _lose(self, error: ServiceError) -> None:
+        """The pages belong to a session that is over: every request starts over, keeping its tokens."""
+        log.warning("session_lost", reason=error.reason, detail=error.message, running=len(self.scheduler.running))
+        self._lost = True
+        if self._down_since is None:
+            self._down_since = self._clock()
+        if not self._proven:  # lost before it was of any use: do not spin
+            self._back_off(error)
+        self.scheduler.lost_pages()
+
+    def _recover(self, now: float) -> float:
+        if now < self._retry_at:
+            return self._retry_at - now
+        try:
+            self._source.reopen()
+        except ServiceError as error:
+            self._back_off(error)
+            return max(0.0, self._retry_at - self._clock())
+        self.scheduler.lost_pages(self._source.total_pages)
+        self._lost, self._proven = False, False
+        self.totals.recoveries += 1
+        log.info("session_reopened", waiting=len(self.scheduler.waiting))
+        return 0.0
+
+    def _give_up(self) -> None:
+        """Nobody has answered for too long: end what waits, refuse what comes, and go on trying."""
+        if not self._lost:
+            self._lose(KvCacheDown("the KV-cache daemon did not answer for too long"))
+        error = KvCacheDown(f"the KV-cache daemon has not answered for {self._patience:g} s")
+        self._abort_all(error)
+        if self._refusal is None:
+            self._refusal = error
+            self._on_serving(False)
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def _submit(self, request: Request) -> None:
+        refusal = self._refusal
+        if refusal is None:
+            try:
+                sequence = self.scheduler.submit(request)
+                self.totals.prompt_tokens += len(request.prompt) * (1 + len(request.others))
+                self._events.append(Event(request.request_id, sequence=sequence))
+                return
+            except ServiceError as error:
+                refusal = error
+        self.totals.refused[refusal.reason] += 1
+        self._events.append(Event(request.request_id, outcome=Outcome(error=refusal)))
+
+    def _cancel(self, request_id: str) -> None:
+        for sequence in self.scheduler.samples(request_id):
+            self.scheduler.finish(sequence, Outcome(FinishReason.CANCELLED))
+
+    def _abort_all(self, error: ServiceError) -> None:
+        for sequence in list(self.scheduler.live.values()):
+            self.scheduler.finish(sequence, Outcome(error=error))
+
+    def _end_overdue(self) -> None:
+        for sequence in self.scheduler.overdue():
+            spent = self._clock() - sequence.request.submitted_at
+            error = DeadlineExceeded(f"not done in time: {sequence.num_generated_tokens} tokens after {spent:.3g} s")
+            self.scheduler.finish(sequence, Outcome(error=error))
+
+    def _drain(self, error: ServiceError) -> None:
+        self._draining, self._refusal = True, error
+        for sequence in list(self.scheduler.waiting):
+            # Else it ran, or its prompt does, and it waits for pages to go on.
+            if all(sample.admitted_at is None for sample in sequence.family or (sequence,)):
+                self.scheduler.finish(sequence, Outcome(error=error))
+
+    def _stop(self, error: ServiceError) -> None:
+        self._draining = self._stopping = True
+        self._refusal = error
+        self._abort_all(error)
+
+    def _fail(self, error: Exception) -> None:
+        log.exception("engine_failed", live=len(self.scheduler.live))
+        self._flush()  # those that had given everything back have ended as they did
+        failure = Internal(f"the engine failed: {type(error).__name__}")
+        live = list(self.scheduler.live.values())
+        self.scheduler = self._new_scheduler()
+        self._source.close()
+        self._events.extend(
+            Event(s.id, outcome=Outcome(error=failure), sequence=s, sample=s.request.sample) for s in live
+        )
+        self.totals.errors[failure.reason] += len(live)
+        self._refusal = failure
+        self._on_serving(False)
+        self._flush()
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        for sequence in self.scheduler.take_settled():
+            outcome = sequence.outcome or Outcome(error=Internal("ended without an outcome"))
+            self._count(sequence, outcome)
+            self._events.append(Event(sequence.id, outcome=outcome, sequence=sequence, sample=sequence.request.sample))
+        self._deliver()
+
+    def _deliver(self) -> None:
+        if self._events:
+            events, self._events = self._events, []
+            self._outbox(events)
+
+    def _count_tokens(self, advance: Advance) -> None:
+        self.totals.generated_tokens += len(advance.events)
+        for waited_s in advance.first_s:
+            self.stats.first_token.observe(waited_s)
+        for since, tokens in Counter(advance.since).items():
+            self.stats.between_tokens.observe(advance.now - since, tokens)
+
+    def _count(self, sequence: Sequence, outcome: Outcome) -> None:
+        usage = sequence.usage
+        self.stats.ended(usage)
+        fields = {
+            name: round(value, 6) if isinstance(value, float) else value
+            for name, value in dataclasses.asdict(usage).items()
+        } | {"request_id": sequence.id}
+        if outcome.reason is not None:
+            self.totals.ended[outcome.reason] += 1
+        if outcome.error is not None:
+            self.totals.errors[outcome.error.reason] += 1
+            log.warning("request_failed", reason=outcome.error.reason, detail=outcome.error.message, **fields)
+        elif outcome.reason is FinishReason.CANCELLED:
+            log.info("request_cancelled", **fields)
+        else:
+            log.info("request_finished", reason=outcome.reason.name if outcome.reason else "", **fields)

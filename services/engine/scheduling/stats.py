@@ -1,0 +1,65 @@
+"""What the engine observes of its requests and steps, as distributions. Times in seconds."""
+
+from __future__ import annotations
+
+from services.common.histogram import Histogram
+from services.engine.scheduling.sequence import Usage
+
+TOKENS = tuple(float(2**power) for power in range(18))
+#: Of requests: from a hit on a small model to a queue of minutes.
+FIRST_TOKEN_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+BETWEEN_TOKENS_S = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 10.0, 40.0),
+)
+REQUEST_S = (
+    *(0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+#: Of steps: scheduling and waiting for pages take microseconds, computing what the model takes.
+STEP_S = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0),
+)
+
+
+class EngineStats:
+    """Written by the engine's thread alone; any may look.
+
+    ``schedule``, ``compute`` and ``page_wait`` are the parts of each step; ``exchange_wait`` has every wait for an
+    exchange, those of rounds without a step too.
+    """
+
+    def __init__(self) -> None:
+        self.first_token = Histogram(FIRST_TOKEN_S)
+        self.between_tokens = Histogram(BETWEEN_TOKENS_S)
+        self.queue = Histogram(FIRST_TOKEN_S)
+        self.request = Histogram(REQUEST_S)
+        self.prompt_tokens = Histogram(TOKENS)
+        self.generated_tokens = Histogram(TOKENS)
+        self.schedule = Histogram(STEP_S)
+        self.compute = Histogram(STEP_S)
+        self.page_wait = Histogram(STEP_S)
+        self.exchange_wait = Histogram(STEP_S)
+        self.step_requests = Histogram(TOKENS[:11])
+        self.step_tokens = Histogram(TOKENS)
+
+    def step(self, requests: int, tokens: int, schedule_s: float, compute_s: float, page_wait_s: float) -> None:
+        """A step is over."""
+        self.step_requests.observe(requests)
+        self.step_tokens.observe(tokens)
+        self.schedule.observe(schedule_s)
+        self.compute.observe(compute_s)
+        self.page_wait.observe(page_wait_s)
+
+    def ended(self, usage: Usage) -> None:
+        """A request is over, however it ended."""
+        self.prompt_tokens.observe(usage.prompt_tokens)
+        self.generated_tokens.observe(usage.completion_tokens)
+        if usage.queue_s is not None:
+            self.queue.observe(usage.queue_s)
+        if usage.total_s is not None:
+            self.request.observe(usage.total_s)

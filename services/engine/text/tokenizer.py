@@ -1,0 +1,137 @@
+"""Text to token ids and back, and the text of one request as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from services.common.errors import ModelInvalid
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """A tokenizer of the ``tokenizers`` library. Never changed once loaded, so any thread may use it."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, vocab_size: int) -> None:
+        self.inner = inner
+        self.vocab_size = vocab_size
+
+    @classmethod
+    def load(cls, folder: Path | str, vocab_size: int) -> Tokenizer:
+        """Read ``tokenizer.json`` of ``folder`` for a model of ``vocab_size`` tokens; ids it lacks decode to nothing.
+
+        Raises ``ModelInvalid`` when the file is missing or damaged, or has ids the model does not know.
+        """
+        file = Path(folder) / TOKENIZER_FILE
+        try:
+            inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ModelInvalid(f"{file} cannot be read: {error.strerror or error}") from error
+        except Exception as error:  # the library raises nothing more specific
+            raise ModelInvalid(f"{file} is not a tokenizer: {error}") from error
+        return cls.of(inner, vocab_size, str(file))
+
+    @classmethod
+    def of(cls, inner: tokenizers.Tokenizer, vocab_size: int, file: str) -> Tokenizer:
+        """Take a tokenizer that ``file`` has. Raises ``ModelInvalid`` when it has ids the model does not know."""
+        highest = max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
+        if highest >= vocab_size:
+            raise ModelInvalid(f"{file} has token id {highest}, the model's vocab_size is {vocab_size}")
+        # A file may carry the settings it was trained with; a prompt must never be cut or filled up in silence.
+        inner.no_truncation()
+        inner.no_padding()
+        return cls(inner, vocab_size)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``, with the special tokens the file says a text begins or ends with."""
+        return ids_of(self.inner, text)
+
+    def decode(self, ids: Sequence[int], keep_special: bool = False) -> str:
+        """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
+        return self.inner.decode(list(ids), skip_special_tokens=not keep_special)
+
+
+def ids_of(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the token ids of ``text``. Every thread goes on meanwhile: to encode a text that is no batch holds them up
+    for as long as it takes, seconds for a megabyte.
+    """
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+
+class TextStream:
+    """The text of one request: whole characters as tokens come, cut at a stop string.
+
+    The match is the one that starts first in the whole text, the longest of those; how the text falls into tokens
+    changes nothing. So text that may still become part of such a match is held back, and a match is only taken when no
+    longer or earlier one can come of what follows. Without a match, the pushes and `finish` together are
+    ``Tokenizer.decode`` of all ids. What the tokens before the ``min_tokens``-th released is never part of a match.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], include_stop: bool, min_tokens: int = 0) -> None:
+        self.stopped: str | None = None
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._decoded = 0  # characters of the decoded text that were taken
+        self._held = ""  # taken, and not handed out yet
+
+    def push(self, token_id: int) -> str:
+        """Take one token and return the text that is now certain. Not called again once `stopped` is set."""
+        self._ids.append(token_id)
+        piece = self._step(token_id)
+        self._decoded += len(piece)
+        return self._take(piece, final=False) if piece else ""
+
+    def finish(self) -> str:
+        """Return what is left: held back text, an incomplete character as U+FFFD.
+
+        Sets `stopped` if a match had been waiting for a longer one. Nothing is left after a stop.
+        """
+        if self.stopped is not None:
+            return ""
+        rest = self._tokenizer.decode(self._ids)[self._decoded :]
+        self._decoded += len(rest)
+        return self._take(rest, final=True)
+
+    def _step(self, token_id: int) -> str:
+        """Return what the last token adds to the text: nothing while a character is incomplete."""
+        if self._stream is not None:
+            try:
+                return self._stream.step(self._tokenizer.inner, token_id) or ""
+            except Exception:  # the library raises nothing more specific
+                # Tokenizers that fall back to bytes decode a run of them as one: a wrong byte also spoils the right
+                # ones before it, handed out already. They stand, and the text goes on at its new length.
+                self._stream = None
+        text = self._tokenizer.decode(self._ids)
+        return "" if text.endswith("\ufffd") else text[self._decoded :]
+
+    def _take(self, piece: str, final: bool) -> str:
+        text = self._held + piece
+        if not self._stop or len(self._ids) < self._min_tokens:
+            return text
+        # Where a match begins, and where the earliest one that more text might complete would begin.
+        matches = ((at, -len(s), s) for s in self._stop if (at := text.find(s)) >= 0)
+        start, _, stop = min(matches, default=(0, 0, ""))
+        open_at = len(text) if final else min(_open_match(text, s) for s in self._stop)
+        if stop and start < open_at:
+            self.stopped, self._held = stop, ""
+            return text[: start + len(stop) * self._include_stop]
+        self._held = text[open_at:]
+        return text[:open_at]
+
+
+def _open_match(text: str, stop: str) -> int:
+    """Return where the longest end of ``text`` that is a beginning, not all, of ``stop`` starts; its length if none."""
+    at = max(0, len(text) - len(stop) + 1)
+    while (at := text.find(stop[0], at)) >= 0:
+        if stop.startswith(text[at:]):
+            return at
+        at += 1
+    return len(text)

@@ -1,0 +1,282 @@
+"""Proto to domain and back; nothing else. Every method is one transaction on the KvCache, without an await in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from services.common import rpc
+from services.common.errors import Draining, FieldInvalid, ServiceError
+from services.kvcache.api import messages
+from services.kvcache.cache.cache import KvCache
+from services.kvcache.cache.demand import Grant
+from services.kvcache.pool.pool import Pool
+from services.kvcache.pool.sequence import Sequence
+
+DOMAIN = "rocmforge.kvcache"
+SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
+
+maps_errors = rpc.maps_errors(DOMAIN)
+
+
+class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
+    """The service, over one cache that this event loop owns."""
+
+    def __init__(self, cache: KvCache) -> None:
+        self._cache = cache
+        self._draining = False
+        self._watchers: set[asyncio.Event] = set()
+
+    def drain(self) -> None:
+        """End the streams, which would end with the process otherwise: their readers should look elsewhere."""
+        self._draining = True
+        for watcher in self._watchers:
+            watcher.set()
+
+    @maps_errors
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
+        """See the proto."""
+        messages.check_name(request.client_name, "client_name", least=0)
+        messages.check_name(request.pool_id, "pool_id")
+        if not request.HasField("layout"):
+            raise FieldInvalid("layout is missing", field="layout")
+        session = self._cache.open_session(
+            request.client_name,
+            request.pool_id,
+            messages.read_layout(request.layout),
+            pool_pages=request.pool_pages if request.HasField("pool_pages") else None,
+            max_pages=request.max_pages if request.HasField("max_pages") else None,
+            ttl_s=request.ttl.ToNanoseconds() / 1e9 if request.HasField("ttl") else None,
+            process=messages.read_process(request.process),
+            device=request.device_ordinal if request.HasField("device_ordinal") else None,
+        )
+        pool = self._cache.pool_of(session)
+        return pb.OpenSessionResponse(
+            epoch=self._cache.epoch,
+            session_id=session.id,
+            ttl=messages.duration_message(session.ttl_s),
+            arena=messages.arena_message(pool, session.canary_slot),
+            layout=messages.layout_message(pool.layout),
+            pool_id=pool.id,
+        )
+
+    @maps_errors
+    async def AttachSession(self, request: pb.AttachSessionRequest, context: Any) -> pb.AttachSessionResponse:
+        """See the proto."""
+        self._cache.attach_session(request.session_id, request.seen)
+        return pb.AttachSessionResponse(epoch=self._cache.epoch)
+
+    @maps_errors
+    async def RenewSession(self, request: pb.RenewSessionRequest, context: Any) -> pb.RenewSessionResponse:
+        """See the proto."""
+        session = self._cache.renew_session(request.session_id)
+        return pb.RenewSessionResponse(epoch=self._cache.epoch, ttl=messages.duration_message(session.ttl_s))
+
+    @maps_errors
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: Any) -> pb.CloseSessionResponse:
+        """See the proto."""
+        count = self._cache.close_session(request.session_id)
+        return pb.CloseSessionResponse(epoch=self._cache.epoch, closed=count is not None, removed_sequences=count or 0)
+
+    @maps_errors
+    async def AllocatePages(self, request: pb.AllocatePagesRequest, context: Any) -> pb.AllocatePagesResponse:
+        """See the proto."""
+        demands = messages.read_demands(request.demands)
+        removed = messages.read_ids(request.remove_sequence_ids, "remove_sequence_ids")
+        steps = messages.read_steps(request.steps, growing=True) if request.HasField("steps") else None
+        told, pool = self._cache.step(request.session_id, steps, removed)
+        results = self._cache.allocate(request.session_id, demands, [])[0] if demands else []
+        response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
+        columns = request.page_columns
+        for sequence_id, answer in told:
+            _answer(response.step_grants.add(sequence_id=sequence_id), answer, columns)
+        for demand, result in zip(demands, results, strict=True):
+            _answer(response.grants.add(sequence_id=demand.sequence_id), result, columns)
+        return response
+
+    @maps_errors
+    async def AppendTokens(self, request: pb.AppendTokensRequest, context: Any) -> pb.AppendTokensResponse:
+        """See the proto."""
+        appends = messages.read_appends(request.appends)
+        response = pb.AppendTokensResponse(epoch=self._cache.epoch)
+        if request.HasField("steps"):
+            steps = messages.read_steps(request.steps, growing=False)
+            for name, error in self._cache.append_steps(request.session_id, steps):
+                response.step_errors.add(sequence_id=name, error=rpc.status_of(error, DOMAIN))
+        results = self._cache.append(request.session_id, appends)
+        add = response.progress.add
+        for (name, _, _), result in zip(appends, results, strict=True):
+            if isinstance(result, ServiceError):
+                add(sequence_id=name, error=rpc.status_of(result, DOMAIN))
+            else:
+                add(sequence_id=name, total_tokens=len(result.tokens), published_pages=result.published)
+        return response
+
+    @maps_errors
+    async def RemoveSequences(self, request: pb.RemoveSequencesRequest, context: Any) -> pb.RemoveSequencesResponse:
+        """See the proto."""
+        ids = messages.read_ids(request.sequence_ids, "sequence_ids")
+        removed, pool = self._cache.remove(request.session_id, ids)
+        absent = [name for name, was_there in zip(ids, removed, strict=True) if not was_there]
+        return pb.RemoveSequencesResponse(
+            epoch=self._cache.epoch,
+            removed_sequences=len(ids) - len(absent),
+            available_pages=pool.available_pages,
+            absent_sequence_ids=absent,
+        )
+
+    @maps_errors
+    async def GetSequence(self, request: pb.GetSequenceRequest, context: Any) -> pb.GetSequenceResponse:
+        """See the proto."""
+        messages.check_name(request.sequence_id, "sequence_id")
+        sequence, pool = self._cache.get_sequence(request.session_id, request.sequence_id)
+        answer = self._sequence(sequence, pool)
+        answer.pages.extend(messages.page_message(pool.reference(page)) for page in sequence.pages)
+        if request.include_tokens:
+            answer.tokens.extend(sequence.tokens)
+        return pb.GetSequenceResponse(epoch=self._cache.epoch, sequence=answer)
+
+    @maps_errors
+    async def ListSequences(self, request: pb.ListSequencesRequest, context: Any) -> pb.ListSequencesResponse:
+        """See the proto."""
+        if request.limit > messages.MAX_LIST:
+            raise FieldInvalid(f"limit is {request.limit}; it must be at most {messages.MAX_LIST}", field="limit")
+        listed = self._cache.list_sequences(request.session_id if request.HasField("session_id") else None)
+        start = messages.read_cursor(request.cursor)
+        end = start + (request.limit or 100)
+        return pb.ListSequencesResponse(
+            epoch=self._cache.epoch,
+            sequences=[self._sequence(sequence, pool) for sequence, pool in listed[start:end]],
+            next_cursor=str(end) if end < len(listed) else "",
+        )
+
+    @maps_errors
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        """See the proto."""
+        cache = self._cache
+        return pb.GetStatsResponse(
+            epoch=cache.epoch,
+            pools=[messages.pool_stats_message(pool, cache.session_count(pool)) for pool in cache.pools],
+            budget_bytes=cache.limits.budget_bytes,
+            arena_bytes=cache.pools.arena_bytes,
+            uptime=messages.duration_message(cache.now() - cache.started_at),
+            expired_sessions=cache.expired_sessions,
+            expired_sequences=cache.expired_sequences,
+        )
+
+    @maps_errors
+    async def Fsck(self, request: pb.FsckRequest, context: Any) -> pb.FsckResponse:
+        """See the proto."""
+        pools = list(self._cache.pools)
+        return pb.FsckResponse(
+            epoch=self._cache.epoch,
+            checked_pages=sum(pool.table.total for pool in pools),
+            checked_sequences=sum(len(pool.sequences) for pool in pools),
+            checked_index_entries=sum(len(pool.index) for pool in pools),
+            violations=list(self._cache.check()),
+        )
+
+    @maps_errors
+    async def ForkSequence(self, request: pb.ForkSequenceRequest, context: Any) -> pb.ForkSequenceResponse:
+        """See the proto."""
+        messages.check_name(request.parent_sequence_id, "parent_sequence_id")
+        messages.check_name(request.child_sequence_id, "child_sequence_id")
+        grant, child = self._cache.fork(request.session_id, request.parent_sequence_id, request.child_sequence_id)
+        response = pb.ForkSequenceResponse(epoch=self._cache.epoch, total_tokens=len(child.tokens))
+        response.grant.sequence_id = child.id
+        messages.fill_grant(response.grant, grant)
+        return response
+
+    @maps_errors
+    async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
+        """See the proto."""
+        messages.check_name(request.salt, "salt", least=0)
+        answers = self._cache.explain(request.pool_id, list(request.prompt), request.salt)
+        return pb.ExplainPrefixResponse(
+            epoch=self._cache.epoch, pages=[messages.page_answer_message(answer) for answer in answers]
+        )
+
+    @maps_errors
+    async def EvictPages(self, request: pb.EvictPagesRequest, context: Any) -> pb.EvictPagesResponse:
+        """See the proto."""
+        most = request.max_pages if request.HasField("max_pages") else None
+        evicted, left = self._cache.evict_pages(request.pool_id, most, retained=request.include_retained)
+        return pb.EvictPagesResponse(epoch=self._cache.epoch, evicted_pages=evicted, retained_pages=left)
+
+    @maps_errors
+    async def ExpireSequences(self, request: pb.ExpireSequencesRequest, context: Any) -> pb.ExpireSequencesResponse:
+        """See the proto."""
+        if not request.HasField("older_than") or request.older_than.ToNanoseconds() < 0:
+            raise FieldInvalid("older_than must be a duration of 0 s or more", field="older_than")
+        count = self._cache.expire_sequences(request.older_than.ToNanoseconds() / 1e9)
+        return pb.ExpireSequencesResponse(epoch=self._cache.epoch, expired_sequences=count)
+
+    @maps_errors
+    async def DropPool(self, request: pb.DropPoolRequest, context: Any) -> pb.DropPoolResponse:
+        """See the proto."""
+        self._cache.drop_pool(request.pool_id)
+        return pb.DropPoolResponse(epoch=self._cache.epoch)
+
+    @maps_errors
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
+        """See the proto."""
+        ring, epoch = self._cache.events, self._cache.epoch
+        number, why = request.after_sequence_number, pb.RESET_REASON_UNSPECIFIED
+        if not request.HasField("after_sequence_number"):
+            why = pb.RESET_REASON_START
+        elif request.HasField("epoch") and request.epoch != epoch:
+            why = pb.RESET_REASON_NEW_EPOCH
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        unsubscribe = ring.subscribe(changed.set)
+        try:
+            while True:
+                if self._draining:
+                    raise Draining("the daemon is shutting down")
+                changed.clear()
+                gap, events = ring.after(number)
+                if why or gap:
+                    # The snapshot is taken whole, before the first await, at the number it is true for.
+                    number, snapshot = ring.last_number, list(messages.snapshot_messages(self._cache, request.pool_id))
+                    reset = pb.CacheReset(reason=why or pb.RESET_REASON_GAP)
+                    yield pb.WatchEventsResponse(epoch=epoch, sequence_number=number, reset=reset)
+                    for links in snapshot:
+                        yield pb.WatchEventsResponse(epoch=epoch, sequence_number=number, stored=links)
+                    why = pb.RESET_REASON_UNSPECIFIED
+                    continue
+                for event in events:
+                    number = event.number
+                    if not request.pool_id or event.pool_id == request.pool_id:
+                        yield messages.event_message(event, epoch)
+                if not events:
+                    await changed.wait()
+        finally:
+            unsubscribe()
+            self._watchers.discard(changed)
+
+    def _sequence(self, sequence: Sequence, pool: Pool) -> pb.Sequence:
+        now = self._cache.now()
+        return pb.Sequence(
+            session_id=sequence.session_id,
+            sequence_id=sequence.id,
+            pool_id=pool.id,
+            total_tokens=len(sequence.tokens),
+            total_pages=len(sequence.pages),
+            published_pages=sequence.published,
+            cached_tokens=sequence.cached_tokens,
+            age=messages.duration_message(now - sequence.created_at),
+            idle=messages.duration_message(now - sequence.last_access),
+            access_count=sequence.access_count,
+            retention=messages.retention_message(sequence.retention),
+        )
+
+
+def _answer(message: pb.SequenceGrant, result: Grant | ServiceError, columns: bool) -> None:
+    """Say what was granted, or why nothing was."""
+    if isinstance(result, ServiceError):
+        message.error.CopyFrom(rpc.status_of(result, DOMAIN))
+    else:
+        messages.fill_grant(message, result, columns=columns)

@@ -1,0 +1,1 @@
+"""The daemon's state and its transactions: every RPC is one method of `KvCache`."""

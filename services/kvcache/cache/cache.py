@@ -1,0 +1,431 @@
+"""The state of the daemon, and the only place that changes it.
+
+One ``KvCache`` is owned by one asyncio loop. Every public method is one transaction: it runs to its end without
+waiting for anything, so there is nothing to lock. Clients are trusted with no index, no size and no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+
+from services.common.errors import (
+    AttachBusy,
+    AttachMismatch,
+    CapacityExceeded,
+    FieldInvalid,
+    PoolInUse,
+    QuotaExceeded,
+    ServiceError,
+    TooManySessions,
+)
+from services.kvcache.cache import demand
+from services.kvcache.cache.demand import Demand, Grant
+from services.kvcache.cache.explain import PageAnswer, explain
+from services.kvcache.cache.steps import Steps, append_on, grow_on
+from services.kvcache.lease.quarantine import Aliveness, Quarantine
+from services.kvcache.lease.sessions import Process, Session, Sessions
+from services.kvcache.pool.budget import CANARY_BYTES, ArenaMaker, Pools
+from services.kvcache.pool.events import EventRing
+from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.pool import Pool
+from services.kvcache.pool.prefix_cache import ChainHash, blake2b_chain
+from services.kvcache.pool.sequence import Sequence
+
+MIN_TTL_S, MAX_TTL_S = 1.0, 600.0
+
+#: A session has the way to GPU memory for itself until it has attached, and for so long at most: ROCm itself gives an
+#: open 10 s. Opens from several processes at a time are not to be relied on.
+ATTACH_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the daemon may use and how long it waits. Bytes, pages, seconds."""
+
+    budget_bytes: int
+    pool_pages: int | None = None
+    default_ttl_s: float = 10.0
+    drain_s: float = 30.0
+    cache_ttl_s: float | None = None
+    eviction: str = "lru"
+    retained_share: float = 0.5
+    max_sessions: int = 256
+    max_sequences: int = 65536
+    sequence_ttl_s: float | None = None
+    event_ring: int = 65536
+
+
+class KvCache:
+    """Sessions, pools and what is quarantined.
+
+    ``random_bytes`` makes session ids and canaries; ``clock`` is monotonic, in seconds; ``make_arena`` and ``alive``
+    are the ways to memory and to the process table. ``devices`` is how many GPUs there are to put pools on; with None
+    pools are in the host's memory.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        epoch: int,
+        clock: Callable[[], float],
+        random_bytes: Callable[[int], bytes],
+        make_arena: ArenaMaker,
+        alive: Aliveness,
+        chain_hash: ChainHash = blake2b_chain,
+        devices: int | None = None,
+    ) -> None:
+        self.limits = limits
+        self._devices = devices
+        self.epoch = epoch
+        self.started_at = clock()
+        self.opened_sessions = 0
+        self.attach_turns = 0
+        self.attach_refusals = 0
+        self.expired_sessions = 0
+        self.expired_sequences = 0
+        self.events = EventRing(limits.event_ring)
+        self.pools = Pools(
+            limits.budget_bytes,
+            limits.pool_pages,
+            limits.max_sessions,
+            make_arena,
+            chain_hash,
+            self.events,
+            limits.eviction,
+            limits.retained_share,
+        )
+        self._sessions = Sessions()
+        self._quarantine = Quarantine(alive)
+        self._clock = clock
+        self._random_bytes = random_bytes
+
+    # --- sessions ---
+
+    def open_session(
+        self,
+        client_name: str,
+        pool_id: str,
+        layout: PageLayout,
+        *,
+        pool_pages: int | None = None,
+        max_pages: int | None = None,
+        ttl_s: float | None = None,
+        process: Process | None = None,
+        device: int | None = None,
+    ) -> Session:
+        """A new session on the pool, which is made if need be. The session's canary is in its arena then.
+
+        Raises FieldInvalid, LayoutMismatch, InvalidConfiguration, ExceedsBudget, TooManySessions, AttachBusy, GpuError.
+        """
+        ttl = self.limits.default_ttl_s if ttl_s is None else ttl_s
+        if not MIN_TTL_S <= ttl <= MAX_TTL_S:
+            raise FieldInvalid(f"ttl is {ttl:g} s; it must be {MIN_TTL_S:g} to {MAX_TTL_S:g} s", field="ttl")
+        if len(self._sessions) >= self.limits.max_sessions:
+            raise TooManySessions(f"{len(self._sessions)} sessions are open, the limit", limit=self.limits.max_sessions)
+        if max_pages == 0:
+            raise FieldInvalid("max_pages is 0; a session needs at least one page", field="max_pages")
+        now = self._clock()
+        self._check_device(device)
+        self._check_turn(process, now)
+        pool = self.pools.get_or_make(pool_id, layout, pool_pages, device, self._is_used)
+        taken = {session.canary_slot for session in self._sessions.all() if session.pool_id == pool.id}
+        session = Session(
+            id=f"{self.epoch:016x}-{self._random_bytes(16).hex()}",
+            client_name=client_name,
+            pool_id=pool.id,
+            ttl_s=ttl,
+            deadline=now + ttl,
+            process=process,
+            canary=self._random_bytes(CANARY_BYTES),
+            canary_slot=next(slot for slot in range(self.limits.max_sessions) if slot not in taken),
+            max_sequences=self.limits.max_sequences,
+            max_pages=max_pages,
+            attach_until=now + ATTACH_S if device is not None else 0.0,
+        )
+        pool.arena.write_canary(session.canary_slot, session.canary)
+        pool.last_used = now
+        self._sessions.add(session)
+        self.opened_sessions += 1
+        self.attach_turns += device is not None
+        return session
+
+    def attach_session(self, session_id: str, seen: bytes) -> Session:
+        """The engine has mapped the arena. Raises SessionExpired, AttachMismatch."""
+        session = self._use(session_id)
+        if seen != session.canary:
+            raise AttachMismatch("seen is not the canary in this session's arena: other memory is mapped", field="seen")
+        answer = self.pool_of(session).arena.read_answer(session.canary_slot)
+        if answer != bytes(byte ^ 0xFF for byte in session.canary):
+            raise AttachMismatch("the canary's complement did not arrive in the arena: the mapping is not shared")
+        session.attached, session.attach_until = True, 0.0
+        return session
+
+    def _check_device(self, device: int | None) -> None:
+        count = self._devices
+        if count is None and device is not None:
+            raise FieldInvalid(
+                f"device_ordinal is {device}; this daemon's pages are in the host's memory: leave it unset, or start "
+                "the daemon with --device gpu",
+                field="device_ordinal",
+            )
+        if count is not None and (device is None or device >= count):
+            raise FieldInvalid(
+                f"device_ordinal is {'unset' if device is None else device}; this daemon's pages are on GPUs, and it "
+                f"has {count}: it must be 0 to {count - 1}",
+                field="device_ordinal",
+                limit=count - 1,
+            )
+
+    def _check_turn(self, process: Process | None, now: float) -> None:
+        for other in self._sessions.all():
+            # An engine that opens again has given its last attempt up: it never saw the reply.
+            if other.attach_until > now and (process is None or other.process != process):
+                self.attach_refusals += 1
+                raise AttachBusy("another engine is attaching to GPU memory, which only one does at a time")
+
+    def _is_used(self, pool: Pool) -> bool:
+        """Whether somebody maps the pool's memory, or may: a lost session that is not proven gone."""
+        return self.session_count(pool) > 0 or self._quarantine.waits_for(pool)
+
+    def renew_session(self, session_id: str) -> Session:
+        """Extend a lease. Raises SessionExpired."""
+        return self._use(session_id)
+
+    def close_session(self, session_id: str) -> int | None:
+        """End a session whose engine touches no page any more; the number of its sequences, None when unknown."""
+        session = self._sessions.pop(session_id)
+        if session is None:
+            return None
+        count = len(session.sequences)
+        self._end(session, lost=False)
+        return count
+
+    def _use(self, session_id: str) -> Session:
+        now = self._clock()
+        session = self._sessions.use(session_id, now)
+        pool = self.pool_of(session)
+        pool.last_used = now
+        pool.table.cached.pass_time(now)
+        return session
+
+    def _end(self, session: Session, *, lost: bool) -> None:
+        now, pool, unsafe = self._clock(), self.pool_of(session), list[int]()
+        if lost:
+            for sequence in session.sequences.values():
+                unsafe += pool.lose(sequence, now)
+        else:
+            pool.release(list(session.sequences.values()), now)
+        session.sequences.clear()
+        pool.last_used = now
+        # The handle of a GPU's memory is opened before a session attaches, so that any may have it mapped.
+        mapped = lost and (session.attached or pool.arena.device is not None)
+        self._quarantine.add(pool, unsafe, session.process, now + self.limits.drain_s, mapped=mapped)
+        self._quarantine.ended(session.id, now + self.limits.drain_s if lost else now)
+
+    # --- sequences ---
+
+    def allocate(
+        self, session_id: str, demands: list[Demand], removed: list[str]
+    ) -> tuple[list[Grant | ServiceError], Pool]:
+        """The step call: remove, then serve each demand or tell why not; one that fails changes nothing.
+
+        Raises SessionExpired, SessionNotAttached.
+        """
+        session, pool = self._use_attached(session_id)
+        if removed:
+            self._remove(session, removed)
+        now = self._clock()
+        results: list[Grant | ServiceError] = []
+        for item in demands:
+            try:
+                results.append(demand.serve(session, pool, item, now))
+            except ServiceError as error:
+                pool.totals.refused_demands += isinstance(error, CapacityExceeded | QuotaExceeded)
+                results.append(error)
+        return results, pool
+
+    def append(self, session_id: str, appends: list[tuple[str, int, list[int]]]) -> list[Sequence | ServiceError]:
+        """Record resident tokens, (sequence id, start, tokens) each; an item that fails changes nothing.
+
+        Raises SessionExpired, SessionNotAttached.
+        """
+        session, pool = self._use_attached(session_id)
+        now = self._clock()
+        results: list[Sequence | ServiceError] = []
+        for sequence_id, start, tokens in appends:
+            try:
+                results.append(demand.append(session, pool, sequence_id, start, tokens, now))
+            except ServiceError as error:
+                results.append(error)
+        return results
+
+    def step(
+        self, session_id: str, steps: Steps | None, removed: list[str]
+    ) -> tuple[list[tuple[str, Grant | ServiceError]], Pool]:
+        """Remove, then let sequences go on: report and grow. Who has anything to hear, by id.
+
+        Raises SessionExpired, SessionNotAttached.
+        """
+        session, pool = self._use_attached(session_id)
+        if removed:
+            self._remove(session, removed)
+        told = grow_on(session, pool, steps, self._clock()) if steps is not None else []
+        refused = (isinstance(answer, CapacityExceeded | QuotaExceeded) for _, answer in told)
+        pool.totals.refused_demands += sum(refused)
+        return told, pool
+
+    def append_steps(self, session_id: str, steps: Steps) -> list[tuple[str, ServiceError]]:
+        """Record resident tokens of sequences that go on; those that failed, by id, changed nothing.
+
+        Raises SessionExpired, SessionNotAttached.
+        """
+        session, pool = self._use_attached(session_id)
+        return append_on(session, pool, steps, self._clock())
+
+    def fork(self, session_id: str, parent_id: str, child_id: str) -> tuple[Grant, Sequence]:
+        """Share a sequence's pages with a new one, copy on write; the new one's grant.
+
+        Raises SessionExpired, SessionNotAttached, SequenceUnknown, SequenceRemoved, SequenceExists, TooManySequences,
+        QuotaExceeded.
+        """
+        session, pool = self._use_attached(session_id)
+        return demand.fork(session, pool, parent_id, child_id, self._clock())
+
+    def remove(self, session_id: str, sequence_ids: list[str]) -> tuple[list[bool], Pool]:
+        """Remove sequences; whether each was there. Raises SessionExpired."""
+        session = self._use(session_id)
+        return self._remove(session, sequence_ids), self.pool_of(session)
+
+    def _remove(self, session: Session, sequence_ids: list[str]) -> list[bool]:
+        found = session.forget(sequence_ids)
+        self.pool_of(session).release([sequence for sequence in found if sequence is not None], self._clock())
+        return [sequence is not None for sequence in found]
+
+    def get_sequence(self, session_id: str, sequence_id: str) -> tuple[Sequence, Pool]:
+        """One sequence; counts as an access to it. Raises SessionExpired, SequenceUnknown, SequenceRemoved."""
+        session = self._use(session_id)
+        sequence = session.sequence(sequence_id)
+        self.pool_of(session).touch(sequence, self._clock())
+        return sequence, self.pool_of(session)
+
+    def list_sequences(self, session_id: str | None) -> list[tuple[Sequence, Pool]]:
+        """Sequences of one session, or of all, in the order they were opened. Raises SessionExpired."""
+        sessions = self._sessions.all() if session_id is None else [self._use(session_id)]
+        return [(sequence, self.pool_of(s)) for s in sessions for sequence in s.sequences.values()]
+
+    def _use_attached(self, session_id: str) -> tuple[Session, Pool]:
+        session = self._use(session_id)
+        session.require_attached()
+        return session, self.pool_of(session)
+
+    # --- time ---
+
+    def sweep(self) -> list[Session]:
+        """Expire what is due; returns the sessions that were lost. Call about once a second.
+
+        A session is lost when its deadline passes or its process is proven gone.
+        """
+        now = self._clock()
+        lost = [s for s in self._sessions.all() if s.deadline <= now or self._quarantine.gone(s.process)]
+        for session in lost:
+            self._sessions.pop(session.id)
+            self._end(session, lost=True)
+        self.expired_sessions += len(lost)
+        if self.limits.sequence_ttl_s is not None:
+            self.expire_sequences(self.limits.sequence_ttl_s)
+        self._quarantine.sweep(now)
+        for pool in self.pools:
+            pool.table.cached.pass_time(now)
+            if self.limits.cache_ttl_s is not None:
+                pool.expire_cached(now - self.limits.cache_ttl_s)
+        return lost
+
+    def expire_sequences(self, older_than_s: float) -> int:
+        """End sequences untouched for so long, as leaked; how many.
+
+        Their engine may still be writing their unfinished pages: those stay in quarantine as long as its session
+        lives, and then for a drain. It is told SEQUENCE_REMOVED when it asks for them again.
+        """
+        now, count = self._clock(), 0
+        sessions = {session.id: session for session in self._sessions.all()}
+        for pool in self.pools:
+            old = list(takewhile(lambda sequence: sequence.last_access <= now - older_than_s, pool.sequences))
+            for sequence in old:
+                session = sessions[sequence.session_id]
+                session.forget([sequence.id])
+                unsafe = pool.lose(sequence, now)
+                self._quarantine.add(pool, unsafe, session.process, session_id=session.id)
+            count += len(old)
+        self.expired_sequences += count
+        return count
+
+    def evict_pages(self, pool_id: str, most: int | None, *, retained: bool = False) -> tuple[int, int]:
+        """Free cached pages, as an allocation would, but retained ones only if told; how many, and how many retained
+        ones are left. Raises PoolUnknown.
+        """
+        pool = self.pools.get(pool_id)
+        cached = pool.table.cached
+        cached.pass_time(self._clock())
+        evicted = pool.evict(pool.table.total if most is None else most, retained=retained)
+        pool.totals.evicted_on_request += evicted
+        return evicted, cached.retained_count
+
+    def explain(self, pool_id: str, prompt: list[int], salt: str) -> list[PageAnswer]:
+        """Why the prompt's pages are cached or not; changes nothing. Raises PoolUnknown, FieldInvalid."""
+        return explain(self.pools.get(pool_id), self.events, demand.prompt_array(prompt, "prompt"), salt)
+
+    def drop_pool(self, pool_id: str) -> None:
+        """Give the memory of a pool that nobody uses back. Raises PoolUnknown, PoolInUse."""
+        pool = self.pools.get(pool_id)
+        sessions = self.session_count(pool)
+        if sessions:
+            raise PoolInUse(f"pool {pool_id!r} has {sessions} sessions", field="pool_id", sessions=sessions)
+        if self._quarantine.waits_for(pool):
+            raise PoolInUse(
+                f"pool {pool_id!r}: the engine of a lost session may still have its memory mapped", field="pool_id"
+            )
+        self.pools.drop(pool)
+
+    def close(self) -> None:
+        """Give all memory back. Engines that still map it keep their mapping and find no daemon."""
+        self.pools.close()
+
+    # --- looking ---
+
+    def now(self) -> float:
+        """The clock that every time in here is of."""
+        return self._clock()
+
+    def session_count(self, pool: Pool) -> int:
+        """Live sessions on a pool."""
+        return sum(session.pool_id == pool.id for session in self._sessions.all())
+
+    def pool_of(self, session: Session) -> Pool:
+        """The pool of a live session."""
+        return self.pools[session.pool_id]
+
+    def check(self) -> Iterator[str]:
+        """Every violation of the whole state; empty when it is sound. Changes nothing."""
+        yield from self.pools.check()
+        listed: dict[str, set[Sequence]] = {pool.id: set() for pool in self.pools}
+        slots: set[tuple[str, int]] = set()
+        for session in self._sessions.all():
+            slots.add((session.pool_id, session.canary_slot))
+            listed[session.pool_id].update(session.sequences.values())
+            counted = sum(sequence.page_count for sequence in session.sequences.values())
+            if counted != session.held_pages:
+                yield f"session {session.id[:24]} counts {session.held_pages} pages, its sequences have {counted}"
+            for sequence_id, sequence in session.sequences.items():
+                if sequence_id != sequence.id or sequence_id in session.removed:
+                    yield f"{sequence!r} is listed as {sequence_id!r}, or was removed"
+        if len(slots) != len(self._sessions):
+            yield "two sessions share a canary slot"
+        for pool in self.pools:
+            if listed[pool.id] != set(pool.sequences):
+                yield f"pool {pool.id} has sequences that no session lists, or the reverse"
+            waiting = self._quarantine.pages(pool)
+            if len(waiting) != pool.table.quarantined_count or len(set(waiting)) != len(waiting):
+                yield f"pool {pool.id}: {pool.table.quarantined_count} pages quarantined, {len(waiting)} waited for"

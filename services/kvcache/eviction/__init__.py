@@ -1,0 +1,1 @@
+"""Which cached page goes first, and which is retained."""

@@ -1,0 +1,313 @@
+"""Retention: pages that stay in the cache longer than others, for a time and within a share of the pool.
+
+A sequence may be opened with a *retention*: a time to live and a priority. When it ends, its pages are *promised* that
+much. A page with a promise that becomes cached is *retained*: it is given up after every cached page that is not, by
+rising priority, of one priority the soonest to expire first, of one expiry the least recently used. When its time is
+over it is a cached page like others, as if it had been cached at that moment. Nothing is pinned: when all that is
+cached is retained, an allocation takes the lowest.
+
+The law of ``eviction`` holds: a victim has no cached continuation. It rests on promises being joined, never replaced: a
+page is promised at least what each of its cached continuations is, the longest time and the highest priority. So at
+any moment a continuation is not retained, or the page in front of it is held, or that is retained and ranks above it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from services.common.errors import FieldInvalid
+from services.kvcache.eviction.density import Links
+from services.kvcache.eviction.lru import LruQueue
+
+MAX_PRIORITY = 100
+
+#: A client that wants more asks again: every sequence with a retention that uses a page renews its promise.
+MAX_RETENTION_S = 86400.0
+
+#: Entries of pages that left are dropped when there are as many as of pages that stay, and this many more.
+SLACK = 64
+
+
+class Promise(NamedTuple):
+    """How strongly, and until when in the cache's clock. Of two pages, the one with the lesser promise goes first."""
+
+    priority: int
+    until: float
+
+    def joined(self, other: Promise) -> Promise:
+        """What keeps both."""
+        return Promise(max(self.priority, other.priority), max(self.until, other.until))
+
+
+class Retention(NamedTuple):
+    """What an engine asks for when it opens a sequence, in seconds after the sequence ends."""
+
+    ttl_s: float
+    priority: int
+
+    def check(self) -> None:
+        """Raises FieldInvalid."""
+        if not 0 < self.ttl_s <= MAX_RETENTION_S:
+            raise FieldInvalid(
+                f"opening.retention.ttl is {self.ttl_s:g} s; it must be above 0 s and at most {MAX_RETENTION_S:g} s",
+                field="opening.retention.ttl",
+                limit=f"{MAX_RETENTION_S:g}",
+            )
+        if not 1 <= self.priority <= MAX_PRIORITY:
+            raise FieldInvalid(
+                f"opening.retention.priority is {self.priority}; it must be 1 to {MAX_PRIORITY}",
+                field="opening.retention.priority",
+                limit=MAX_PRIORITY,
+            )
+
+    def promise(self, now: float) -> Promise:
+        """The promise of a sequence that ends now."""
+        return Promise(self.priority, now + self.ttl_s)
+
+
+class _Entry(NamedTuple):
+    """A retained page in its priority's heap. ``number`` counts up: of one expiry, the first cached goes first."""
+
+    until: float
+    number: int
+    page: int
+    priority: int
+
+
+class RetainingQueue:
+    """All cached pages of a pool: a policy's queue of those that are not retained, and behind it those that are.
+
+    At most ``most`` pages are retained. One more takes the place of the lowest, which goes back to the policy, or is
+    not retained itself when it ranks below them all. Costs of retained pages are O(log n), amortised; of others they
+    are the policy's, and nothing is stored for them.
+    """
+
+    def __init__(self, policy: LruQueue, links: Links, most: int) -> None:
+        self.most = most
+        self._policy = policy
+        self._links = links
+        self._now = -math.inf
+        # No retained page's time is over before this.
+        self._due = math.inf
+        # Of pages outside the queue: held, or about to be pushed. One whose time is over means nothing any more.
+        self._promises: dict[int, Promise] = {}
+        self._retained: dict[int, _Entry] = {}
+        # By priority. An entry that is not its page's in ``_retained`` is of a page that left, and is passed over.
+        self._heaps: dict[int, list[_Entry]] = {}
+        self._entries = 0
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return len(self._policy) + len(self._retained)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._policy or page in self._retained
+
+    def __iter__(self) -> Iterator[int]:
+        """Those that are not retained, oldest first; then those that are, as they are given up."""
+        yield from self._policy
+        for entry in sorted(self._retained.values(), key=lambda entry: (entry.priority, entry)):
+            yield entry.page
+
+    @property
+    def retained_count(self) -> int:
+        """Pages in the queue that are retained."""
+        return len(self._retained)
+
+    @property
+    def oldest(self) -> int | None:
+        """The page cached longest ago, of those that are not retained."""
+        return self._policy.oldest
+
+    def since(self, page: int) -> float:
+        """When a page that is not retained was cached, or its retention ended, in the caller's seconds."""
+        return self._policy.since(page)
+
+    def victim(self, *, retained: bool = True) -> int | None:
+        """The next page to evict; it stays queued until it is. None when nothing is, or nothing but retained pages."""
+        page = self._policy.victim()
+        if page is None and retained and (lowest := self._lowest()) is not None:
+            return lowest.page
+        return page
+
+    # --- what pages go through ---
+
+    def push(self, page: int, now: float) -> None:
+        """Add as the newest; retained, if that was promised. Raises ValueError when it is in the queue."""
+        if page in self._retained:
+            raise ValueError(f"page {page} is queued already")
+        promise = self._promises.pop(page, None)
+        if promise is not None and promise.until > self._now and self._has_room(promise, now):
+            self._policy.note_cached(page)
+            self._retain(page, promise)
+        else:
+            self._policy.push(page, now)
+
+    def discard(self, page: int) -> None:
+        """Take out of the queue: its content was asked for. What it was promised stays.
+
+        Raises ValueError when it is not in it.
+        """
+        entry = self._retained.pop(page, None)
+        if entry is None:
+            self._policy.discard(page)
+            return
+        self._promises.setdefault(page, Promise(entry.priority, entry.until))
+        self._policy.note_returned(page)
+
+    def discard_all(self, pages: Sequence[int]) -> None:
+        """As `discard`, of each of these pages in order."""
+        if not self._retained:
+            self._policy.discard_all(pages)
+            return
+        for page in pages:
+            self.discard(page)
+
+    def evict(self, page: int) -> None:
+        """Take out of the queue: its content is given up. Raises ValueError when it is not in it."""
+        if self._retained.pop(page, None) is None:
+            self._policy.evict(page)
+        else:
+            self._policy.note_evicted(page)
+
+    def touch(self, page: int, now: float) -> None:
+        """Make a queued page the newest; retained, if that has been promised since it was queued."""
+        self.discard(page)
+        self.push(page, now)
+
+    # --- promises ---
+
+    @property
+    def has_promises(self) -> bool:
+        """Whether pages outside the queue may have promises."""
+        return bool(self._promises)
+
+    def promises(self) -> Iterator[int]:
+        """The pages outside the queue that may have promises."""
+        return iter(self._promises)
+
+    def promised(self, page: int) -> Promise | None:
+        """What a page is promised; None when it is nothing, or over."""
+        promise = self._promises.get(page)
+        if promise is None and (entry := self._retained.get(page)) is not None:
+            promise = Promise(entry.priority, entry.until)
+        return promise if promise is not None and promise.until > self._now else None
+
+    def promise(self, page: int, more: Promise | None) -> Promise | None:
+        """Join ``more`` to what a page is promised, and return that.
+
+        A page that is cached has to be touched after.
+        """
+        has = self.promised(page)
+        if more is None or has == more:
+            return has
+        joined = more if has is None else has.joined(more)
+        if joined != has:
+            self._promises[page] = joined
+        return joined
+
+    def pass_time(self, now: float) -> None:
+        """It is ``now``: pages whose time is over go back to the policy, continuations first."""
+        self._now = now
+        if now < self._due:
+            return
+        self._due = math.inf
+        # A page's priority and expiry are not below its continuations', and among equals it was cached later.
+        for priority in sorted(self._heaps):
+            while (first := self._first(priority)) is not None and first.until <= now:
+                del self._retained[first.page]
+                self._policy.enter(first.page, now)
+            if first is not None:
+                self._due = min(self._due, first.until)
+
+    # --- the heaps ---
+
+    def _first(self, priority: int) -> _Entry | None:
+        """The first to go of a priority; a heap that has none is forgotten."""
+        heap = self._heaps[priority]
+        while heap:
+            if self._retained.get(heap[0].page) is heap[0]:
+                return heap[0]
+            heappop(heap)
+            self._entries -= 1
+        del self._heaps[priority]
+        return None
+
+    def _lowest(self) -> _Entry | None:
+        while self._heaps:
+            if (first := self._first(min(self._heaps))) is not None:
+                return first
+        return None
+
+    def _has_room(self, promise: Promise, now: float) -> bool:
+        """Whether a page with this promise may be retained; makes the room that it needs."""
+        if len(self._retained) < self.most:
+            return True
+        lowest = self._lowest()
+        if lowest is None or (lowest.priority, lowest.until) > promise:
+            return False
+        # Among equals the newer stays: in a sequence that ends, that is the page nearer to the start.
+        del self._retained[lowest.page]
+        self._policy.enter(lowest.page, now)
+        return True
+
+    def _retain(self, page: int, promise: Promise) -> None:
+        self._numbers += 1
+        entry = _Entry(promise.until, self._numbers, page, promise.priority)
+        self._retained[page] = entry
+        self._due = min(self._due, promise.until)
+        heappush(self._heaps.setdefault(promise.priority, []), entry)
+        self._entries += 1
+        if self._entries > 2 * len(self._retained) + SLACK:
+            self._heaps = {}
+            for entry in self._retained.values():
+                self._heaps.setdefault(entry.priority, []).append(entry)
+            for heap in self._heaps.values():
+                heapify(heap)
+            self._entries = len(self._retained)
+
+    def check(self) -> Iterator[str]:
+        """Violations: those of the policy, of the limit, of the heaps, of the order of continuations."""
+        yield from self._policy.check()
+        if len(self._retained) > self.most:
+            yield f"{len(self._retained)} pages are retained, the limit is {self.most}"
+        if any(page in self._policy for page in self._retained):
+            yield "a page is retained and in the policy's queue"
+        if any(page in self for page in self._promises):
+            yield "a queued page has a promise that it was not queued with"
+        if any(not self._now < entry.until for entry in self._retained.values()):
+            yield f"a page is retained and its time was over at {self._now}"
+        yield from self._check_heaps()
+        place = {page: at for at, page in enumerate(self)}
+        for page in place:
+            entry = self._retained.get(page)
+            try:
+                parent = self._links.parent(page)
+            except KeyError:  # the index is broken, and says so itself
+                continue
+            if parent is None:
+                continue
+            if parent in place and place[parent] < place[page]:
+                yield f"page {parent} would be given up before its continuation {page}"
+            elif entry is not None and parent not in place:
+                promise, mine = self._promises.get(parent), Promise(entry.priority, entry.until)
+                if promise is None or promise.joined(mine) != promise:
+                    yield f"page {parent} is held and promised {promise}, its continuation {page} {mine}"
+
+    def _check_heaps(self) -> Iterator[str]:
+        found: list[_Entry] = []
+        for priority, heap in self._heaps.items():
+            if any(heap[(at - 1) // 2] > heap[at] for at in range(1, len(heap))):
+                yield f"the heap of priority {priority} is none"
+            if any(entry.priority != priority for entry in heap):
+                yield f"the heap of priority {priority} has other pages"
+            found += [entry for entry in heap if self._retained.get(entry.page) is entry]
+        if sorted(found) != sorted(self._retained.values()):
+            yield f"{len(self._retained)} pages are retained, the heaps have {len(found)}"
+        if self._entries != sum(map(len, self._heaps.values())) or self._entries > 2 * len(self._retained) + SLACK:
+            yield f"the heaps have {sum(map(len, self._heaps.values()))} entries, say {self._entries}"
+        if any(entry.until < self._due for entry in found):
+            yield f"a page's time is over before {self._due}"

@@ -1,0 +1,1 @@
+"""Who holds pages: sessions, the processes behind them, and the quarantine of lost ones."""

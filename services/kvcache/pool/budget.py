@@ -1,0 +1,183 @@
+"""All pools, under one memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from services.common.errors import ExceedsBudget, InvalidConfiguration, LayoutMismatch, PoolInUse, PoolUnknown
+from services.kvcache.pool.events import EventKind, EventRing
+from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.pool import Arena, Pool
+from services.kvcache.pool.prefix_cache import ChainHash
+
+CANARY_BYTES = 32
+
+#: Bytes behind the pages of an arena for each session the daemon may have: a canary and its answer.
+CANARY_SLOT_BYTES = 2 * CANARY_BYTES
+
+#: A page of the table costs host memory too, some hundred bytes.
+MAX_PAGES = 1 << 22
+
+#: ``(layout, total_pages, canary_slots, device)`` to memory, on a GPU or, with None, shared by mapping. Raises
+#: ExceedsBudget when the machine has none.
+ArenaMaker = Callable[[PageLayout, int, int, int | None], Arena]
+
+
+def pool_name(pool_id: str, device: int | None) -> str:
+    """What a pool is called: one on a GPU is another than its namesake on the next GPU."""
+    return pool_id if device is None else f"{pool_id}/gpu{device}"
+
+
+class Pools:
+    """Pools by name. The sum of the arenas in one memory (the host's, or a GPU's) never exceeds ``budget_bytes``,
+    checked before anything is allocated.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        default_pages: int | None,
+        canary_slots: int,
+        make_arena: ArenaMaker,
+        chain: ChainHash,
+        events: EventRing,
+        eviction: str,
+        retained_share: float,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self._default_pages = default_pages
+        self._canary_slots = canary_slots
+        self._make_arena = make_arena
+        self._chain = chain
+        self._events = events
+        self._eviction = eviction
+        self._retained_share = retained_share
+        self._by_id: dict[str, Pool] = {}
+        self.dropped = 0
+
+    def __iter__(self) -> Iterator[Pool]:
+        return iter(self._by_id.values())
+
+    def __getitem__(self, pool_id: str) -> Pool:
+        return self._by_id[pool_id]
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of all arenas."""
+        return sum(pool.arena.size_bytes for pool in self)
+
+    def get_or_make(
+        self,
+        pool_id: str,
+        layout: PageLayout,
+        pages: int | None,
+        device: int | None,
+        is_used: Callable[[Pool], bool],
+    ) -> Pool:
+        """The pool of that id on that device (None: the host's memory), made when there is none.
+
+        ``is_used`` tells pools whose memory is or may be mapped; others give way to a new pool in the same memory, the
+        longest unused first, since an upgraded model comes with a new pool id. Raises LayoutMismatch,
+        InvalidConfiguration, ExceedsBudget, GpuError.
+        """
+        pool_id = pool_name(pool_id, device)
+        pool = self._by_id.get(pool_id)
+        if pool is None:
+            return self._make(pool_id, layout, pages, device, is_used)
+        if pool.layout != layout:
+            raise LayoutMismatch(
+                f"layout: pool {pool_id!r} has {pool.layout}; this session wants {layout}", field="layout"
+            )
+        if pages is not None and pages != pool.table.total:
+            raise LayoutMismatch(
+                f"pool_pages is {pages}; pool {pool_id!r} exists with {pool.table.total}", field="pool_pages"
+            )
+        return pool
+
+    def _make(
+        self,
+        pool_id: str,
+        layout: PageLayout,
+        pages: int | None,
+        device: int | None,
+        is_used: Callable[[Pool], bool],
+    ) -> Pool:
+        canaries = self._canary_slots * CANARY_SLOT_BYTES
+        if pages is None:
+            pages = self._default_pages
+        if pages is None:
+            pages = min(MAX_PAGES, max(1, (self.budget_bytes - canaries) // layout.page_bytes))
+        if not 1 <= pages <= MAX_PAGES:
+            raise InvalidConfiguration(f"pool_pages is {pages}; it must be 1 to {MAX_PAGES}", field="pool_pages")
+        wanted = pages * layout.page_bytes + canaries
+        there = [pool for pool in self if _device_of(pool) == device]
+        idle = sorted(
+            (pool for pool in there if not is_used(pool) and not pool.table.quarantined_count),
+            key=lambda pool: pool.last_used,
+        )
+        room = self.budget_bytes - sum(pool.arena.size_bytes for pool in there)
+        if wanted > room + sum(pool.arena.size_bytes for pool in idle):
+            raise ExceedsBudget(
+                f"pool {pool_id!r} wants {wanted} bytes ({pages} pages of {layout.page_bytes} and {canaries} for "
+                f"canaries); of the memory budget of {self.budget_bytes}, {room} are left and no idle pool makes room",
+                field="pool_pages",
+                wanted_bytes=wanted,
+                budget_bytes=self.budget_bytes,
+            )
+        for old in idle:
+            if wanted > room:
+                room += old.arena.size_bytes
+                self._drop(old)
+        arena = self._make_arena(layout, pages, self._canary_slots, device)
+        try:
+            pool = Pool(pool_id, layout, pages, arena, self._chain, self._events, self._eviction, self._retained_share)
+        except BaseException:
+            arena.close()
+            raise
+        self._by_id[pool_id] = pool
+        return pool
+
+    def get(self, pool_id: str) -> Pool:
+        """Raises PoolUnknown."""
+        pool = self._by_id.get(pool_id)
+        if pool is None:
+            # No pool has a longer name, and an error has to fit the trailers of an HTTP/2 stream.
+            raise PoolUnknown(f"no pool {pool_id[:128]!r}", field="pool_id")
+        return pool
+
+    def drop(self, pool: Pool) -> None:
+        """Give a pool's memory back. Raises PoolInUse when pages are held or in quarantine."""
+        if pool.table.held_count or pool.table.quarantined_count:
+            raise PoolInUse(
+                f"pool {pool.id!r} has {pool.table.held_count} pages held and {pool.table.quarantined_count} in "
+                "quarantine",
+                field="pool_id",
+            )
+        self._drop(pool)
+
+    def _drop(self, pool: Pool) -> None:
+        for link in pool.index.links():
+            self._events.add(pool.id, EventKind.DROPPED, link)
+        del self._by_id[pool.id]
+        self.dropped += 1
+        pool.arena.close()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for pool in self:
+            pool.arena.close()
+        self._by_id.clear()
+
+    def check(self) -> Iterator[str]:
+        """Violations in any pool, or of the budget."""
+        for pool in self:
+            yield from (f"pool {pool.id}: {violation}" for violation in pool.check())
+        for device in {_device_of(pool) for pool in self}:
+            size = sum(pool.arena.size_bytes for pool in self if _device_of(pool) == device)
+            if size > self.budget_bytes:
+                where = "the host" if device is None else f"GPU {device}"
+                yield f"the arenas of {where} have {size} bytes, the budget is {self.budget_bytes}"
+
+
+def _device_of(pool: Pool) -> int | None:
+    return pool.arena.device.ordinal if pool.arena.device else None

@@ -1,0 +1,249 @@
+"""The page table: what state each page is in, and who holds it.
+
+    FREE --take--> HELD --cache--> CACHED --hold--> HELD
+                   HELD --free---> FREE   <--free-- CACHED
+                   HELD --quarantine--> QUARANTINED --free--> FREE
+
+A page is HELD exactly while it has holders; their set is the only reference count there is. Whoever drops the last
+holder says in the same transaction where the page goes, so no page is ever between two states when a transaction ends.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
+
+from services.kvcache.eviction.retention import RetainingQueue
+
+
+class PageState(enum.IntEnum):
+    """Where a page is in its life."""
+
+    FREE = 0
+    HELD = 1
+    CACHED = 2
+    QUARANTINED = 3
+
+
+# Looking a member up in an enumeration takes longer than all else that is done to a page.
+_FREE, _HELD, _CACHED = int(PageState.FREE), int(PageState.HELD), int(PageState.CACHED)
+
+
+class PageTable:
+    """States, holders and generations of ``total`` pages, ids 0 to total - 1. Every operation is O(1).
+
+    Free pages are those never used yet (ids from ``_fresh`` up) and a stack of recycled ones; recycled go first, their
+    memory being warm. The caller has checked that a page is in the state an operation starts from; ``LookupError`` or
+    ``ValueError`` tell of a bug in it, before anything changes.
+
+    Nearly every page has one holder, so the first one stands by itself and a set is made for those beside it only.
+    """
+
+    def __init__(self, total: int, cached: RetainingQueue) -> None:
+        self.total = total
+        self.cached = cached
+        self.quarantined_count = 0
+        self._states = bytearray(total)
+        self._generations = array("I", bytes(4 * total))
+        self._first: list[Hashable | None] = [None] * total
+        self._others: dict[int, set[Hashable]] = {}  # no set is empty, none has its page's first
+        self._held_count = 0
+        self._fresh = 0
+        self._recycled = array("I")
+
+    @property
+    def free_count(self) -> int:
+        """Pages in state FREE."""
+        return self.total - self._fresh + len(self._recycled)
+
+    @property
+    def never_used_count(self) -> int:
+        """Free pages that were never granted."""
+        return self.total - self._fresh
+
+    @property
+    def recycled_count(self) -> int:
+        """Free pages that were granted before."""
+        return len(self._recycled)
+
+    @property
+    def held_count(self) -> int:
+        """Pages in state HELD."""
+        return self._held_count
+
+    @property
+    def cached_count(self) -> int:
+        """Pages in state CACHED."""
+        return len(self.cached)
+
+    def state(self, page: int) -> PageState:
+        """The state of a page."""
+        return PageState(self._states[page])
+
+    def generation(self, page: int) -> int:
+        """How often the page's content was given up."""
+        return self._generations[page]
+
+    def generations(self, pages: Sequence[int]) -> Iterator[int]:
+        """The generation of each of these pages."""
+        return map(self._generations.__getitem__, pages)
+
+    def cached_among(self, pages: Sequence[int]) -> int:
+        """How many of these pages are CACHED."""
+        return bytes(map(self._states.__getitem__, pages)).count(_CACHED)
+
+    def holders(self, page: int) -> frozenset[Hashable]:
+        """Who holds the page."""
+        first = self._first[page]
+        return frozenset() if first is None else frozenset((first, *self._others.get(page, ())))
+
+    def is_shared(self, page: int) -> bool:
+        """Whether more than one hold the page."""
+        return page in self._others
+
+    def holder_count(self, page: int) -> int:
+        """How many hold the page."""
+        return (self._first[page] is not None) + len(self._others.get(page, ()))
+
+    def take(self, holder: Hashable) -> int:
+        """A free page, now held. Raises LookupError when none is free."""
+        if self._recycled:
+            page = self._recycled.pop()
+        elif self._fresh < self.total:
+            page = self._fresh
+            self._fresh += 1
+        else:
+            raise LookupError("no free page")
+        self._states[page] = _HELD
+        self._first[page] = holder
+        self._held_count += 1
+        return page
+
+    def hold(self, page: int, holder: Hashable) -> None:
+        """Add a holder to a held or cached page; a holder already there stays one. Raises ValueError otherwise."""
+        state = self._states[page]
+        if state == _HELD:
+            if self._first[page] != holder:
+                self._others.setdefault(page, set()).add(holder)
+        elif state == _CACHED:
+            self.cached.discard(page)
+            self._states[page] = _HELD
+            self._first[page] = holder
+            self._held_count += 1
+        else:
+            raise ValueError(f"page {page} is {self.state(page).name}")
+
+    def hold_all(self, pages: Sequence[int], holder: Hashable) -> None:
+        """As `hold`, of each of these pages in order."""
+        states, first = self._states, self._first
+        cached = [page for page in pages if states[page] == _CACHED]
+        if len(cached) < len(pages):
+            for page in pages:
+                self.hold(page, holder)
+            return
+        self.cached.discard_all(cached)
+        for page in cached:
+            states[page] = _HELD
+            first[page] = holder
+        self._held_count += len(cached)
+
+    def drop(self, page: int, holder: Hashable) -> bool:
+        """Take a holder away; true when it was the last, and the caller must now place the page.
+
+        Raises ValueError when ``holder`` does not hold it.
+        """
+        others = self._others.get(page)
+        if others is None:
+            if self._first[page] != holder:
+                raise ValueError(f"page {page} is not held by {holder!r}")
+            self._first[page] = None
+            return True
+        if self._first[page] == holder:
+            self._first[page] = others.pop()
+        elif holder in others:
+            others.discard(holder)
+        else:
+            raise ValueError(f"page {page} is not held by {holder!r}")
+        if not others:
+            del self._others[page]
+        return False
+
+    def give_back(self, pages: list[int], holders: Sequence[Hashable]) -> None:
+        """Take each page's holder away from it, of pages that nobody may find: those that this was the last to hold
+        become FREE, in order.
+
+        Raises ValueError, with those in front given back, when a holder does not hold its page.
+        """
+        first, others, states, generations = self._first, self._others, self._states, self._generations
+        recycle = self._recycled.append
+        for page, holder in zip(pages, holders, strict=True):
+            if first[page] is holder and page not in others:
+                first[page] = None
+            elif not self.drop(page, holder):
+                continue
+            self._held_count -= 1
+            states[page] = _FREE
+            generations[page] = (generations[page] + 1) & 0xFFFFFFFF
+            recycle(page)
+
+    def cache(self, page: int, now: float) -> None:
+        """HELD by nobody to CACHED, as the most recently used."""
+        self._leave_held(page)
+        self._states[page] = _CACHED
+        self.cached.push(page, now)
+
+    def quarantine(self, page: int) -> None:
+        """HELD by nobody to QUARANTINED."""
+        self._leave_held(page)
+        self._states[page] = PageState.QUARANTINED
+        self.quarantined_count += 1
+
+    def free(self, page: int) -> None:
+        """HELD by nobody, CACHED or QUARANTINED to FREE. The content is given up: the generation moves on."""
+        state = self._states[page]
+        if state == _HELD:
+            self._leave_held(page)
+        elif state == PageState.CACHED:
+            self.cached.evict(page)
+        elif state == PageState.QUARANTINED:
+            self.quarantined_count -= 1
+        else:
+            raise ValueError(f"page {page} is free already")
+        self._states[page] = _FREE
+        self._generations[page] = (self._generations[page] + 1) & 0xFFFFFFFF
+        self._recycled.append(page)
+
+    def _leave_held(self, page: int) -> None:
+        if self._states[page] != _HELD or self._first[page] is not None:
+            raise ValueError(f"page {page} is {self.state(page).name} with {self.holder_count(page)} holders")
+        self._held_count -= 1
+
+    def check(self) -> Iterator[str]:
+        """Violations of the table's own invariants, by walking every page."""
+        counts = dict.fromkeys(PageState, 0)
+        for page in range(self.total):
+            state = self.state(page)
+            counts[state] += 1
+            if (state == PageState.HELD) != bool(self.holders(page)):
+                yield f"page {page} is {state.name} with holders {set(self.holders(page))}"
+            others = self._others.get(page)
+            if others is not None and (not others or self._first[page] in others or self._first[page] is None):
+                yield f"page {page} is first held by {self._first[page]!r} and also by {others}"
+            if (state == PageState.CACHED) != (page in self.cached):
+                yield f"page {page} is {state.name} and its place in the eviction queue disagrees"
+        told = {
+            PageState.FREE: self.free_count,
+            PageState.HELD: self.held_count,
+            PageState.CACHED: self.cached_count,
+            PageState.QUARANTINED: self.quarantined_count,
+        }
+        if counts != told:
+            yield f"counted {counts}, ledger says {told}"
+        free = set(self._recycled) | set(range(self._fresh, self.total))
+        if len(free) != self.free_count:
+            yield f"a page is on the free list twice: {len(free)} distinct of {self.free_count}"
+        for page in free:
+            if self._states[page] != PageState.FREE:
+                yield f"page {page} is on the free list and {self.state(page).name}"
+        yield from self.cached.check()

@@ -1,0 +1,436 @@
+"""One layout's pages: page table, prefix index and the sequences in them, changed one whole step at a time."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.errors import CapacityExceeded, ExceedsPool, FieldInvalid, PositionMismatch
+from services.kvcache.eviction.policy import make_queue
+from services.kvcache.eviction.retention import RetainingQueue
+from services.kvcache.pool.events import EventKind, EventRing
+from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.page_table import PageState, PageTable
+from services.kvcache.pool.prefix_cache import ChainHash, PrefixCache
+from services.kvcache.pool.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What an engine needs to open an arena on a GPU: which one, by ordinal and PCI bus id, and the IPC handle."""
+
+    ordinal: int
+    id: str
+    handle: bytes
+
+
+class Arena(Protocol):
+    """The memory of a pool. Made and closed by the server; the pool only says where it is."""
+
+    @property
+    def file_path(self) -> str:
+        """The file that engines map; empty for device memory."""
+
+    @property
+    def device(self) -> DeviceMemory | None:
+        """Where it lies on a GPU; None for a file."""
+
+    @property
+    def size_bytes(self) -> int:
+        """All of it: the pages and the canaries behind them."""
+
+    def canary_offset(self, slot: int) -> int:
+        """Byte offset of a canary slot."""
+
+    def write_canary(self, slot: int, canary: bytes) -> None:
+        """Write a session's canary and clear its answer."""
+
+    def read_answer(self, slot: int) -> bytes:
+        """What the engine wrote behind its canary."""
+
+    def close(self) -> None:
+        """Give the memory back. No session is attached."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the pool was made."""
+
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    granted_pages: int = 0
+    published_pages: int = 0
+    evicted_pages: int = 0
+    evicted_on_request: int = 0  # of evicted_pages
+    expired_pages: int = 0
+    refused_demands: int = 0
+
+
+class Pool:
+    """Pages of one layout and one trust domain.
+
+    A public method either raises and has changed nothing, or does all it says: each checks first and commits after,
+    and nothing in a commit can fail.
+    """
+
+    def __init__(
+        self,
+        pool_id: str,
+        layout: PageLayout,
+        total_pages: int,
+        arena: Arena,
+        chain_hash: ChainHash,
+        events: EventRing,
+        eviction: str,
+        retained_share: float,
+    ) -> None:
+        self.id = pool_id
+        self.layout = layout
+        self.page_size = layout.page_size
+        self.arena = arena
+        self.index = PrefixCache(total_pages, chain_hash, lambda kind, link: events.add(pool_id, kind, link))
+        policy = make_queue(eviction, total_pages, self.index)
+        # Rounded first: 0.29 of 100 pages is 29.
+        retained = int(round(total_pages * retained_share, 6))
+        self.table = PageTable(total_pages, RetainingQueue(policy, self.index, retained))
+        self.sequences: dict[Sequence, None] = {}
+        self.totals = Totals()
+        self.last_used = 0.0
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that an allocation can have without taking one from a holder."""
+        return self.table.free_count + self.table.cached_count
+
+    def match(self, prompt: array[int], salt: str) -> list[int]:
+        """Cached pages of the prompt's whole pages, never the one with its last token. Changes nothing."""
+        tokens, width = prompt.tobytes(), prompt.itemsize * self.page_size
+        whole = (len(prompt) - 1) // self.page_size
+        return self.index.match(salt, (tokens[at : at + width] for at in range(0, whole * width, width)))
+
+    def check_tokens(self, sequence: Sequence, start: int, tokens: list[int]) -> array[int]:
+        """Those of ``tokens`` that are not recorded yet, if all of them may stand at ``start``.
+
+        Raises PositionMismatch or FieldInvalid.
+        """
+        recorded = sequence.tokens
+        resident, end = len(recorded), start + len(tokens)
+        if start > resident:
+            raise PositionMismatch(
+                f"sequence {sequence.id!r}: start is {start} and {resident} tokens are resident: a gap",
+                resident_tokens=resident,
+            )
+        capacity = len(sequence.pages) * self.page_size
+        if end > capacity:
+            raise PositionMismatch(
+                f"sequence {sequence.id!r}: tokens up to {end} and its pages hold {capacity}", capacity_tokens=capacity
+            )
+        try:
+            given = array("I", tokens)
+        except OverflowError as error:
+            raise FieldInvalid("tokens: a token is not a uint32", field="tokens") from error
+        if sequence.forked and end > resident and self.tail_is_shared(sequence):
+            raise PositionMismatch(
+                f"sequence {sequence.id!r}: its last page is shared; ask for total_pages to have a copy to write in",
+                resident_tokens=resident,
+            )
+        if start == resident:
+            return given
+        known = given[: resident - start]
+        if known != recorded[start : start + len(known)]:
+            raise PositionMismatch(
+                f"sequence {sequence.id!r}: tokens from {start} on differ from those recorded", resident_tokens=resident
+            )
+        return given[resident - start :]
+
+    def check_growth(self, sequence_id: str, total_pages: int, more: int, *, spoken_for: int = 0) -> None:
+        """Whether a sequence can have ``more`` pages and so ``total_pages``; ``spoken_for`` cached ones it matched.
+
+        Raises ExceedsPool or CapacityExceeded.
+        """
+        table = self.table
+        if total_pages > table.total:
+            raise ExceedsPool(
+                f"sequence {sequence_id!r}: total_pages is {total_pages} and the pool has {table.total}",
+                field="total_pages",
+                total_pages=table.total,
+            )
+        available = self.available_pages - spoken_for
+        if more > available:
+            raise CapacityExceeded(
+                f"sequence {sequence_id!r} needs {more} more pages and {available} are free or evictable: "
+                f"of {table.total}, {table.free_count} free, {table.cached_count} cached, {table.held_count} held, "
+                f"{table.quarantined_count} quarantined",
+                needed_pages=more,
+                free_pages=table.free_count,
+                cached_pages=table.cached_count,
+                held_pages=table.held_count,
+                quarantined_pages=table.quarantined_count,
+                total_pages=table.total,
+            )
+
+    def cached_among(self, pages: list[int]) -> int:
+        """How many of these pages nobody holds."""
+        return self.table.cached_among(pages)
+
+    def open(self, sequence: Sequence, prompt: array[int], matched: list[int]) -> None:
+        """Let a new sequence share its matched pages."""
+        self.sequences[sequence] = None
+        self.table.hold_all(matched, sequence)
+        sequence.pages.extend(matched)
+        sequence.published = len(matched)
+        sequence.cached_tokens = len(matched) * self.page_size
+        sequence.tokens.extend(prompt[: sequence.cached_tokens])
+        self.totals.lookup_tokens += len(prompt)
+        self.totals.hit_tokens += sequence.cached_tokens
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a new sequence share the pages of all the parent's resident tokens."""
+        self.sequences[child] = None
+        parent.forked = child.forked = True
+        child.pages.extend(parent.pages[: self.pages_for(len(parent.tokens))])
+        if parent.copy is not None:
+            # The parent's engine may not have made its copy yet: what is resident is surely in the source.
+            index, source = parent.copy
+            child.pages[index] = source
+        for page in child.pages:
+            self.table.hold(page, child)
+        child.published, child.chain_broken = parent.published, parent.chain_broken
+        child.retention = parent.retention
+        child.tokens.extend(parent.tokens)
+
+    def tail_is_shared(self, sequence: Sequence) -> bool:
+        """Whether the page that the next token goes into holds tokens already and has other holders."""
+        if not sequence.forked:
+            return False
+        index, slot = divmod(len(sequence.tokens), self.page_size)
+        return slot > 0 and self.table.is_shared(sequence.pages[index])
+
+    def unshare_tail(self, sequence: Sequence) -> None:
+        """Give the sequence a page of its own for its shared tail; checked to be possible.
+
+        It goes on holding the shared page, as the source of a copy that the engine has yet to make: nobody may write
+        there before. The engine has made it when it reports a token that lies in the fresh page.
+        """
+        index = len(sequence.tokens) // self.page_size
+        sequence.copy = (index, sequence.pages[index])
+        sequence.pages[index] = self._take(sequence)
+
+    def append(self, sequence: Sequence, new: array[int]) -> None:
+        """Record what ``check_tokens`` returned, at least one token, and publish the pages they complete."""
+        if sequence.copy is not None and (source := self._let_go_of_copy(sequence)) is not None:
+            self.table.free(source)
+        tokens, size = sequence.tokens, self.page_size
+        tokens.extend(new)
+        complete = len(tokens) // size
+        while sequence.published < complete and not sequence.chain_broken:
+            at = sequence.published
+            parent = sequence.pages[at - 1] if at else None
+            chunk = tokens[at * size : (at + 1) * size].tobytes()
+            if self.index.publish(sequence.pages[at], parent, chunk, sequence.salt):
+                sequence.published += 1
+                self.totals.published_pages += 1
+            else:
+                sequence.chain_broken = True
+
+    def record(self, sequence: Sequence, start: int, new: array[int], now: float) -> bool:
+        """Record new tokens, as ``check_tokens``, ``append`` and ``touch`` would, if nothing else has to happen.
+
+        That is so when they go right behind the others into the last page, which is the sequence's alone, and do not
+        fill it. Returns false otherwise, and has changed nothing.
+        """
+        tokens, size = sequence.tokens, self.page_size
+        index, slot = divmod(start, size)
+        if start != len(tokens) or slot + len(new) >= size or index >= len(sequence.pages) or sequence.forked:
+            return False
+        tokens.extend(new)
+        self.touch(sequence, now)
+        return True
+
+    def record_one(self, sequence: Sequence, start: int, token: int, now: float) -> bool:
+        """As `record`, of one token, which is a uint32: what nearly every sequence of a decode step has to tell."""
+        tokens, size = sequence.tokens, self.page_size
+        behind = start + 1
+        if start != len(tokens) or behind % size == 0 or behind > len(sequence.pages) * size or sequence.forked:
+            return False
+        tokens.append(token)
+        sequence.last_access = now
+        sequence.access_count += 1
+        order = self.sequences
+        del order[sequence]
+        order[sequence] = None
+        return True
+
+    def grow(self, sequence: Sequence, total_pages: int) -> None:
+        """Grow a sequence to a checked number of pages: free ones first, then the policy's victims."""
+        while len(sequence.pages) < total_pages:
+            sequence.pages.append(self._take(sequence))
+
+    def _take(self, sequence: Sequence) -> int:
+        if not self.table.free_count:
+            self.evict(1)
+        self.totals.granted_pages += 1
+        return self.table.take(sequence)
+
+    def _let_go_of_copy(self, sequence: Sequence) -> int | None:
+        """The source of its copy, when nobody holds that page any more: the caller must place it."""
+        if sequence.copy is None:
+            return None
+        _, source = sequence.copy
+        sequence.copy = None
+        return source if self.table.drop(source, sequence) else None
+
+    def touch(self, sequence: Sequence, now: float) -> None:
+        """Count an access; ``sequences`` stays ordered by the last one."""
+        sequence.last_access = now
+        sequence.access_count += 1
+        del self.sequences[sequence]
+        self.sequences[sequence] = None
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that so many tokens fill."""
+        return -(-tokens // self.page_size)
+
+    def references(self, pages: list[int]) -> list[tuple[int, int]]:
+        """Ids and generations of pages."""
+        return list(zip(pages, self.table.generations(pages), strict=True))
+
+    def reference(self, page: int) -> tuple[int, int]:
+        """A page's id and generation."""
+        return page, self.table.generation(page)
+
+    def release(self, ended: list[Sequence], now: float) -> None:
+        """End sequences whose engine let go of their pages: complete ones stay cached, the others are free at once."""
+        order = self.sequences
+        pages: list[int] = []
+        holders: list[Sequence] = []
+        for sequence in ended:
+            del order[sequence]
+            if sequence.published or sequence.copy is not None:
+                unfinished = self._release_published(sequence, now)
+            else:
+                unfinished = sequence.pages[::-1]
+            pages += unfinished
+            holders += [sequence] * len(unfinished)
+        self.table.give_back(pages, holders)
+
+    def lose(self, sequence: Sequence, now: float) -> list[int]:
+        """End a sequence whose engine may still be writing: complete pages stay cached, and those that nobody else
+        holds of the others go into quarantine and are returned.
+        """
+        del self.sequences[sequence]
+        unfinished = [page for page in self._release_published(sequence, now) if self.table.drop(page, sequence)]
+        for page in unfinished:
+            self.table.quarantine(page)
+        return unfinished
+
+    def _release_published(self, sequence: Sequence, now: float) -> list[int]:
+        """Let go of the complete pages, tail first, so that a prefix is evicted after its continuations; the others,
+        tail first too.
+
+        What the sequence promises, and what a page behind is promised, is promised to each page's link: to the page
+        that lookups find for it, whoever holds that.
+        """
+        table, published = self.table, sequence.published
+        unfinished = sequence.pages[published:]
+        unfinished.reverse()
+        if sequence.copy is not None:
+            unfinished.insert(0, sequence.copy[1])
+            sequence.copy = None
+        cached, retention = table.cached, sequence.retention
+        cached.pass_time(now)
+        promise = retention.promise(now) if retention is not None else None
+        promises = promise is not None or cached.has_promises
+        for page in reversed(sequence.pages[:published]):
+            if promises:
+                promise = cached.promise(self.index.primary_of(page), promise)
+            self._settle(page, table.drop(page, sequence), now)
+        return unfinished
+
+    def _settle(self, page: int, unheld: bool, now: float) -> None:
+        """Place a published page that lost a holder."""
+        if self.index.is_primary(page):
+            if unheld:
+                self.table.cache(page, now)
+            return
+        # A stand-by is worth nothing once its holder leaves. Its link was in use until now, so the primary counts as
+        # used now: it must outlive the continuations that were cached a moment ago.
+        primary = self.index.primary_of(page)
+        if self.table.state(primary) == PageState.CACHED:
+            self.table.cached.touch(primary, now)
+        if unheld:
+            self.index.withdraw(page)
+            self.table.free(page)
+
+    def unquarantine(self, pages: list[int]) -> None:
+        """Nothing can write these pages any more."""
+        for page in pages:
+            self.table.free(page)
+
+    def expire_cached(self, before: float) -> int:
+        """Free the pages cached last before a time, none that is retained; returns how many."""
+        count = 0
+        while (page := self.table.cached.oldest) is not None and self.table.cached.since(page) <= before:
+            self._uncache(page, EventKind.EXPIRED)
+            count += 1
+        self.totals.expired_pages += count
+        return count
+
+    def evict(self, most: int, *, retained: bool = True) -> int:
+        """Free the cached pages that are given up first, at most so many; returns how many.
+
+        Retained ones come last, or not at all.
+        """
+        count = 0
+        while count < most and (page := self.table.cached.victim(retained=retained)) is not None:
+            self._uncache(page, EventKind.EVICTED)
+            count += 1
+        self.totals.evicted_pages += count
+        return count
+
+    def _uncache(self, page: int, kind: EventKind) -> None:
+        heir = self.index.withdraw(page, kind)
+        if heir is not None:  # somebody's copy is found from now on: what was promised was promised of the link
+            self.table.cached.promise(heir, self.table.cached.promised(page))
+        self.table.free(page)
+
+    def check(self) -> Iterator[str]:
+        """Every violation found in this pool; empty when it is sound."""
+        yield from self.table.check()
+        yield from self.index.check()
+        size = self.page_size
+        holders: dict[int, set[Sequence]] = {}
+        for sequence in self.sequences:
+            if len(set(sequence.pages)) != len(sequence.pages):
+                yield f"{sequence!r} lists a page twice"
+            if len(sequence.tokens) > len(sequence.pages) * size:
+                yield f"{sequence!r} has more tokens than its pages hold"
+            if not sequence.chain_broken and sequence.published != len(sequence.tokens) // size:
+                yield f"{sequence!r} has a complete page that is not published"
+            if sequence.copy is not None:
+                index, source = sequence.copy
+                holders.setdefault(source, set()).add(sequence)
+                if source in sequence.pages or index != len(sequence.tokens) // size:
+                    yield f"{sequence!r} copies page {source} to index {index}"
+            index, slot = divmod(len(sequence.tokens), size)
+            if slot and not sequence.forked and self.table.is_shared(sequence.pages[index]):
+                yield f"{sequence!r} was no side of a fork and shares its tail"
+            for at, page in enumerate(sequence.pages):
+                holders.setdefault(page, set()).add(sequence)
+                chunk = sequence.tokens[at * size : (at + 1) * size].tobytes()
+                if at < sequence.published and self.index.tokens(page) != chunk:
+                    yield f"{sequence!r}: page {page} is published with other tokens"
+        published = set(self.index.published())
+        for page in self.table.cached.promises():
+            if self.table.state(page) != PageState.HELD or not self.index.is_primary(page):
+                yield f"page {page} has a promise, is {self.table.state(page).name} and no lookup finds it held"
+        for page in range(self.table.total):
+            if self.table.holders(page) != holders.get(page, set()):
+                yield f"page {page}: holders {set(self.table.holders(page))}, block tables say {holders.get(page)}"
+            state = self.table.state(page)
+            if state == PageState.CACHED and not self.index.is_primary(page):
+                yield f"page {page} is cached and no lookup finds it"
+            if state in (PageState.FREE, PageState.QUARANTINED) and page in published:
+                yield f"page {page} is {state.name} and published"

@@ -1,0 +1,222 @@
+"""The prefix cache's index: which page holds the K and V of which prefix.
+
+A published page is one link of a chain: its tokens, behind a parent chain that starts at a root, one root a salt. The
+index names a chain by a 64-bit hash, and finds a page by its parent's hash and its tokens: a lookup compares both, and
+at the root the salt, and computes no hash.
+
+Why that is exact, collisions included: one hash names at most one chain at a time (a second chain with the same hash
+is refused publication), and **no page is indexed unless its parent is**. So a page whose parent hash equals the hash
+of the page just found continues exactly the chain that was found, not another one that collides with it.
+
+Several pages may hold the same link, when sequences computed the same prefix at the same time. One of them, the
+primary, is indexed; the others stand by while their holders live. The parent rule holds through eviction because
+
+- whoever holds a page holds a page of every ancestor link, the primary or a stand-by, and
+- among cached pages the child is evicted before the parent (see ``lru`` and ``density``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+
+from services.kvcache.pool.events import EventKind, Link
+from services.kvcache.pool.key_table import KeyTable
+
+_HASH = 8  # bytes of a hash
+
+#: Maps (parent's hash, the page's tokens as little-endian uint32 bytes) to the link's hash. A parameter so that tests
+#: can make everything collide.
+ChainHash = Callable[[int, bytes], int]
+
+
+def blake2b_chain(parent: int, tokens: bytes) -> int:
+    """64 bits of BLAKE2b (RFC 7693) over the parent's hash and the tokens."""
+    return int.from_bytes(hashlib.blake2b(parent.to_bytes(8, "little") + tokens, digest_size=8).digest(), "little")
+
+
+def root_hash(salt: str) -> int:
+    """The hash that a salt's chains start from."""
+    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8, person=b"rocmforge.root").digest(), "little")
+
+
+class PrefixCache:
+    """Links of ``total`` pages; tokens come and go as bytes of one page, 4 bytes a token.
+
+    ``on_change`` hears of every link that lookups begin or cease to find.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        chain_hash: ChainHash = blake2b_chain,
+        on_change: Callable[[EventKind, Link], None] = lambda kind, link: None,
+    ) -> None:
+        self._chain_hash = chain_hash
+        self._on_change = on_change
+        # By the parent's hash, 8 bytes, with the tokens behind it: a link's name, one object here and in ``_names``.
+        self._primary: dict[bytes, int] = {}
+        self._names: list[bytes | None] = [None] * total
+        self._standby: dict[int, list[int]] = {}
+        self._keys = array("Q", bytes(8 * total))
+        self._parents = array("Q", bytes(8 * total))
+        self._of_key = KeyTable(self._keys)  # the primaries
+        # Only first links have one: behind them, the parent's hash stands for it.
+        self._salts: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        """Links indexed."""
+        return len(self._primary)
+
+    def key(self, page: int) -> int:
+        """The hash of a published page's link."""
+        return self._keys[page]
+
+    def parent(self, page: int) -> int | None:
+        """The page that lookups find for the link before a published page's own; None for a first link."""
+        return None if page in self._salts else self._of_key[self._parents[page]]
+
+    def tokens(self, page: int) -> bytes | None:
+        """The tokens of a published page; None for others."""
+        name = self._names[page]
+        return None if name is None else name[_HASH:]
+
+    def is_primary(self, page: int) -> bool:
+        """Whether lookups find this page."""
+        name = self._names[page]
+        return name is not None and self._primary.get(name) == page
+
+    def primary_of(self, page: int) -> int:
+        """The page that lookups find for the link of a published page."""
+        return self._of_key[self._keys[page]]
+
+    def match(self, salt: str, chunks: Iterable[bytes]) -> list[int]:
+        """The indexed pages of the longest prefix of ``chunks``, one page of tokens each."""
+        pages: list[int] = []
+        find, keys, salt_of = self._primary.get, self._keys, self._salts.get
+        parent, root = root_hash(salt), True
+        for tokens in chunks:
+            page = find(parent.to_bytes(_HASH, "little") + tokens)
+            if page is None or salt_of(page) != (salt if root else None):
+                break
+            pages.append(page)
+            parent, root = keys[page], False
+        return pages
+
+    def chain(self, salt: str, chunks: Iterable[bytes]) -> Iterator[int]:
+        """The hash of each link of a chain, cached or not."""
+        parent = root_hash(salt)
+        for tokens in chunks:
+            parent = self._chain_hash(parent, tokens)
+            yield parent
+
+    def salts(self) -> set[str]:
+        """Salts under which something is published."""
+        return set(self._salts.values())
+
+    def continuations(self, parent: int) -> Iterator[bytes]:
+        """Tokens of the pages published behind a link, or behind a salt's root. Walks the whole pool."""
+        at = 0
+        with contextlib.suppress(ValueError):
+            while True:
+                at = self._parents.index(parent, at)
+                tokens = self.tokens(at)
+                if tokens is not None:
+                    yield tokens
+                at += 1
+
+    def publish(self, page: int, parent: int | None, tokens: bytes, salt: str) -> bool:
+        """Make ``page`` the link of ``tokens`` behind ``parent`` (None: the salt's root).
+
+        ``parent`` is published and held by the publisher. Returns false when the link's hash belongs to another
+        chain: the page stays unpublished, and so must everything behind it.
+        """
+        above = root_hash(salt) if parent is None else self._keys[parent]
+        key, name = self._chain_hash(above, tokens), above.to_bytes(_HASH, "little") + tokens
+        self._keys[page] = key
+        present = self._of_key.add(page)
+        if present != page and not self._same(present, name, salt if parent is None else None):
+            return False
+        self._parents[page], self._names[page] = above, name
+        if parent is None:
+            self._salts[page] = salt
+        if present == page:
+            self._primary[name] = page
+            self._on_change(EventKind.STORED, Link(key, above))
+        else:
+            self._standby.setdefault(key, []).append(page)
+        return True
+
+    def withdraw(self, page: int, kind: EventKind = EventKind.EVICTED) -> int | None:
+        """Forget a published page. The oldest stand-by takes a primary's place and is returned, else the link is gone
+        as ``kind``.
+        """
+        key, heir, name = self._keys[page], None, self._names[page]
+        if name is None:
+            raise ValueError(f"page {page} is not published")
+        standby = self._standby.get(key, [])
+        if self._primary[name] != page:
+            standby.remove(page)
+        elif standby:
+            self._primary[name] = heir = standby.pop(0)
+            self._of_key.replace(heir)
+        else:
+            del self._primary[name]
+            self._of_key.remove(key)
+            self._on_change(kind, Link(key, self._parents[page]))
+        if not standby:
+            self._standby.pop(key, None)
+        self._names[page] = None
+        self._salts.pop(page, None)
+        return heir
+
+    def _same(self, page: int, name: bytes, salt: str | None) -> bool:
+        return self._names[page] == name and self._salts.get(page) == salt
+
+    def links(self) -> Iterator[Link]:
+        """Every link that lookups find."""
+        return (Link(self._keys[page], self._parents[page]) for page in self._primary.values())
+
+    def published(self) -> Iterator[int]:
+        """Every published page, primary or stand-by."""
+        return (page for page, name in enumerate(self._names) if name is not None)
+
+    def _check_link(self, page: int) -> Iterator[str]:
+        name, parent, salt = self._names[page] or b"", self._parents[page], self._salts.get(page)
+        if name[:_HASH] != parent.to_bytes(_HASH, "little"):
+            yield f"page {page} has a link behind another than {parent:016x}, which is not its"
+        if self._keys[page] != self._chain_hash(parent, name[_HASH:]):
+            yield f"page {page} has the key {self._keys[page]:016x}, which is not the hash of its link"
+        if salt is not None and parent != root_hash(salt):
+            yield f"page {page} has a salt and is not behind its root"
+        if salt is None and self._of_key.get(parent) is None:
+            yield f"page {page} is published and its parent link is not"
+
+    def check(self) -> Iterator[str]:
+        """Violations of the index's own invariants."""
+        for page in self.published():
+            yield from self._check_link(page)
+        for page in self._salts:
+            if self._names[page] is None:
+                yield f"page {page} has a salt and no link"
+        for name, page in self._primary.items():
+            if self._names[page] != name:
+                yield f"a link's name is told of page {page}, which is not its"
+            if self._of_key.get(self._keys[page]) != page:
+                yield f"page {page} is indexed and another, or none, by its key {self._keys[page]:016x}"
+        yield from self._of_key.check(len(self._primary))
+        for key, pages in self._standby.items():
+            primary = self._of_key.get(key)
+            if not pages or len(set(pages)) != len(pages) or primary is None:
+                yield f"link {key:016x} has stand-bys {pages} and primary {primary}"
+                continue
+            named, salt = self._names[primary], self._salts.get(primary)
+            for page in pages:
+                if named is None or not self._same(page, named, salt) or self._keys[page] != key or page == primary:
+                    yield f"page {page} stands by for link {key:016x}, which is not its"
+        count = sum(1 for _ in self.published())
+        indexed = len(self._primary) + sum(map(len, self._standby.values()))
+        if count != indexed:
+            yield f"{count} pages carry links, the index knows {indexed}"

@@ -1,0 +1,82 @@
+"""One request's ordered pages and tokens, as the daemon knows them."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence as Items
+
+from services.kvcache.eviction.retention import Retention
+
+
+def token_array(tokens: Items[int]) -> array[int]:
+    """Tokens as an array of uint32. Raises OverflowError when one does not fit."""
+    return array("I", tokens)
+
+
+class Sequence:
+    """A block table, the tokens resident in it, and when it was used.
+
+    ``published`` leading pages carry links of the prefix cache; ``chain_broken`` says that no further page can (a link
+    of another chain has the hash, see ``prefix``). ``forked`` says that it has been a side of a fork: no other sequence
+    shares a page that is not full. ``copy`` is (index, page): the fresh page at that index gets its
+    content from this one, which the sequence holds until it reports a token behind the copied ones. ``retention`` is
+    for its published pages when it ends. Instances are the holders in the page table: compared by identity.
+    """
+
+    __slots__ = (
+        "access_count",
+        "cached_tokens",
+        "chain_broken",
+        "copy",
+        "created_at",
+        "forked",
+        "id",
+        "last_access",
+        "opening_digest",
+        "pages",
+        "published",
+        "retention",
+        "salt",
+        "session_id",
+        "tokens",
+    )
+
+    def __init__(self, session_id: str, sequence_id: str, salt: str, opening_digest: bytes, now: float) -> None:
+        self.session_id = session_id
+        self.id = sequence_id
+        self.salt = salt
+        self.opening_digest = opening_digest
+        self.pages: list[int] = []
+        self.tokens: array[int] = array("I")
+        self.published = 0
+        self.cached_tokens = 0
+        self.retention: Retention | None = None
+        self.chain_broken = False
+        self.forked = False
+        self.copy: tuple[int, int] | None = None
+        self.created_at = now
+        self.last_access = now
+        self.access_count = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.id} of {self.session_id}: {len(self.tokens)} tokens in {len(self.pages)} pages, "
+            f"{self.published} published>"
+        )
+
+    @property
+    def page_count(self) -> int:
+        """Pages it keeps from others: its block table, and a page it still has to copy."""
+        return len(self.pages) if self.copy is None else len(self.pages) + 1
+
+
+def digest_opening(prompt: array[int], salt: str) -> bytes:
+    """What tells a replayed opening from another one with the same id."""
+    salted = salt.encode()
+    return hashlib.blake2b(len(salted).to_bytes(4, "little") + salted + prompt.tobytes(), digest_size=16).digest()
+
+
+def digest_fork(parent_id: str) -> bytes:
+    """What tells a replayed fork from another sequence with the same id."""
+    return hashlib.blake2b(parent_id.encode(), digest_size=16, person=b"rocmforge.fork").digest()

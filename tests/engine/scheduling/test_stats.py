@@ -1,0 +1,63 @@
+"""Distributions and counts of calls: what Prometheus will be told is what was observed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.call_stats import CallStats
+from services.common.histogram import Histogram
+from services.engine.scheduling.sequence import Usage
+from services.engine.scheduling.stats import EngineStats
+
+
+def test_a_bound_belongs_to_the_range_that_it_ends() -> None:
+    seen = Histogram((1.0, 2.0))
+    for value in (0.0, 1.0, 1.5, 2.0, 2.1, 1e9):
+        seen.observe(value)
+    assert seen.cumulative() == [(1.0, 2), (2.0, 4), (math.inf, 6)]
+    assert seen.count == 6 and seen.sum == pytest.approx(1e9 + 6.6)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4))))
+def test_a_value_may_be_told_with_how_often_it_came(values: list[tuple[int, int]]) -> None:
+    together, apart = Histogram((2.0, 5.0)), Histogram((2.0, 5.0))
+    for value, times in values:
+        together.observe(value, times)
+        for _ in range(times):
+            apart.observe(value)
+    assert (together.cumulative(), together.sum) == (apart.cumulative(), apart.sum)
+
+
+@given(st.lists(st.floats(0, 100)), st.lists(st.floats(0, 100), min_size=1, unique=True))
+def test_each_range_counts_what_is_not_above_it(values: list[float], bounds: list[float]) -> None:
+    seen = Histogram(sorted(bounds))
+    for value in values:
+        seen.observe(value)
+    assert [count for _, count in seen.cumulative()] == [
+        sum(value <= bound for value in values) for bound in (*sorted(bounds), math.inf)
+    ]
+
+
+@pytest.mark.parametrize("bounds", [(), (1.0, 1.0), (2.0, 1.0)])
+def test_bounds_rise(bounds: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="bounds must rise"):
+        Histogram(bounds)
+
+
+def test_calls_are_counted_by_method_and_code() -> None:
+    calls = CallStats((1.0,))
+    for method, code, seconds in (("A", "OK", 0.5), ("A", "OK", 2.0), ("A", "NOT_FOUND", 0.25), ("B", "OK", 4.0)):
+        calls.done(method, code, seconds)
+    assert calls.handled == {("A", "OK"): 2, ("A", "NOT_FOUND"): 1, ("B", "OK"): 1}
+    assert {method: (seen.count, seen.sum) for method, seen in calls.seconds.items()} == {"A": (3, 2.75), "B": (1, 4.0)}
+
+
+def test_what_a_request_never_came_to_is_not_observed() -> None:
+    seen = EngineStats()
+    seen.ended(Usage(3, 0, 0, 0, queue_s=None, first_token_s=None, total_s=2.0))
+    seen.ended(Usage(3, 0, 5, 0, queue_s=0.5, first_token_s=1.0, total_s=2.0))
+    assert (seen.queue.count, seen.request.count, seen.generated_tokens.sum) == (1, 2, 5)

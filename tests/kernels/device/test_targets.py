@@ -1,0 +1,146 @@
+"""Every kernel compiles for AMD's GPUs, and its code keeps to what they have: registers, shared memory, lanes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kernels.device import source
+from tests.kernels.device import amdgcn, hiprtc
+from tests.kernels.device.amdgcn import Kernel, Toolchain
+
+MOST_SHARED = 48 * 1024
+#: The GPUs among these that HIPRTC 5.2 knows too.
+OF_HIPRTC = ["gfx90a", "gfx1030"]
+
+VARIANTS = [
+    pytest.param(name, number, defines, id=f"{name}-{number}")
+    for name in source.names()
+    for number, defines in enumerate(source.variants(source.read(name), f"{name}.hip"))
+]
+
+
+@pytest.fixture(scope="session")
+def toolchain(tmp_path_factory: pytest.TempPathFactory) -> Toolchain:
+    """Return clang for AMD's GPUs."""
+    absent = amdgcn.missing()
+    if absent:
+        pytest.skip(absent)
+    return Toolchain(tmp_path_factory.mktemp("amdgcn"))
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Return threads that wait for as many compilers as there are cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        yield threads
+
+
+def faults(kernel: Kernel, gpu: str) -> list[str]:
+    """What a kernel's code must not be."""
+    found = []
+    if kernel.wave != amdgcn.WAVES[gpu]:
+        found.append(f"waves of {kernel.wave} lanes")
+    if kernel.spilled:
+        found.append(f"{kernel.spilled} registers spilled")
+    if kernel.private_bytes:
+        found.append(f"{kernel.private_bytes} bytes of private memory: an array that no registers can hold")
+    if kernel.shared_bytes > MOST_SHARED:
+        found.append(f"{kernel.shared_bytes} bytes of shared memory, more than {MOST_SHARED}")
+    return [f"{gpu}: {kernel.name}: {fault}" for fault in found]
+
+
+def in_turn(number: int) -> list[str]:
+    """One GPU with waves of 64 lanes and one with 32."""
+    wide = [gpu for gpu, wave in amdgcn.WAVES.items() if wave == 64]
+    narrow = [gpu for gpu, wave in amdgcn.WAVES.items() if wave == 32]
+    return [wide[number % len(wide)], narrow[number % len(narrow)]]
+
+
+@pytest.mark.parametrize(("name", "number", "defines"), VARIANTS)
+def test_every_variant_compiles_for_amd(
+    toolchain: Toolchain, pool: ThreadPoolExecutor, name: str, number: int, defines: dict[str, str]
+) -> None:
+    """The first variant of a kernel for every GPU, the others for two that take turns."""
+    text = source.read(name)
+    gpus = list(amdgcn.WAVES) if number == 0 else in_turn(number)
+    compiled = pool.map(lambda gpu: toolchain.compile(text, defines, gpu), gpus)
+    found = []
+    for gpu, kernels in zip(gpus, compiled, strict=True):
+        assert kernels, f"{gpu}: no kernel"
+        found += [fault for kernel in kernels for fault in faults(kernel, gpu)]
+    assert found == []
+
+
+def test_every_source_says_what_must_compile() -> None:
+    assert [name for name in source.names() if not source.variants(source.read(name), f"{name}.hip")] == []
+
+
+@pytest.mark.parametrize("gpu", OF_HIPRTC)
+@pytest.mark.parametrize("name", source.names())
+def test_hiprtc_compiles_every_source(name: str, gpu: str) -> None:
+    """HIPRTC has types and functions of its own, and no headers; CuPy compiles with it."""
+    text = source.read(name)
+    defines = {"RF_WAVE": str(amdgcn.WAVES[gpu]), **source.variants(text, f"{name}.hip")[0]}
+    done = run_hiprtc(text, gpu, *(f"-D{key}={value}" for key, value in defines.items()))
+    if done.returncode == 2:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+
+
+def run_hiprtc(text: str, gpu: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(Path(hiprtc.__file__)), gpu, "-std=c++17", *options]
+    return subprocess.run(command, input=text, capture_output=True, text=True)
+
+
+# --- these tests can fail --------------------------------------------------------------------------------------------
+
+BAD = """#include "common.h"
+RF_KERNEL spills(const float *x, float *y, i32 n) {
+    float values[2000];
+    for (int i = 0; i < 2000; i++) values[i] = x[i * 64 + threadIdx.x];
+    __syncthreads();
+    for (int i = 0; i < 2000; i++) y[i * 64 + threadIdx.x] = values[(i * 7 + n) % 2000];
+}
+RF_KERNEL __launch_bounds__(1024) crowded(const float *x, float *y) {
+    float values[200];
+#pragma unroll
+    for (int i = 0; i < 200; i++) values[i] = x[i * 1024 + threadIdx.x];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 200; i++) y[i * 1024 + threadIdx.x] = values[i] * values[(i + 77) % 200];
+}
+RF_KERNEL hoards(float *y) {
+    __shared__ float s[13 * 1024];
+    s[threadIdx.x] = y[threadIdx.x];
+    __syncthreads();
+    y[threadIdx.x] = s[threadIdx.x + 1];
+}
+"""
+
+
+def test_faults_are_found(toolchain: Toolchain) -> None:
+    for gpu, other in (("gfx942", "gfx1100"), ("gfx1100", "gfx942")):
+        kernels = toolchain.compile(source.inlined(BAD, "bad.hip"), {}, gpu)
+        assert {kernel.name for kernel in kernels} == {"spills", "crowded", "hoards"}
+        found = {kernel.name: " ".join(faults(kernel, gpu)) for kernel in kernels}
+        assert "private memory" in found["spills"]
+        assert "spilled" in found["crowded"]
+        assert "53248 bytes of shared memory" in found["hoards"]
+        assert all("lanes" in faults(kernel, other)[0] for kernel in kernels)
+
+
+def test_what_does_not_compile_is_told(toolchain: Toolchain) -> None:
+    text = source.inlined('#include "common.h"\nRF_KERNEL bad(float *y) { y[0] = nothing; }\n', "bad.hip")
+    with pytest.raises(amdgcn.CompileError, match=r"bad\.hip:2:.*nothing"):
+        toolchain.compile(text, {}, "gfx942")
+    done = run_hiprtc(text, OF_HIPRTC[0])
+    if done.returncode == 2:
+        pytest.skip(done.stderr)
+    assert done.returncode == 1 and "nothing" in done.stderr

@@ -1,0 +1,396 @@
+"""A world's cache behind a real server, and clients of it that talk at the same time.
+
+The server is grpc.aio on a unix socket, in a thread of its own, with the world's clock, process table and arena; only
+the sweeper is missing, since it keeps real time: `Sweep` is an operation like the others. Each client has a connection
+of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf import duration_pb2
+from google.rpc import status_pb2
+
+from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from services.common import rpc
+from services.common.serving import Listener, Serving
+from services.kvcache.api.messages import read_retention, retention_message
+from services.kvcache.api.servicer import SERVICE, KvCacheServicer
+from tests.kvcache.cache.machine import UNANSWERED, Unanswered
+from tests.kvcache.cache.transactions import (
+    Allocate,
+    Answer,
+    Append,
+    Close,
+    Entry,
+    Evict,
+    Evicted,
+    Expire,
+    Fork,
+    Forked,
+    Get,
+    Grant,
+    Granted,
+    Kill,
+    Open,
+    Operation,
+    PassTime,
+    Progress,
+    Recorded,
+    Refused,
+    Remove,
+    Removed,
+    Renew,
+    Sweep,
+    Table,
+    perform,
+    start,
+)
+from tests.kvcache.conftest import LAYOUT_PB
+from tests.kvcache.fakes import World
+
+Result = TypeVar("Result")
+
+TIMEOUT_S = 30.0
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, body: Callable[[], Result]) -> Result:
+        """Run a function on the loop, between two of its transactions, and wait for it."""
+        return self.begin(body).result(TIMEOUT_S)
+
+    def begin(self, body: Callable[[], Result]) -> concurrent.futures.Future[Result]:
+        """Have it run when its turn comes."""
+
+        async def task() -> Result:
+            return body()
+
+        return asyncio.run_coroutine_threadsafe(task(), self.loop)
+
+    def wait(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(TIMEOUT_S)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(TIMEOUT_S)
+        self.loop.close()
+
+
+class Door:
+    """Keeps a call that has reached the server from its transaction until it is let in."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.knocked = threading.Event()
+        self._loop = loop
+        self._open = loop.run(asyncio.Event)
+
+    async def passed(self) -> None:
+        self.knocked.set()
+        await self._open.wait()
+
+    def open(self) -> None:
+        self._loop.run(self._open.set)
+
+
+class Recording(KvCacheServicer):
+    """Notes which calls it served, in the order in which their transactions ran, and how it answered them.
+
+    A call is told by the bytes of its request: one that nobody asked for is a KeyError.
+    """
+
+    def __init__(self, world: World, entries: list[Entry]) -> None:
+        super().__init__(world.cache)
+        self.world = world
+        self.entries = entries
+        self.asked: dict[tuple[str, bytes], Operation] = {}
+        self.doors: dict[str, Door] = {}
+
+    def expect(self, operation: Operation, name: str, request: Any) -> None:
+        self.asked[name, request.SerializeToString(deterministic=True)] = operation
+
+    def note(self, name: str, request: Any, answer: Answer, now: float) -> None:
+        self.entries.append(Entry(self.asked[name, request.SerializeToString(deterministic=True)], answer, now))
+
+
+class Telling:
+    """A call's context that hears what error it ends with."""
+
+    def __init__(self, context: Any, hear: Callable[[Refused], None]) -> None:
+        self._context = context
+        self._hear = hear
+
+    async def abort_with_status(self, status: Any) -> None:
+        [details] = [value for key, value in status.trailing_metadata if key == "grpc-status-details-bin"]
+        self._hear(Refused.of(rpc.error_from_status(status_pb2.Status.FromString(details))))
+        await self._context.abort_with_status(status)
+
+
+def _recorded(name: str) -> Any:
+    served = getattr(KvCacheServicer, name)
+
+    async def call(self: Recording, request: Any, context: Any) -> Any:
+        if door := self.doors.pop(name, None):
+            await door.passed()
+        # There is no await in the transaction: until it is over nothing else is noted.
+        now = self.world.now
+        response = await served(self, request, Telling(context, lambda error: self.note(name, request, error, now)))
+        self.note(name, request, answer_of(response), now)
+        return response
+
+    return call
+
+
+for _name in (
+    *("OpenSession", "RenewSession", "CloseSession", "AllocatePages", "AppendTokens", "ForkSequence"),
+    *("RemoveSequences", "GetSequence", "EvictPages", "ExpireSequences"),
+):
+    setattr(Recording, _name, _recorded(_name))
+
+
+class Wire:
+    """The driver: a server for one world, and its clients."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, world: World, loop: Loop, directory: Path, clients: int = 4) -> None:
+        self.world = world
+        self.entries: list[Entry] = []
+        self.loop = loop
+        self.servicer = Recording(world, self.entries)
+        path = directory / f"{next(self._numbers)}.sock"
+        loop.wait(self._serve(path))
+        # Without a pool of their own the channels of one process share a connection.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self._channels = [grpc.insecure_channel(f"unix:{path}", options=options) for _ in range(clients)]
+        self.stubs = [kvcache_pb2_grpc.KvCacheServiceStub(channel) for channel in self._channels]
+
+    async def _serve(self, path: Path) -> None:
+        self._serving = Serving(SERVICE, [Listener(path=path)])
+        kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server(self.servicer, self._serving.server)
+        await self._serving.start()
+
+    def run(self, operations: Sequence[Operation], *, give_up: bool = False) -> list[Answer | Unanswered]:
+        """All are in flight together, each on the next client's connection."""
+        calls = [self.begin(operation, client) for client, operation in enumerate(operations)]
+        if give_up:
+            for call in calls:
+                call.cancel()
+        return [self._reply(operation, call) for operation, call in zip(operations, calls, strict=True)]
+
+    def ask(self, operation: Operation, client: int = 0) -> Answer | Unanswered:
+        """One call, and its answer."""
+        return self._reply(operation, self.begin(operation, client))
+
+    def overtaken(self, operation: Operation, *by: Operation) -> tuple[Answer | Unanswered, ...]:
+        """A call that reached the server first runs last; the answers, in the order in which the calls ran."""
+        name, _ = request_of(operation)
+        door = self.servicer.doors[name] = Door(self.loop)
+        late = self.begin(operation, 0)
+        assert door.knocked.wait(TIMEOUT_S), f"{operation} never arrived"
+        answers = [self.ask(other, 1) for other in by]
+        door.open()
+        return (*answers, self._reply(operation, late))
+
+    def begin(self, operation: Operation, client: int = 0) -> Any:
+        """A future of the call's response, or of nothing."""
+        stub = self.stubs[client % len(self.stubs)]
+        match operation:
+            case Open():
+                done: concurrent.futures.Future[str] = concurrent.futures.Future()
+                done.set_result(self.open_session(operation, stub))
+                return done
+            case PassTime() | Kill() | Sweep():
+                return self.loop.begin(lambda: self._perform(operation))
+            case _:
+                name, request = request_of(operation)
+                self.servicer.expect(operation, name, request)
+                return getattr(stub, name).future(request, timeout=TIMEOUT_S)
+
+    def _perform(self, operation: Operation) -> Answer:
+        entry = perform(self.world, operation)
+        self.entries.append(entry)
+        return entry.answer
+
+    def open_session(self, operation: Open, stub: Any) -> str:
+        """Open and attach as an engine does; the session id."""
+        request = pb.OpenSessionRequest(pool_id="pool", layout=LAYOUT_PB, max_pages=operation.max_pages)
+        request.layout.page_size = self.world.layout.page_size
+        if operation.pid is not None:
+            start(self.world, operation.pid)
+            request.process.CopyFrom(pb.ProcessIdentity(pid=operation.pid, start_time=1, pid_namespace="here"))
+        self.servicer.expect(operation, "OpenSession", request)
+        opened = stub.OpenSession(request, timeout=TIMEOUT_S)
+        arena, slot = self.world.arenas[-1], opened.arena.canary_offset
+        canary = arena.canaries[slot]
+        arena.answers[slot] = bytes(byte ^ 0xFF for byte in canary)
+        stub.AttachSession(pb.AttachSessionRequest(session_id=opened.session_id, seen=canary), timeout=TIMEOUT_S)
+        return str(opened.session_id)
+
+    @staticmethod
+    def _reply(operation: Operation, call: Any) -> Answer | Unanswered:
+        try:
+            response = call.result()
+        except grpc.FutureCancelledError:
+            return UNANSWERED
+        except grpc.RpcError as failure:
+            return Refused.of(rpc.error_from(failure))
+        return response if isinstance(operation, Open | PassTime | Kill | Sweep) else answer_of(response)
+
+    def violations(self) -> list[str]:
+        return list(self.stubs[0].Fsck(pb.FsckRequest(), timeout=TIMEOUT_S).violations)
+
+    def stats(self) -> dict[str, int]:
+        answer = self.stubs[0].GetStats(pb.GetStatsRequest(), timeout=TIMEOUT_S)
+        [pool] = answer.pools
+        numbers = {field.name: getattr(pool, field.name) for field in pool.DESCRIPTOR.fields}
+        for name in ("pool_id", "layout", "page_bytes", "device_ordinal"):
+            numbers.pop(name, None)
+        return {
+            **numbers,
+            "expired_sessions": answer.expired_sessions,
+            "expired_sequences": answer.expired_sequences,
+        }
+
+    def cached(self) -> list[int]:
+        """Not told to any client: read off the state object."""
+        return self.loop.run(lambda: [page for pool in self.world.cache.pools for page in pool.table.cached])
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        self.loop.wait(self._serving.drain(0))
+
+
+def request_of(operation: Operation) -> tuple[str, Any]:
+    """The rpc's name and its request."""
+    match operation:
+        case Allocate(session, demands, removed, steps):
+            request = pb.AllocatePagesRequest(session_id=session, remove_sequence_ids=removed)
+            request.page_columns = len(demands) % 2 == 1  # both ways are told and heard, and mean the same
+            for demand in demands:
+                opening = None
+                if demand.prompt is not None:
+                    opening = pb.SequenceOpening(salt=demand.salt, retention=retention_message(demand.retention))
+                    if demand.prompt[0] % 2:
+                        opening.prompt_tokens = array("I", demand.prompt).tobytes()
+                    else:
+                        opening.prompt.extend(demand.prompt)
+                request.demands.add(
+                    sequence_id=demand.sequence_id,
+                    opening=opening,
+                    start=demand.start,
+                    tokens=demand.tokens,
+                    total_pages=demand.total_pages,
+                    known_pages=demand.known_pages,
+                    parent_sequence_id=demand.parent,
+                )
+            if steps:
+                request.steps.CopyFrom(_columns([(one.sequence_id, one.start, one.tokens) for one in steps]))
+                request.steps.total_pages.extend(one.total_pages for one in steps)
+                request.steps.known_pages.extend(one.known_pages for one in steps)
+            return "AllocatePages", request
+        case Append(session, reports, steps):
+            appends = [pb.SequenceTokens(sequence_id=name, start=at, tokens=tokens) for name, at, tokens in reports]
+            columns = _columns(steps) if steps else None
+            return "AppendTokens", pb.AppendTokensRequest(session_id=session, appends=appends, steps=columns)
+        case Fork(session, parent, child):
+            return "ForkSequence", pb.ForkSequenceRequest(
+                session_id=session, parent_sequence_id=parent, child_sequence_id=child
+            )
+        case Remove(session, names):
+            return "RemoveSequences", pb.RemoveSequencesRequest(session_id=session, sequence_ids=names)
+        case Get(session, name):
+            return "GetSequence", pb.GetSequenceRequest(session_id=session, sequence_id=name, include_tokens=True)
+        case Renew(session):
+            return "RenewSession", pb.RenewSessionRequest(session_id=session)
+        case Close(session):
+            return "CloseSession", pb.CloseSessionRequest(session_id=session)
+        case Evict(most, retained):
+            return "EvictPages", pb.EvictPagesRequest(pool_id="pool", max_pages=most, include_retained=retained)
+        case Expire(age):
+            older = duration_pb2.Duration()
+            older.FromNanoseconds(int(age * 1e9))
+            return "ExpireSequences", pb.ExpireSequencesRequest(older_than=older)
+        case _:
+            raise TypeError(f"{operation} is no call")
+
+
+def _columns(steps: Sequence[tuple[str, int, Sequence[int]]]) -> pb.SequenceSteps:
+    counts = [len(tokens) for _, _, tokens in steps]
+    return pb.SequenceSteps(
+        sequence_ids=[name for name, _, _ in steps],
+        starts=[at for _, at, _ in steps],
+        tokens=[token for _, _, tokens in steps for token in tokens],
+        token_counts=[] if set(counts) == {1} else counts,
+    )
+
+
+def answer_of(response: Any) -> Answer:
+    """What a response says."""
+    match response:
+        case pb.OpenSessionResponse():
+            return str(response.session_id)
+        case pb.AllocatePagesResponse():
+            told = tuple((item.sequence_id, _grant(item)) for item in response.step_grants)
+            return Granted(tuple(map(_grant, response.grants)), told, response.available_pages)
+        case pb.AppendTokensResponse():
+            failed = tuple((item.sequence_id, rpc.error_from_status(item.error)) for item in response.step_errors)
+            return Recorded(
+                tuple(map(_progress, response.progress)), tuple((name, Refused.of(error)) for name, error in failed)
+            )
+        case pb.ForkSequenceResponse():
+            grant = _grant(response.grant)
+            return grant if isinstance(grant, Refused) else Forked(grant, response.total_tokens)
+        case pb.RemoveSequencesResponse():
+            return Removed(response.removed_sequences, tuple(response.absent_sequence_ids), response.available_pages)
+        case pb.GetSequenceResponse():
+            one = response.sequence
+            pages = tuple(map(_reference, one.pages))
+            retention = read_retention(one.retention) if one.HasField("retention") else None
+            counts = (one.published_pages, one.cached_tokens, one.access_count)
+            return Table(pages, tuple(one.tokens), *counts, retention)
+        case pb.RenewSessionResponse():
+            return float(response.ttl.ToNanoseconds() / 1e9)
+        case pb.CloseSessionResponse():
+            return response.removed_sequences if response.closed else None
+        case pb.EvictPagesResponse():
+            return Evicted(response.evicted_pages, response.retained_pages)
+        case pb.ExpireSequencesResponse():
+            return int(response.expired_sequences)
+        case _:
+            raise TypeError(f"{response} is no answer")
+
+
+def _grant(item: pb.SequenceGrant) -> Grant | Refused:
+    copies = tuple((copy.index, _reference(copy.source), _reference(copy.target)) for copy in item.copies)
+    pages = (*map(_reference, item.pages), *zip(item.page_ids, item.generations, strict=True))
+    return _error(item) or Grant(item.first_index, pages, item.cached_tokens, copies)
+
+
+def _progress(item: pb.SequenceProgress) -> Progress | Refused:
+    return _error(item) or Progress(item.total_tokens, item.published_pages)
+
+
+def _error(item: Any) -> Refused | None:
+    return Refused.of(rpc.error_from_status(item.error)) if item.HasField("error") else None
+
+
+def _reference(page: pb.PageRef) -> tuple[int, int]:
+    return page.page_id, page.generation

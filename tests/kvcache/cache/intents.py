@@ -1,0 +1,306 @@
+"""What engines, operators and time itself may want to do to a cache.
+
+An intent is drawn before it is known what there is, and becomes an operation when its turn comes: nothing that is drawn
+depends on the state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from hypothesis import strategies as st
+
+from services.kvcache.cache.demand import Demand
+from services.kvcache.eviction.retention import Retention
+from tests.kvcache.cache.model import SIZE, Key, Model, ModelSequence
+from tests.kvcache.cache.transactions import (
+    Allocate,
+    Append,
+    Close,
+    Evict,
+    Expire,
+    Fork,
+    Get,
+    Kill,
+    Operation,
+    PassTime,
+    Remove,
+    Renew,
+    Sweep,
+    can_be_seen,
+)
+
+if TYPE_CHECKING:
+    from tests.kvcache.cache.machine import CacheMachine
+
+#: Prompts are prefixes of these, so that sequences meet, part, and compute the same prefix at the same time.
+TEXTS = [[0] * 40, [0] * 4 + [1] * 36, [0, 0, 1, 1] * 10]
+
+
+class Intent(Protocol):
+    """Drawn before it is known what there is; becomes an operation when its turn comes."""
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        """Built from what the engines know; None when there is nothing to do it to."""
+
+
+@dataclass(frozen=True)
+class OpenSequence:
+    at: int
+    salt: str
+    text: int
+    length: int
+    pages: int
+    retention: Retention | None = None
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        session = machine.session(self.at)
+        return None if session is None else Allocate(session, (self.demand(machine, session),))
+
+    def demand(self, machine: CacheMachine, session: str) -> Demand:
+        key, text = machine.new_key(session), TEXTS[self.text]
+        machine.model.texts[key] = text
+        return Demand(key[1], text[: self.length], self.salt, 0, [], self.pages, 0, self.retention)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one sequence does in a step."""
+
+    which: int
+    count: int  # tokens that it ran
+    more: int  # pages
+    overlap: int  # tokens told again
+    in_columns: bool
+
+    def demand(self, sequence: ModelSequence, model: Model) -> Demand:
+        held, resident = len(sequence.pages), len(sequence.tokens)
+        # No engine writes into a tail that it knows to be shared.
+        room = 0 if model.shares_tail(sequence) else held * SIZE - resident
+        start = max(0, resident - self.overlap)
+        tokens = sequence.tokens[start:] + sequence.ahead(min(self.count, room))
+        return Demand(sequence.key[1], None, "", start, tokens, held + self.more, held)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of several sequences of one session in one call, which may remove and open others."""
+
+    at: int
+    parts: list[Part]
+    remove: int
+    opening: OpenSequence | None = None
+    fork: ForkInStep | None = None
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        first = machine.sequence(self.at)
+        if first is None:
+            return None
+        session, mine = first.key[0], machine.model.of_session(first.key[0])
+        removed = tuple(sequence.key[1] for sequence in mine[self.remove : self.remove + 1])
+        demands, steps = dict[str, Demand](), dict[str, Demand]()
+        for part in self.parts:
+            sequence = mine[part.which % len(mine)]
+            if sequence.key[1] not in demands | steps:
+                to = steps if part.in_columns else demands
+                to[sequence.key[1]] = part.demand(sequence, machine.model)
+        opened = () if self.opening is None else (self.opening.demand(machine, session),)
+        if self.fork is not None:
+            opened = (self.fork.demand(machine, mine), *opened)
+        return Allocate(session, (*demands.values(), *opened), removed, tuple(steps.values()))
+
+
+@dataclass(frozen=True)
+class ForkInStep:
+    """A demand that forks a sequence of its session, and asks for room at once."""
+
+    which: int
+    turn: bool
+    more: int  # pages beyond those that it shares
+
+    def demand(self, machine: CacheMachine, mine: list[ModelSequence]) -> Demand:
+        parent = mine[self.which % len(mine)]
+        child = machine.new_key(parent.key[0])
+        machine.model.turns[child] = self.turn
+        pages = -(-len(parent.tokens) // SIZE) + self.more
+        return Demand(child[1], None, "", 0, [], pages if self.more else 0, 0, parent=parent.key[1])
+
+
+@dataclass(frozen=True)
+class Report:
+    at: int
+    count: int
+    in_columns: bool
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        sequence = machine.sequence(self.at)
+        if sequence is None:
+            return None
+        room = len(sequence.pages) * SIZE - len(sequence.tokens)
+        tokens = tuple(sequence.ahead(min(self.count, room)))
+        return report(sequence.key, len(sequence.tokens), tokens, self.in_columns)
+
+
+@dataclass(frozen=True)
+class Misreport:
+    """Tokens that leave a gap, overrun the pages or contradict the record."""
+
+    at: int
+    flip: int
+    in_columns: bool
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        sequence = machine.sequence(self.at)
+        if sequence is None:
+            return None
+        start, tokens = self.flip - 1, (1,)
+        if self.flip == 0:
+            start = len(sequence.tokens) + 1
+        elif self.flip > len(sequence.tokens):
+            start, tokens = 0, (9,) * (len(sequence.pages) * SIZE + 1)
+        else:
+            tokens = (sequence.tokens[start] ^ 1,)
+        return report(sequence.key, start, tokens, self.in_columns)
+
+
+def report(key: Key, start: int, tokens: tuple[int, ...], in_columns: bool) -> Append:
+    """One sequence's, either way."""
+    told = ((key[1], start, tokens),)
+    return Append(key[0], steps=told) if in_columns else Append(key[0], told)
+
+
+@dataclass(frozen=True)
+class ForkSequence:
+    """Of one with a partly filled page, if there is one: that page will have to be copied."""
+
+    at: int
+    turn: bool
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        parent = machine.sequence(self.at, lambda sequence: len(sequence.tokens) % SIZE > 0) or machine.sequence(
+            self.at
+        )
+        if parent is None:
+            return None
+        child = machine.new_key(parent.key[0])
+        machine.model.turns[child] = self.turn
+        return Fork(*parent.key, child[1])
+
+
+@dataclass(frozen=True)
+class RemoveSequence:
+    at: int
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        sequence = machine.sequence(self.at)
+        return None if sequence is None else Remove(sequence.key[0], (sequence.key[1],))
+
+
+@dataclass(frozen=True)
+class LookAt:
+    at: int
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        sequence = machine.sequence(self.at)
+        return None if sequence is None else Get(*sequence.key)
+
+
+@dataclass(frozen=True)
+class UseRemoved:
+    """A call that was on its way when its sequence was removed, or an id that never was."""
+
+    at: int
+    how: int
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        gone = [key for key in machine.model.removed if machine.lives(key[0])]
+        session = machine.session(self.at)
+        if session is None:
+            return None
+        session, name = gone[self.at % len(gone)] if gone and self.how < 6 else (session, "never")
+        return [
+            Allocate(session, (Demand(name, [1, 2, 3], "", 0, [], 1, 0),)),
+            Allocate(session, steps=(Demand(name, None, "", 0, [1], 1, 0),)),
+            Allocate(session, (Demand("never-two", None, "", 0, [], 1, 0, parent=name),)),
+            report((session, name), 0, (1,), self.at % 2 == 0),
+            Fork(session, name, "never-too"),
+            Get(session, name),
+            Allocate(session, (Demand(name, None, "", 0, [], 1, 0),)),
+            report((session, name), 0, (), self.at % 2 == 0),
+            Get(session, name),
+        ][self.how]
+
+
+@dataclass(frozen=True)
+class RenewLease:
+    at: int
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        session = machine.session(self.at)
+        return None if session is None else Renew(session)
+
+
+@dataclass(frozen=True)
+class CloseSession:
+    at: int
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        session = machine.session(self.at)
+        return None if session is None else Close(session)
+
+
+@dataclass(frozen=True)
+class KillProcess:
+    at: int
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        seen = [pid for lease in machine.model.sessions.values() if (pid := lease.pid) is not None and can_be_seen(pid)]
+        return Kill(seen[self.at % len(seen)]) if seen else None
+
+
+@dataclass(frozen=True)
+class Do:
+    """Of an operator, or of time itself."""
+
+    what: Operation
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        return self.what
+
+
+which = st.integers(0, 11)
+#: Their times run out exactly when time is looked at, or outlive what is cached.
+retentions = st.none() | st.builds(Retention, st.sampled_from([1.0, 10.0, 20.0, 200.0]), st.sampled_from([1, 50]))
+opens = st.builds(
+    OpenSequence,
+    *(which, st.sampled_from(["", "s"]), st.integers(0, 2), st.integers(1, 13), st.integers(0, 5), retentions),
+)
+parts = st.builds(Part, which, st.integers(0, 9), st.integers(0, 2), st.integers(0, 3), st.booleans())
+forks_in_steps = st.builds(ForkInStep, which, st.booleans(), st.integers(0, 2))
+steps = st.builds(
+    Step,
+    *(which, st.lists(parts, min_size=1, max_size=4), st.integers(0, 20), st.none() | opens),
+    st.none() | st.none() | forks_in_steps,
+)
+reports = st.builds(Report, which, st.integers(1, 5), st.booleans())
+misreports = st.builds(Misreport, which, st.integers(0, 8), st.booleans())
+forks = st.builds(ForkSequence, which, st.booleans())
+removals = st.builds(RemoveSequence, which)
+looks = st.builds(LookAt, which)
+late_uses = st.builds(UseRemoved, which, st.integers(0, 8))
+renewals = st.builds(RenewLease, which)
+endings = st.one_of(
+    st.builds(CloseSession, which),
+    st.builds(KillProcess, which),
+    st.builds(Do, st.builds(Evict, st.integers(0, 3), st.booleans())),
+    st.builds(Do, st.builds(Expire, st.sampled_from([0.0, 1.0, 2.0, 10.0, 100.0]))),
+)
+#: They add up to the ttl of a lease, to a drain and to the ttl of a cached page exactly.
+times = st.builds(Do, st.builds(PassTime, st.sampled_from([1.0, 1.0, 10.0, 10.0, 20.0, 60.0])))
+sweeps = st.builds(Do, st.just(Sweep()))
+
+anything = st.one_of(
+    *(opens, steps, steps, steps, reports, misreports, forks, removals, looks, late_uses, renewals),
+    *(endings, times, sweeps),
+)

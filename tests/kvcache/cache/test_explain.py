@@ -1,0 +1,96 @@
+"""Why a prompt hit or missed, page by page."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.common.errors import FieldInvalid, PoolUnknown
+from services.kvcache.cache.explain import Outcome
+from services.kvcache.lease.sessions import Session
+from tests.kvcache.cache.test_cache import opening, run, serve
+from tests.kvcache.fakes import World
+
+PROMPT = list(range(13))
+
+
+def outcomes(world: World, prompt: list[int], salt: str = "") -> list[str]:
+    return [answer.outcome.name for answer in world.cache.explain("pool", prompt, salt)]
+
+
+def warm(pages: int = 12, **limits: object) -> tuple[World, Session]:
+    world = World(pages, **limits)  # type: ignore[arg-type]
+    session = world.attached(ttl_s=600.0)
+    run(world, session, "a", PROMPT, 4)
+    world.cache.remove(session.id, ["a"])
+    return world, session
+
+
+def test_hits_and_the_last_token() -> None:
+    world, _ = warm()
+    assert outcomes(world, PROMPT) == ["HIT", "HIT", "HIT", "LAST_TOKEN"]
+    assert outcomes(world, PROMPT[:12]) == ["HIT", "HIT", "LAST_TOKEN"]
+    assert outcomes(world, [1]) == ["LAST_TOKEN"]
+    [first, *_] = world.cache.explain("pool", PROMPT, "")
+    assert first.page == (0, 0)
+
+
+def test_evicted_from_the_tail_and_what_comes_behind() -> None:
+    world, _ = warm()
+    world.cache.evict_pages("pool", 2)
+    assert outcomes(world, PROMPT) == ["HIT", "EVICTED", "EVICTED", "LAST_TOKEN"]
+
+
+def test_expired() -> None:
+    world, _ = warm(cache_ttl_s=5.0)
+    world.now += 6
+    world.cache.sweep()
+    assert outcomes(world, PROMPT) == ["EXPIRED", "EXPIRED", "EXPIRED", "LAST_TOKEN"]
+
+
+def test_stored_again_is_a_hit_and_evicted_again_is_told() -> None:
+    world, session = warm()
+    world.cache.evict_pages("pool", None)
+    run(world, session, "b", PROMPT, 4)
+    assert outcomes(world, PROMPT)[:3] == ["HIT"] * 3
+
+
+def test_another_salt() -> None:
+    world, _ = warm()
+    assert outcomes(world, PROMPT, "tenant") == ["OTHER_SALT"] * 3 + ["LAST_TOKEN"]
+
+
+def test_diverged_says_where() -> None:
+    world, _ = warm()
+    other = [*PROMPT[:6], 99, *PROMPT[7:]]
+    answers = world.cache.explain("pool", other, "")
+    assert [answer.outcome for answer in answers] == [
+        Outcome.HIT,
+        Outcome.DIVERGED,
+        Outcome.NEVER_SEEN,
+        Outcome.LAST_TOKEN,
+    ]
+    assert answers[1].diverged_at == 6
+    assert world.cache.explain("pool", [0, 1, 99, 3, 4], "")[0].diverged_at == 2
+
+
+def test_never_seen() -> None:
+    world, _ = warm()
+    assert outcomes(world, [50] * 9) == ["NEVER_SEEN", "NEVER_SEEN", "LAST_TOKEN"]
+
+
+def test_explaining_changes_nothing() -> None:
+    world, session = warm()
+    pool = next(iter(world.cache.pools))
+    before = list(pool.table.cached), pool.totals.lookup_tokens, world.cache.events.last_number
+    outcomes(world, PROMPT)
+    outcomes(world, PROMPT, "tenant")
+    assert (list(pool.table.cached), pool.totals.lookup_tokens, world.cache.events.last_number) == before
+    assert serve(world, session, opening("c", PROMPT, 4)).cached_tokens == 12
+
+
+def test_bad_questions() -> None:
+    world, _ = warm()
+    with pytest.raises(PoolUnknown):
+        world.cache.explain("none", [1], "")
+    with pytest.raises(FieldInvalid, match="prompt is empty"):
+        world.cache.explain("pool", [], "")

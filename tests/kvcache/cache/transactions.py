@@ -1,0 +1,300 @@
+"""What can be asked of a cache and what it can answer, as plain values: of a call and of the state object alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.errors import ServiceError
+from services.kvcache.cache.demand import Demand
+from services.kvcache.cache.steps import Steps
+from services.kvcache.eviction.retention import Retention
+from tests.kvcache.fakes import World
+
+# --- asked -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Open:
+    """Open a session; the engine attaches it right behind."""
+
+    pid: int | None
+    max_pages: int | None
+
+
+@dataclass(frozen=True)
+class Allocate:
+    """``steps`` are demands that open nothing, sent in columns; they are served before the others."""
+
+    session: str
+    demands: tuple[Demand, ...] = ()
+    removed: tuple[str, ...] = ()
+    steps: tuple[Demand, ...] = ()
+
+
+@dataclass(frozen=True)
+class Append:
+    """Reports are (name, start, tokens); ``steps`` are those sent in columns, recorded before the others."""
+
+    session: str
+    reports: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
+    steps: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Fork:
+    session: str
+    parent: str
+    child: str
+
+
+@dataclass(frozen=True)
+class Remove:
+    session: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Get:
+    session: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Renew:
+    session: str
+
+
+@dataclass(frozen=True)
+class Close:
+    session: str
+
+
+@dataclass(frozen=True)
+class Evict:
+    most: int
+    retained: bool
+
+
+@dataclass(frozen=True)
+class Expire:
+    age: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What the daemon does twice a second."""
+
+
+@dataclass(frozen=True)
+class PassTime:
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Kill:
+    """An engine's process ends, and the daemon can see it."""
+
+    pid: int
+
+
+Operation = Open | Allocate | Append | Fork | Remove | Get | Renew | Close | Evict | Expire | Sweep | PassTime | Kill
+
+# --- answered --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An error, with all that a client is told of it."""
+
+    reason: str
+    message: str
+    field: str
+    metadata: dict[str, str]
+    retry_after_s: float | None
+
+    @classmethod
+    def of(cls, error: ServiceError) -> Refused:
+        return cls(error.reason, error.message, error.field, error.metadata, error.retry_after_s)
+
+
+@dataclass(frozen=True)
+class Grant:
+    """One sequence's. Pages are (id, generation); copies are (index, source, target)."""
+
+    first_index: int
+    pages: tuple[tuple[int, int], ...]
+    cached_tokens: int
+    copies: tuple[tuple[int, tuple[int, int], tuple[int, int]], ...]
+
+    @classmethod
+    def of(cls, grant: Any) -> Grant:
+        copies = tuple((copy.index, copy.source, copy.target) for copy in grant.copies)
+        return cls(grant.first_index, tuple(grant.pages), grant.cached_tokens, copies)
+
+
+@dataclass(frozen=True)
+class Granted:
+    """An answer to Allocate: one item a demand, and those of the steps that have anything to be told, by name."""
+
+    items: tuple[Grant | Refused, ...]
+    told: tuple[tuple[str, Grant | Refused], ...]
+    available_pages: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    total_tokens: int
+    published_pages: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An answer to Append: one item a report, and the steps that failed, by name."""
+
+    items: tuple[Progress | Refused, ...]
+    failed: tuple[tuple[str, Refused], ...]
+
+
+@dataclass(frozen=True)
+class Forked:
+    grant: Grant
+    total_tokens: int
+
+
+@dataclass(frozen=True)
+class Evicted:
+    count: int
+    retained_pages: int
+
+
+@dataclass(frozen=True)
+class Removed:
+    count: int
+    absent: tuple[str, ...]
+    available_pages: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """An answer to Get."""
+
+    pages: tuple[tuple[int, int], ...]
+    tokens: tuple[int, ...]
+    published_pages: int
+    cached_tokens: int
+    access_count: int
+    retention: Retention | None
+
+
+#: The others answer with a session id, a count, a ttl, the ids of lost sessions, or nothing.
+Answer = Refused | Granted | Recorded | Forked | Evicted | Removed | Table | str | int | float | frozenset[str] | None
+
+# --- done ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One transaction that ran, at this time of the cache's clock."""
+
+    operation: Operation
+    answer: Answer
+    now: float
+
+
+def perform(world: World, operation: Operation) -> Entry:
+    """Do it to a world, with its cache itself if it comes to that."""
+    now = world.now
+    try:
+        return Entry(operation, _call(world, operation), now)
+    except ServiceError as error:
+        return Entry(operation, Refused.of(error), now)
+
+
+def can_be_seen(pid: int) -> bool:
+    """Whether the cache can tell that it is gone; every other process is in a pid namespace of its own."""
+    return pid % 2 == 0
+
+
+def start(world: World, pid: int) -> None:
+    """Have the process live, as far as it can be seen."""
+    if can_be_seen(pid):
+        world.processes.seen[pid] = True
+
+
+def _call(world: World, operation: Operation) -> Answer:
+    cache = world.cache
+    match operation:
+        case Open(pid, max_pages):
+            session = world.attached(pid=pid, max_pages=max_pages)
+            if pid is not None and not can_be_seen(pid):
+                del world.processes.seen[pid]
+            return session.id
+        case Allocate(name, demands, removed, steps):
+            told, pool = cache.step(name, _columns(steps) if steps else None, list(removed))
+            items = cache.allocate(name, list(demands), [])[0] if demands else []
+            return Granted(
+                tuple(map(_grant, items)), tuple((name, _grant(item)) for name, item in told), pool.available_pages
+            )
+        case Append(name, reports, steps):
+            columns = _columns([Demand(at, None, "", start, list(tokens), 0, 0) for at, start, tokens in steps])
+            columns = columns._replace(total_pages=[], known_pages=[])
+            failed = cache.append_steps(name, columns) if steps else []
+            appended = cache.append(name, [(at, start, list(tokens)) for at, start, tokens in reports])
+            return Recorded(tuple(map(_progress, appended)), tuple((at, Refused.of(error)) for at, error in failed))
+        case Fork(name, parent, child):
+            grant, sequence = cache.fork(name, parent, child)
+            return Forked(Grant.of(grant), len(sequence.tokens))
+        case Remove(name, names):
+            there, pool = cache.remove(name, list(names))
+            absent = tuple(one for one, was_there in zip(names, there, strict=True) if not was_there)
+            return Removed(sum(there), absent, pool.available_pages)
+        case Get(name, sequence_id):
+            return _table(*cache.get_sequence(name, sequence_id))
+        case Renew(name):
+            return cache.renew_session(name).ttl_s
+        case Close(name):
+            return cache.close_session(name)
+        case Evict(most, retained):
+            return Evicted(*cache.evict_pages("pool", most, retained=retained))
+        case Expire(age):
+            return cache.expire_sequences(age)
+        case Sweep():
+            return frozenset(session.id for session in cache.sweep())
+        case PassTime(seconds):
+            world.now += seconds
+        case Kill(pid):
+            world.processes.kill(pid)
+    return None
+
+
+def _columns(steps: Sequence[Demand]) -> Steps:
+    ones = all(len(step.tokens) == 1 for step in steps)
+    return Steps(
+        [step.sequence_id for step in steps],
+        [step.start for step in steps],
+        [token for step in steps for token in step.tokens],
+        [] if ones else [len(step.tokens) for step in steps],
+        [step.total_pages for step in steps],
+        [step.known_pages for step in steps],
+    )
+
+
+def _grant(item: Any) -> Grant | Refused:
+    return Refused.of(item) if isinstance(item, ServiceError) else Grant.of(item)
+
+
+def _progress(item: Any) -> Progress | Refused:
+    return Refused.of(item) if isinstance(item, ServiceError) else Progress(len(item.tokens), item.published)
+
+
+def _table(sequence: Any, pool: Any) -> Table:
+    return Table(
+        tuple(pool.reference(page) for page in sequence.pages),
+        tuple(sequence.tokens),
+        sequence.published,
+        sequence.cached_tokens,
+        sequence.access_count,
+        sequence.retention,
+    )
