@@ -6,11 +6,11 @@ kv_head, slot, head_dim]``. Values are float32 and summed in float32; indices ar
 **Exactness.** What a token gets is a function, bit for bit, of its own inputs and of the keys it sees: other rows,
 where a chunk of a prompt begins and ends, the page size and a prefix that was there already change nothing. A plain
 product does not give that: BLAS chooses its kernel, and with it the order of the sum, by the number of rows, and some
-kernels even by the place of a row. So `linear` computes in tiles of `TILE_ROWS` rows, in larger ones only where BLAS
-was seen to give the same bits, and `paged_attention` gives every query its place by its position, in products of one
-shape, over tiles of `TILE_KEYS` keys taken in order. All else here is elementwise, or a sum over a length that is
-always the same. The bits may differ between machines, builds of NumPy and settings of BLAS (its number of threads,
-too); within one process they do not.
+kernels even by the place of a row. So `linear` multiplies tiles of `TILE_ROWS` rows by blocks of outputs of one shape,
+more rows at once only where BLAS was seen to give the same bits, and `paged_attention` gives every query its place by
+its position, in products of one shape, over tiles of `TILE_KEYS` keys taken in order. All else here is elementwise, or
+a sum over a length that is always the same. The bits may differ between machines, builds of NumPy and settings of BLAS
+(its number of threads, too); within one process they do not.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ I64: TypeAlias = NDArray[np.int64]
 TILE_ROWS = 8
 #: Rows that `linear` multiplies at once, at most.
 MOST_ROWS = 512
+#: Outputs that `linear` computes at once, at most; a multiple of `BLOCK_STEP`.
+BLOCK_OUTPUTS = 3072
+#: What the weights of those outputs take, at most; `BLOCK_STEP` of them may take more.
+BLOCK_BYTES = 8 << 20
+#: Outputs of a block are a multiple of this wherever a weight has as many: BLAS's kernels take 4 to 24 at once.
+BLOCK_STEP = 48
 #: Keys that `paged_attention` takes at once, whatever the page size; a power of two.
 TILE_KEYS = 128
 #: Queries of one kv head in a product, more only if more heads share it.
@@ -261,19 +267,29 @@ def linear(x: F32, weight: F32, widen: bool = False) -> F32:
     """
     n, outputs = len(x), len(weight)
     y = np.empty((n, outputs), np.float32)
-    *larger, tile = _product_rows(*weight.shape)
-    done = 0
-    for rows in larger:
-        while n - done >= rows:
-            np.matmul(x[done : done + rows], weight.T, out=y[done : done + rows])
-            done += rows
-    product = np.empty((outputs, tile), np.float32)
-    for at in range(done, n, tile):
-        rest = x[at : at + tile]
-        if len(rest) < tile:
-            rest = np.concatenate([rest, np.zeros((tile - len(rest), x.shape[1]), np.float32)])
-        y[at : at + tile] = _tile(rest, weight, product).T[: n - at]
+    size = _block_outputs(*weight.shape)
+    *larger, tile = _product_rows(size, weight.shape[1])
+    padded = np.concatenate([x, np.zeros((-n % tile, x.shape[1]), np.float32)]) if n % tile else x
+    product = np.empty((size, tile), np.float32)
+    for first in range(0, outputs, size):
+        first = min(first, outputs - size)  # the last block may overlap the one before: all have one shape
+        block, out = weight[first : first + size], y[:, first : first + size]
+        done = 0
+        for rows in larger:
+            while n - done >= rows:
+                np.matmul(x[done : done + rows], block.T, out=out[done : done + rows])
+                done += rows
+        for at in range(done, n, tile):
+            out[at : at + tile] = _tile(padded[at : at + tile], block, product).T[: n - at]
     return y
+
+
+def _block_outputs(outputs: int, inputs: int) -> int:
+    """How many outputs `linear` computes at once: as even a share of them as the bounds on a block allow."""
+    most = max(BLOCK_BYTES // (4 * inputs * BLOCK_STEP), 1) * BLOCK_STEP
+    blocks = -(-outputs // min(most, BLOCK_OUTPUTS))
+    share = -(-outputs // blocks)
+    return min(-(-share // BLOCK_STEP) * BLOCK_STEP, outputs)
 
 
 def _tile(x: F32, weight: F32, out: F32 | None = None) -> F32:
@@ -283,27 +299,29 @@ def _tile(x: F32, weight: F32, out: F32 | None = None) -> F32:
 
 @functools.cache
 def _product_rows(outputs: int, inputs: int) -> tuple[int, ...]:
-    """Numbers of rows, falling, that may be multiplied at once with the same bits for each row.
+    """Numbers of rows, falling, that may be multiplied at once by a block with the same bits for each row.
 
     The last is the tile: `TILE_ROWS` if BLAS treats the rows of a tile alike, else 1, each row by itself, which is
     exact by construction. Those before it, powers of two, are plain products seen to have the bits of their tiles.
 
-    The order of a sum depends on shapes and layout, never on values, and two orders give the same bits all over a
-    product of random matrices only by a miracle. So one comparison settles a size.
+    BLAS chooses the order of a sum by the shapes and the layout of a product, never by values, and two orders give the
+    same bits all over a product of random matrices only by a miracle. So one comparison settles a size, provided that
+    it is made of the very products that `linear` makes: a smaller weight would have another kernel, other edges or
+    another split over threads. That is why `linear` multiplies by blocks of one shape, and never by a whole weight.
     """
     generator = np.random.Generator(np.random.PCG64(0))
-    x = generator.standard_normal((MOST_ROWS, inputs), np.float32)
-    # A prime length keeps rows and columns of the weight from repeating.
-    weight = np.resize(generator.standard_normal(1_000_003, np.float32), (outputs, inputs))
+    weight = generator.standard_normal((outputs, inputs), np.float32)
+    x = generator.standard_normal((TILE_ROWS, inputs), np.float32)
     same = _tile(np.repeat(x[:1], TILE_ROWS, axis=0), weight)
     if not np.array_equal(same, np.repeat(same[:, :1], TILE_ROWS, axis=1)):
         return (1,)
     sizes = [TILE_ROWS]
-    tiles = [_tile(x[:TILE_ROWS], weight).T]
     while (rows := 2 * sizes[-1]) <= MOST_ROWS:
-        tiles += [_tile(x[at : at + TILE_ROWS], weight).T for at in range(sizes[-1], rows, TILE_ROWS)]
-        if not np.array_equal(x[:rows] @ weight.T, np.concatenate(tiles)):
-            break
+        x = np.concatenate([x, generator.standard_normal((rows - len(x), inputs), np.float32)])
+        product = x @ weight.T
+        for at in range(0, rows, TILE_ROWS):
+            if not np.array_equal(product[at : at + TILE_ROWS], _tile(x[at : at + TILE_ROWS], weight).T):
+                return tuple(reversed(sizes))
         sizes.append(rows)
     return tuple(reversed(sizes))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -164,14 +165,67 @@ def alone(x: NDArray[np.float32], weight: NDArray[np.float32]) -> NDArray[np.flo
     return np.concatenate([ops.linear(row[None], weight) for row in x])
 
 
-@pytest.mark.parametrize("outputs,inputs", [(512, 256), (256, 768), (96, 33), (1, 7), (1024, 256)])
+#: Outputs that are one block, several, blocks that overlap, odd ones, and fewer than a kernel of BLAS takes at once.
+SHAPES = [
+    (512, 256),
+    (256, 768),
+    (96, 33),
+    (1, 7),
+    (5, 64),
+    (47, 576),
+    (1023, 255),
+    (1024, 256),
+    (3079, 64),
+    (4099, 31),
+]
+
+
+@pytest.mark.parametrize("outputs,inputs", SHAPES)
 def test_linear_gives_a_row_the_same_bits_in_any_company(outputs: int, inputs: int) -> None:
     x, weight = normal(600, inputs), normal(outputs, inputs, seed=1)
     expected = alone(x, weight)
     assert np.abs(expected - x.astype(np.float64) @ weight.T).max() < 1e-3
-    for count in [1, 2, 3, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 64, 100, 511, 512, 513, 600]:
+    for count in [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 64, 100, 511, 512, 513, 600]:
         assert np.array_equal(ops.linear(x[:count], weight), expected[:count]), count
         assert np.array_equal(ops.linear(x[-count:], weight), expected[-count:]), count
+
+
+@pytest.mark.parametrize("outputs,inputs", [*SHAPES, (49152, 576), (128256, 4096), (4096, 14336), (8, 1 << 20)])
+def test_blocks_of_a_weight_are_few_even_and_small(outputs: int, inputs: int) -> None:
+    size = ops._block_outputs(outputs, inputs)
+    assert 1 <= size <= min(outputs, ops.BLOCK_OUTPUTS)
+    assert size == outputs or size % ops.BLOCK_STEP == 0
+    assert size <= ops.BLOCK_STEP or 4 * size * inputs <= ops.BLOCK_BYTES
+    assert -(-outputs // size) * size < outputs + ops.BLOCK_STEP * -(-outputs // size)
+
+
+@pytest.mark.usefixtures("forget_probes")
+@pytest.mark.parametrize("outputs,inputs", [(49152, 576), (128256, 4096)])
+def test_a_probe_takes_a_fraction_of_the_weight_it_is_for(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int
+) -> None:
+    # Products of most rows are compared only where BLAS gives them the bits of tiles: here it always does.
+    monkeypatch.setattr(np, "array_equal", lambda *_: True)
+    tracemalloc.start()
+    try:
+        assert ops._product_rows(ops._block_outputs(outputs, inputs), inputs)[0] == ops.MOST_ROWS
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * outputs * inputs / 4
+    assert peak < 32 << 20
+
+
+def test_a_product_takes_no_memory_to_speak_of_beside_its_result() -> None:
+    x, weight = normal(1, 64), normal(100_000, 64, seed=1)
+    ops.linear(x, weight)  # the probe is over
+    tracemalloc.start()
+    try:
+        result = ops.linear(x, weight)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak - result.nbytes < weight.nbytes / 50
 
 
 def test_linear_of_no_rows() -> None:
