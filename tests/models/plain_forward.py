@@ -99,5 +99,5 @@ def forward(
         hidden = hidden + project(gate / (1 + np.exp(-gate)) * project(x, "mlp.up_proj"), "mlp.down_proj")
         all_k.append(k)
         all_v.append(v)
-    head_name = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
+    head_name = "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"
     return norm(hidden, "model.norm.weight") @ weights[head_name].T, all_k, all_v

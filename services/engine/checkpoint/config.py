@@ -51,7 +51,7 @@ class ModelConfig:
     max_context: int
     rope_theta: float
     rms_norm_eps: float
-    tied_embeddings: bool
+    tied_embeddings: bool  # what the configuration says; `Weights.tied` is what the tensors are
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     #: What the weights were trained or published in, f32, f16 or bf16.

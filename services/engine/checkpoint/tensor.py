@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -77,24 +77,47 @@ class StoredTensor:
         ``progress`` is told of bytes as they are read. Raises ``ModelInvalid`` when the file has become shorter, and
         when a number is not finite.
         """
-        encoding, flat = self.encoding, out.reshape(-1)
-        rows = max(1, _CHUNK // encoding.block_values)  # blocks
-        buffer = np.empty((rows, encoding.block_bytes), np.uint8)
+        flat, at = out.reshape(-1), 0
+        for raw in self._chunks():
+            decoded = self.encoding.decode(raw).reshape(-1)
+            part = flat[at : at + len(decoded)]
+            part[...] = decoded
+            if not _finite(part):
+                raise ModelInvalid(f"{self.file}: tensor {self.name} holds NaN or infinity")
+            at += len(decoded)
+            progress(raw.size)
+        if self.paired_heads:
+            _unpair(out, self.paired_heads)
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Whether ``other``, of the same shape and order of rows, has the same numbers.
+
+        Read a chunk at a time, up to the first difference. Two that are stored alike are compared byte by byte, so that
+        numbers which are stored in two ways, such as the zeros, may count as different. Raises ``ModelInvalid`` when a
+        file has become shorter.
+        """
+        alike = self.encoding.name == other.encoding.name
+        return all(
+            np.array_equal(mine, its)
+            if alike
+            else np.array_equal(_widened(self.encoding, mine), _widened(other.encoding, its))
+            for mine, its in zip(self._chunks(), other._chunks(), strict=True)
+        )
+
+    def _chunks(self) -> Iterator[U8]:
+        """Yield the blocks, ``[blocks, block_bytes]``, `_CHUNK` numbers at a time, in memory that is used again."""
+        rows = max(1, _CHUNK // self.encoding.block_values)
+        blocks = self.size // self.encoding.block_values
+        buffer = np.empty((min(rows, blocks), self.encoding.block_bytes), np.uint8)
         try:
             with self.file.open("rb", buffering=0) as file:
                 file.seek(self.offset)
-                for at in range(0, self.size, rows * encoding.block_values):
-                    part = flat[at : at + rows * encoding.block_values]
-                    raw = buffer[: len(part) // encoding.block_values]
+                for at in range(0, blocks, rows):
+                    raw = buffer[: min(rows, blocks - at)]
                     self._fill(file, raw.reshape(-1))
-                    part[...] = encoding.decode(raw).reshape(-1)
-                    if not _finite(part):
-                        raise ModelInvalid(f"{self.file}: tensor {self.name} holds NaN or infinity")
-                    progress(raw.size)
+                    yield raw
         except OSError as error:
             raise ModelInvalid(f"{self.file} cannot be read: {error.strerror or error}") from error
-        if self.paired_heads:
-            _unpair(out, self.paired_heads)
 
     def _fill(self, file: FileIO, raw: U8) -> None:
         done = 0
@@ -103,6 +126,10 @@ class StoredTensor:
             if not count:
                 raise ModelInvalid(f"{self.file} has become shorter while it was read")
             done += count
+
+
+def _widened(encoding: Encoding, raw: U8) -> NDArray[np.float32]:
+    return encoding.decode(raw).reshape(-1).astype(np.float32)
 
 
 def _finite(values: NDArray[Any]) -> bool:

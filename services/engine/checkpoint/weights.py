@@ -5,24 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import structlog
+
 from services.common.errors import ModelInvalid
 from services.engine.checkpoint.config import ModelConfig
 from services.engine.checkpoint.tensor import StoredTensor
 
+log = structlog.get_logger()
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 class Weights(Mapping[str, StoredTensor]):
-    """Every tensor that a model needs, under its Hugging Face name, in the order that the decoder takes them."""
+    """Every tensor that a model needs, under its Hugging Face name, in the order that the decoder takes them.
+
+    ``tied`` says whether the embedding is the output's matrix, too; there is no `HEAD` then. The files decide, as for
+    ``transformers``: a configuration may call a model tied whose files hold a head of its own.
+    """
 
     def __init__(self, path: Path, config: ModelConfig, found: Mapping[str, StoredTensor]) -> None:
         """Check the tensors ``found`` at ``path``.
 
-        A tied head and rotary frequencies, which follow from other tensors, may be there and are left out. Raises
-        ``ModelInvalid`` naming the tensor for one that is missing, unexpected or of another shape than ``config`` says.
+        Rotary frequencies, which follow from the configuration, and a head with the embedding's numbers may be there
+        and are left out; a tied model may have its one matrix under the head's name. Raises ``ModelInvalid`` naming the
+        tensor for one that is missing, unexpected or of another shape than ``config`` says.
         """
-        expected = shapes(config)
         self.path = path
+        if config.tied_embeddings and HEAD in found and EMBEDDING not in found:
+            found = {EMBEDDING if name == HEAD else name: tensor for name, tensor in found.items()}
+        expected = shapes(config)
+        if HEAD in found:
+            expected[HEAD] = expected[EMBEDDING]
         for name, tensor in found.items():
-            if _derived(name, config):
+            if name.endswith(".rotary_emb.inv_freq"):
                 continue
             if name not in expected:
                 raise ModelInvalid(f"{tensor.file}: unexpected tensor {tensor.name[:100]}")
@@ -33,7 +48,10 @@ class Weights(Mapping[str, StoredTensor]):
                 )
         if missing := [name for name in expected if name not in found]:
             raise ModelInvalid(f"{path}: missing {len(missing)} tensors, the first {missing[0]}")
-        self._tensors = {name: found[name] for name in expected}
+        self.tied = HEAD not in found or found[HEAD].equals(found[EMBEDDING])
+        if config.tied_embeddings and not self.tied:
+            log.warning("head_not_tied", model=str(path), tie_word_embeddings=True, used=HEAD)
+        self._tensors = {name: found[name] for name in expected if not (name == HEAD and self.tied)}
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]
@@ -56,7 +74,10 @@ class Weights(Mapping[str, StoredTensor]):
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor a checkpoint of ``config`` must hold; matrices are ``[outputs, inputs]``."""
+    """Name and shape of every tensor a checkpoint of ``config`` must hold; matrices are ``[outputs, inputs]``.
+
+    The head of a tied model is not among them.
+    """
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
     every_layer: dict[str, tuple[int, ...]] = {
@@ -75,15 +96,10 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         every_layer |= {f"self_attn.{part}_proj.bias": (width,) for part, width in widths.items()}
     if config.qk_norm:
         every_layer |= {f"self_attn.{part}_norm.weight": (config.head_dim,) for part in ("q", "k")}
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    found: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.layers):
         found.update({f"model.layers.{layer}.{name}": shape for name, shape in every_layer.items()})
     found["model.norm.weight"] = (hidden,)
     if not config.tied_embeddings:
-        found["lm_head.weight"] = (config.vocab_size, hidden)
+        found[HEAD] = (config.vocab_size, hidden)
     return found
-
-
-def _derived(name: str, config: ModelConfig) -> bool:
-    """Whether the tensor follows from others: a tied head, and the rotary frequencies older checkpoints carry."""
-    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings)

@@ -15,6 +15,7 @@ from kernels.ops import Ops
 from services.common.errors import ForwardFailed, ModelInvalid
 from services.engine.checkpoint.config import ModelConfig
 from services.engine.checkpoint.rope import frequencies
+from services.engine.checkpoint.weights import EMBEDDING, HEAD
 from services.engine.model.batch import Batch, Row
 from services.engine.model.checkpoint import Checkpoint
 from services.engine.model.loading import Loading
@@ -79,10 +80,10 @@ class Model:
             return ops.weight(loading.take(*names, dtype=dtype), dtype)
 
         try:
-            self._embedding = weight("model.embed_tokens.weight")
+            self._embedding = weight(EMBEDDING)
             self._layers = [_layer(weight, config, f"model.layers.{index}.") for index in range(config.layers)]
             self._norm = weight("model.norm.weight")
-            self._head = self._embedding if config.tied_embeddings else weight("lm_head.weight")
+            self._head = self._embedding if weights.tied else weight(HEAD)
         except ValueError as error:
             raise ModelInvalid(f"{checkpoint.path}: {error}") from error
         loading.end()
