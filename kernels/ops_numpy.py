@@ -113,9 +113,15 @@ def rms_norm(x: F32, weight: F32, eps: float, residual: F32 | None = None) -> tu
 
 
 def rope_frequencies(head_dim: int, theta: float) -> F32:
-    """Return ``theta ** (-2i / head_dim)``, ``[head_dim / 2]``, rounded to float32 as models are trained with."""
+    """Return ``theta ** (-2i / head_dim)``, ``[head_dim / 2]``, each operation rounded to float32.
+
+    Models are trained and compared with frequencies that are computed so. One that is closer to the exact number in its
+    last bit turns by another angle, thousands of tokens on by enough to be seen in the logits.
+    """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies: F32 = (1.0 / np.float64(theta) ** exponents).astype(np.float32)
+    # The power itself by float64: NumPy's of float32 has other last bits on other processors.
+    powers = (np.float64(np.float32(theta)) ** exponents.astype(np.float64)).astype(np.float32)
+    frequencies: F32 = np.float32(1) / powers
     return frequencies
 
 

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 PROMPT_TOKENS = 96
 GREEDY_TOKENS = 64
+LONG_TOKENS = 2000
+#: Where the logits of a long prompt are kept.
+LONG_POSITIONS = [999, 1499, 1999]
 VOCAB = 128
 
 _SHAPE: dict[str, Any] = {
@@ -39,6 +42,9 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+#: What a configuration has changed for a long prompt.
+LONG = {"max_position_embeddings": 4096}
+
 #: Name -> ``config.json``. Between them: as many heads of K and V as of queries and fewer, heads that together are not
 #: as wide as the model, tied and untied, and each kind of rotary embedding.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -47,6 +53,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama3": _SHAPE
     | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False}
     | {"rope_theta": 500000.0, "rope_scaling": _LLAMA3, "tie_word_embeddings": True},
+    "own head": _SHAPE  # as some fine-tuned models have it: the configuration of a tied one, and a head all the same
+    | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False}
+    | {"tie_word_embeddings": True, "own_head": True},
     "linear": _SHAPE
     | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False}
     | {"rope_scaling": {"type": "linear", "factor": 4.0}},
@@ -63,11 +72,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"head_dim": 32, "rope_theta": 1000000.0},
 }
 #: Chosen so that no greedy choice is a close one.
-SEEDS = {"llama2": 1, "llama3": 1, "linear": 0, "mistral": 0, "qwen2": 0, "qwen3": 4}
+SEEDS = {"llama2": 1, "llama3": 1, "own head": 0, "linear": 0, "mistral": 0, "qwen2": 0, "qwen3": 4}
 
 
 def family_tensors(config: dict[str, Any], seed: int) -> dict[str, NDArray[np.float32]]:
-    """Every tensor of a checkpoint of ``config``, float32, under its Hugging Face name."""
+    """Every tensor of a checkpoint of ``config``, one of `FAMILIES`, float32, under its Hugging Face name."""
     random = np.random.RandomState(seed)
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
@@ -98,9 +107,14 @@ def family_tensors(config: dict[str, Any], seed: int) -> dict[str, NDArray[np.fl
         if config["model_type"] == "qwen3":
             tensors |= {f"{prefix}self_attn.{part}_norm.weight": spread(1.0, 0.5, dim) for part in ("q", "k")}
     tensors["model.norm.weight"] = spread(1.0, 0.2, hidden)
-    if not config["tie_word_embeddings"]:
+    if not config["tie_word_embeddings"] or config.get("own_head"):
         tensors["lm_head.weight"] = matrix(config["vocab_size"], hidden)
     return tensors
+
+
+def long_prompt_of(seed: int) -> list[int]:
+    """The long prompt of a reference."""
+    return np.random.RandomState(2000 + seed).randint(0, VOCAB, LONG_TOKENS).tolist()
 
 
 def prompt_of(seed: int) -> list[int]:

@@ -7,6 +7,7 @@ In float32, on the CPU. For each family:
     {family}_logits   float32 [96, 128]     the logits at every position of the prompt
     {family}_greedy   int64 [64]            what greedy generation adds
     {family}_margin   float32 [64]          how far each of these was ahead of the second best, in logits
+    {family}_long     float32 [3, 128]      the logits at some positions of a prompt of thousands of tokens
 
 and, for the rotary embeddings of models that many people have, their frequencies:
 
@@ -31,13 +32,21 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.models.families import FAMILIES, GREEDY_TOKENS, SEEDS, family_tensors, prompt_of
+from tests.models.families import (
+    FAMILIES,
+    GREEDY_TOKENS,
+    LONG,
+    LONG_POSITIONS,
+    SEEDS,
+    family_tensors,
+    long_prompt_of,
+    prompt_of,
+)
 from tests.models.ropes import ROPES
 
 
-@torch.no_grad()
-def reference(family: str, config: dict[str, Any], seed: int) -> dict[str, NDArray[Any]]:
-    """The three arrays of a family."""
+def load(config: dict[str, Any], seed: int) -> Any:
+    """The model of a family."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         save_file(family_tensors(config, seed), Path(folder, "model.safetensors"), metadata={"format": "pt"})
@@ -45,8 +54,14 @@ def reference(family: str, config: dict[str, Any], seed: int) -> dict[str, NDArr
             folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
         )
     if left := {name: list(value) for name, value in report.items() if value}:
-        raise ValueError(f"{family}: {left}")
-    model.eval()
+        raise ValueError(f"{config}: {left}")
+    return model.eval()
+
+
+@torch.no_grad()
+def reference(family: str, config: dict[str, Any], seed: int) -> dict[str, NDArray[Any]]:
+    """The arrays of a family."""
+    model = load(config, seed)
     ids = prompt_of(seed)
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     arrays = {f"{family}_logits": logits.numpy()}
@@ -58,6 +73,8 @@ def reference(family: str, config: dict[str, Any], seed: int) -> dict[str, NDArr
         margins.append(float(top.values[0] - top.values[1]))
     arrays[f"{family}_greedy"] = np.array(greedy, np.int64)
     arrays[f"{family}_margin"] = np.array(margins, np.float32)
+    long = load(config | LONG, seed)(input_ids=torch.tensor([long_prompt_of(seed)]), use_cache=False).logits[0]
+    arrays[f"{family}_long"] = long[LONG_POSITIONS].numpy()
     print(f"{family}: {type(model).__name__}, smallest margin {min(margins):.4f}")
     return arrays
 

@@ -1,7 +1,8 @@
 """The decoders served, written down as plainly as it goes, to check the engine: no pages, no tiles, no code of its own.
 
-One sequence, contiguous K and V, float64 throughout; only the rotary frequencies are rounded to float32, as the models
-were trained with. Weights come from a folder, read by the safetensors library, or as arrays.
+One sequence, contiguous K and V, float64 throughout but for the rotary angles: these are float32 at every operation, as
+the models are trained with, and as they stay in `transformers` whatever the type of all else. Weights come from a
+folder, read by the safetensors library, or as arrays.
 """
 
 from __future__ import annotations
@@ -34,16 +35,23 @@ def frequencies(config: Mapping[str, Any], dim: int) -> NDArray[np.float32]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    plain = 1.0 / theta ** (np.arange(0, dim, 2) / dim)
-    if kind == "linear":
-        plain = plain / rope["factor"]
-    elif kind == "llama3":
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        for i, frequency in enumerate(plain):
-            turns = rope["original_max_position_embeddings"] * frequency / (2 * np.pi)
-            kept = min(max((turns - low) / (high - low), 0.0), 1.0)
-            plain[i] = kept * frequency + (1 - kept) * frequency / rope["factor"]
-    return plain.astype(np.float32)
+    f = np.float32
+    plain = []
+    for i in range(0, dim, 2):
+        frequency = f(1) / f(float(f(theta)) ** float(f(i) / f(dim)))
+        if kind == "linear":
+            frequency = frequency / f(rope["factor"])
+        elif kind == "llama3":
+            low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], f(rope["factor"])
+            original = rope["original_max_position_embeddings"]
+            length = f(1) / frequency * f(2 * np.pi)
+            if length > f(original / low):
+                frequency = frequency / factor
+            elif length >= f(original / high):
+                kept = (f(1) / length * f(original) - f(low)) / f(high - low)
+                frequency = (f(1) - kept) * frequency / factor + kept * frequency
+        plain.append(frequency)
+    return np.array(plain, np.float32)
 
 
 def forward(
@@ -64,7 +72,7 @@ def forward(
     def norm(x: F64, name: str) -> F64:
         return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + config["rms_norm_eps"]) * weights[name]
 
-    angles = np.outer(np.arange(n), frequencies(config, dim).astype(np.float64))
+    angles = np.outer(np.arange(n, dtype=np.float32), frequencies(config, dim)).astype(np.float64)
 
     def rotate(x: F64) -> F64:
         turned = x[..., : dim // 2] + 1j * x[..., dim // 2 :]

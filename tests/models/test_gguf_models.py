@@ -60,9 +60,11 @@ def test_the_configuration_is_that_of_the_folder(tmp_path: Path) -> None:
         folder = write_checkpoint(tmp_path / family, config | {"eos_token_id": 2}, tensors)
         found = Checkpoint.open(tmp_path / f"{family}.gguf").config
         expected = ModelConfig.from_folder(folder)
-        # What a GGUF file says otherwise: llama for Mistral, divisors for Llama 3's scaling, eps as float32.
+        # What a GGUF file says otherwise: llama for Mistral, divisors for Llama 3's scaling, eps as float32, and by its
+        # tensors whether it is tied.
+        assert found.tied_embeddings == ("lm_head.weight" not in tensors)
         for name in ModelConfig.__slots__:
-            if name not in ("architecture", "rope_scaling", "rms_norm_eps"):
+            if name not in ("architecture", "rope_scaling", "rms_norm_eps", "tied_embeddings"):
                 assert getattr(found, name) == getattr(expected, name), (family, name)
         assert found.rms_norm_eps == np.float32(expected.rms_norm_eps)
         assert (found.qkv_bias, found.qk_norm) == (expected.qkv_bias, expected.qk_norm)

@@ -1,7 +1,8 @@
 """Rotary embeddings that were stretched to a longer context than a model was first trained with.
 
 A kind of scaling is what it does to the frequencies, ``theta ** (-2i / head_dim)``: the angles that the pairs of
-components turn by from one position to the next.
+components turn by from one position to the next. All of it is float32, one operation after another in the order of the
+code that models are trained with: a last bit of a frequency is seen in the logits some thousand tokens on.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Linear:
 
     factor: float
 
-    def divisors(self, frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What each frequency is divided by."""
-        return np.full(frequencies.shape, self.factor)
+    def scaled(self, frequencies: F32) -> F32:
+        """What becomes of the frequencies, ``[head_dim / 2]``."""
+        return frequencies / np.float32(self.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,17 @@ class Llama3:
     high: float
     original_context: int
 
-    def divisors(self, frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What each frequency is divided by."""
-        turns = self.original_context * frequencies / (2 * math.pi)
-        kept = np.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
-        return 1.0 / (kept + (1.0 - kept) / self.factor)
+    def scaled(self, frequencies: F32) -> F32:
+        """What becomes of the frequencies, ``[head_dim / 2]``."""
+        one, factor = np.float32(1), np.float32(self.factor)
+        # A number divided by a tensor is, in torch, the number times the tensor's reciprocal.
+        wavelengths = one / frequencies * np.float32(2 * math.pi)
+        turns = one / wavelengths * np.float32(self.original_context)
+        kept = (turns - np.float32(self.low)) / np.float32(self.high - self.low)
+        mixed = (one - kept) * frequencies / factor + kept * frequencies
+        slow = wavelengths > np.float32(self.original_context / self.low if self.low else math.inf)
+        fast = wavelengths < np.float32(self.original_context / self.high)
+        return np.where(slow, frequencies / factor, np.where(fast, frequencies, mixed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +64,18 @@ class Divisors:
 
     values: Sequence[float]
 
-    def divisors(self, frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What each frequency is divided by. Raises ValueError when there are not as many."""
+    def scaled(self, frequencies: F32) -> F32:
+        """What becomes of the frequencies, ``[head_dim / 2]``. Raises ValueError when there are not as many."""
         if len(self.values) != len(frequencies):
             raise ValueError(f"{len(self.values)} divisors of rotary frequencies do not go with {len(frequencies)}")
-        return np.array(self.values, np.float64)
+        divisors: F32 = np.array(self.values, np.float32)
+        return frequencies / divisors
 
 
 Scaling: TypeAlias = Linear | Llama3 | Divisors
 
 
 def frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> F32:
-    """Return the frequencies of a model, ``[head_dim / 2]``, scaled in float64 from those it was first trained with."""
+    """Return the frequencies of a model, ``[head_dim / 2]``, scaled from those it was first trained with."""
     plain = rope_frequencies(head_dim, theta)
-    if scaling is None:
-        return plain
-    wide = plain.astype(np.float64)
-    scaled: F32 = (wide / scaling.divisors(wide)).astype(np.float32)
-    return scaled
+    return plain if scaling is None else scaling.scaled(plain)
