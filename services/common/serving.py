@@ -20,9 +20,9 @@ import grpc
 import structlog
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from services.common.errors import InvalidConfiguration
+from services.common.reflection import Reflection
 
 log = structlog.get_logger()
 
@@ -149,7 +149,7 @@ class Serving:
         """Bind and serve. Raises InvalidConfiguration when an address is in use or cannot be had."""
         await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        reflection.enable_server_reflection((self._service, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
+        Reflection((self._service, health.SERVICE_NAME)).add_to(self.server)
         credentials = self._tls.credentials() if self._tls else None
         for listener in self._listeners:
             self.bound.append(self._bind(listener, credentials))

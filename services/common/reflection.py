@@ -1,0 +1,239 @@
+"""Server reflection, as grpc.reflection.v1 and v1alpha: the descriptors of what a server serves, for clients without them.
+
+grpcio-reflection offers v1alpha alone, does not find methods, and drops the JSON names of fields that protoc writes. Only
+its messages are used here: those of v1 differ from them in the name of their package, and on the wire in nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf import text_format
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+)
+from google.protobuf.descriptor_pool import Default
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2, error_details_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+V1 = "grpc.reflection.v1.ServerReflection"
+V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
+
+#: What one call may ask for; a client with more questions opens another.
+MAX_REQUESTS = 1000
+#: Bytes of one request. It comes back in its response, and no name is as long as that.
+MAX_REQUEST_BYTES = 4096
+
+_METHOD = "ServerReflectionInfo"
+#: Packed into the details of errors, so no service's file depends on it, and a client has to ask for it by name.
+_DETAILS = (error_details_pb2.DESCRIPTOR, code_pb2.DESCRIPTOR)
+
+
+class Descriptors:
+    """Files by their name, by the symbols that they define, and by the extensions; closed under dependencies."""
+
+    def __init__(self, files: Iterable[FileDescriptorProto]) -> None:
+        """Index ``files``, among which is whatever one of them depends on."""
+        self._files: dict[str, tuple[bytes, list[str]]] = {}
+        self._symbols: dict[str, str] = {}
+        self._extensions: dict[str, dict[int, str]] = {}
+        for file in files:
+            self._files[file.name] = (file.SerializeToString(deterministic=True), list(file.dependency))
+            self._symbols.update(dict.fromkeys(_symbols(file), file.name))
+            for message in _messages(file):
+                self._extensions.setdefault(message, {})
+        for file in files:
+            for extension in _extensions(file):
+                self._extensions.setdefault(extension.extendee[1:], {})[extension.number] = file.name
+
+    def named(self, name: str) -> list[bytes]:
+        """A file and all it depends on, serialized, itself first. Raises KeyError."""
+        found, todo = {name: self._files[name][0]}, deque([name])
+        while todo:
+            for dependency in self._files[todo.popleft()][1]:
+                if dependency not in found:
+                    found[dependency] = self._files[dependency][0]
+                    todo.append(dependency)
+        return list(found.values())
+
+    def defining(self, symbol: str) -> list[bytes]:
+        """The file of a service, method, message, field, oneof, enum, enum value or extension. Raises KeyError."""
+        return self.named(self._symbols[symbol])
+
+    def extending(self, message: str, number: int) -> list[bytes]:
+        """The file of a message's extension. Raises KeyError."""
+        return self.named(self._extensions[message][number])
+
+    def extensions(self, message: str) -> list[int]:
+        """The numbers of a message's extensions. Raises KeyError for a message that there is not."""
+        return sorted(self._extensions[message])
+
+
+class Reflection:
+    """Both reflection services of a server."""
+
+    def __init__(self, services: Sequence[str]) -> None:
+        """``services`` are the names of the others that it serves, whose generated code has been imported."""
+        self._services = sorted([*services, V1, V1ALPHA])
+        own = [Default().FindFileContainingSymbol(name) for name in (*services, V1ALPHA)]
+        self._descriptors = Descriptors([*described([*own, *_DETAILS]), _v1()])
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Have ``server`` serve them."""
+        # Without a deserializer the handler gets the bytes, and can answer for those that are no message.
+        handler = grpc.stream_stream_rpc_method_handler(
+            self.stream, response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString
+        )
+        for service in (V1, V1ALPHA):
+            server.add_registered_method_handlers(service, {_METHOD: handler})
+
+    async def stream(
+        self, requests: AsyncIterator[bytes], context: Any
+    ) -> AsyncIterator[reflection_pb2.ServerReflectionResponse]:
+        """One call: an answer to each request, until there have been ``MAX_REQUESTS``."""
+        asked = 0
+        async for request in requests:
+            asked += 1
+            if asked > MAX_REQUESTS:
+                text = f"a call may ask for {MAX_REQUESTS} descriptors; ask for more in another"
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            yield self.answer(request)
+
+    def answer(self, data: bytes) -> reflection_pb2.ServerReflectionResponse:
+        """The response to one serialized ServerReflectionRequest; what is wrong with it is its ``error_response``."""
+        if len(data) > MAX_REQUEST_BYTES:
+            return _failed("INVALID_ARGUMENT", f"the request is of {len(data)} bytes; the limit is {MAX_REQUEST_BYTES}")
+        try:
+            request = reflection_pb2.ServerReflectionRequest.FromString(data)
+        except DecodeError as error:
+            return _failed("INVALID_ARGUMENT", f"the message cannot be read: {error}")
+        response = self._found(request)
+        response.valid_host = request.host
+        response.original_request.CopyFrom(request)
+        return response
+
+    def _found(self, request: reflection_pb2.ServerReflectionRequest) -> reflection_pb2.ServerReflectionResponse:
+        response = reflection_pb2.ServerReflectionResponse()
+        kind = request.WhichOneof("message_request")
+        files = response.file_descriptor_response.file_descriptor_proto
+        try:
+            if kind == "file_by_filename":
+                files.extend(self._descriptors.named(request.file_by_filename))
+            elif kind == "file_containing_symbol":
+                files.extend(self._descriptors.defining(request.file_containing_symbol))
+            elif kind == "file_containing_extension":
+                wanted = request.file_containing_extension
+                files.extend(self._descriptors.extending(wanted.containing_type, wanted.extension_number))
+            elif kind == "all_extension_numbers_of_type":
+                message = request.all_extension_numbers_of_type
+                numbers = self._descriptors.extensions(message)
+                response.all_extension_numbers_response.base_type_name = message
+                response.all_extension_numbers_response.extension_number.extend(numbers)
+            elif kind == "list_services":
+                for name in self._services:
+                    response.list_services_response.service.add(name=name)
+            else:
+                return _failed("INVALID_ARGUMENT", "message_request is not set")
+        except KeyError:
+            return _failed("NOT_FOUND", f"{kind}: there is none like {str(getattr(request, kind)).strip()!r}")
+        return response
+
+
+def _failed(code: str, message: str) -> reflection_pb2.ServerReflectionResponse:
+    error = reflection_pb2.ErrorResponse(error_code=grpc.StatusCode[code].value[0], error_message=message)
+    return reflection_pb2.ServerReflectionResponse(error_response=error)
+
+
+def described(files: Iterable[FileDescriptor]) -> list[FileDescriptorProto]:
+    """``files`` and what they depend on, each once, as protoc describes them: with the JSON name of every field."""
+    found: dict[str, FileDescriptorProto] = {}
+    todo = deque(files)
+    while todo:
+        file = todo.popleft()
+        if file.name in found:
+            continue
+        proto = found[file.name] = FileDescriptorProto()
+        file.CopyToProto(proto)
+        for field in _fields(proto):
+            field.json_name = field.json_name or json_name(field.name)
+        todo.extend(file.dependencies)
+    return list(found.values())
+
+
+def json_name(name: str) -> str:
+    """A field's name in JSON, unless its proto says otherwise: ``request_id`` is ``requestId``."""
+    head, *words = name.split("_")
+    return head + "".join(word[:1].upper() + word[1:] for word in words)
+
+
+def _v1() -> FileDescriptorProto:
+    """The file of v1, which has everything that v1alpha's has under another name, but is not deprecated."""
+    [alpha] = described([reflection_pb2.DESCRIPTOR])
+    file = text_format.Parse(text_format.MessageToString(alpha).replace("v1alpha", "v1"), FileDescriptorProto())
+    file.name = "grpc/reflection/v1/reflection.proto"
+    file.options.ClearField("deprecated")
+    return file
+
+
+Parent = FileDescriptorProto | DescriptorProto
+
+
+def _inner(parent: Parent) -> Iterable[DescriptorProto]:
+    return parent.message_type if isinstance(parent, FileDescriptorProto) else parent.nested_type
+
+
+def _symbols(file: FileDescriptorProto) -> Iterator[str]:
+    """The full name of everything that a file defines. An enum's values are named beside it, not within."""
+    scope = f"{file.package}." if file.package else ""
+    yield from _members(file, scope)
+    for service in file.service:
+        yield scope + service.name
+        yield from (f"{scope}{service.name}.{method.name}" for method in service.method)
+
+
+def _members(parent: Parent, scope: str) -> Iterator[str]:
+    for enum in parent.enum_type:
+        yield from (scope + name for name in _enum(enum))
+    yield from (scope + extension.name for extension in parent.extension)
+    for message in _inner(parent):
+        name = scope + message.name
+        yield name
+        yield from (f"{name}.{part.name}" for part in (*message.field, *message.oneof_decl))
+        yield from _members(message, f"{name}.")
+
+
+def _enum(enum: EnumDescriptorProto) -> Iterator[str]:
+    yield enum.name
+    yield from (value.name for value in enum.value)
+
+
+def _messages(file: FileDescriptorProto) -> Iterator[str]:
+    scope = f"{file.package}." if file.package else ""
+    todo = [(scope, message) for message in file.message_type]
+    while todo:
+        scope, message = todo.pop()
+        yield scope + message.name
+        todo += [(f"{scope}{message.name}.", inner) for inner in message.nested_type]
+
+
+def _extensions(parent: Parent) -> Iterator[FieldDescriptorProto]:
+    yield from parent.extension
+    for message in _inner(parent):
+        yield from _extensions(message)
+
+
+def _fields(file: FileDescriptorProto) -> Iterator[FieldDescriptorProto]:
+    yield from _extensions(file)
+    todo = list(file.message_type)
+    while todo:
+        message = todo.pop()
+        yield from message.field
+        todo.extend(message.nested_type)
