@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import os
@@ -158,16 +159,15 @@ class Serving:
     def _bind(self, listener: Listener, credentials: grpc.ServerCredentials | None) -> str:
         if listener.path is not None:
             return self._bind_unix(listener.path)
+        _check_bindable(listener)
         try:
             if credentials is not None:
                 port = self.server.add_secure_port(str(listener), credentials)
             else:
                 port = self.server.add_insecure_port(str(listener))
         except RuntimeError as error:
-            doubts = "is the port in use or the address not this host's"
-            if credentials is not None:
-                doubts += ", or a TLS file not what it should be"
-            raise InvalidConfiguration(f"--listen {listener}: cannot bind; {doubts}?", field="--listen") from error
+            doubt = "" if credentials is None else "; is a TLS file not what it should be?"
+            raise InvalidConfiguration(f"--listen {listener}: cannot bind{doubt}", field="--listen") from error
         return str(Listener(host=listener.host, port=port))
 
     def _bind_unix(self, path: Path) -> str:
@@ -217,6 +217,35 @@ class Serving:
             with contextlib.suppress(OSError):
                 if path.stat().st_ino == inode:
                     path.unlink()
+
+
+def _check_bindable(listener: Listener) -> None:
+    """Raise InvalidConfiguration when gRPC could not bind a TCP address, or only some of those that its name stands for.
+
+    gRPC writes why it could not to stderr, in its C core's own format, and tells its caller nothing. Silencing that core
+    (GRPC_VERBOSITY) would hide failed TLS handshakes too. A port that is taken between this and gRPC's own bind is
+    still refused, with that line.
+    """
+    where = f"--listen {listener}"
+    try:
+        found = socket.getaddrinfo(listener.host, listener.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise InvalidConfiguration(f"{where}: {listener.host}: {error.strerror}", field="--listen") from error
+    refused, bindable = None, False
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: what just closed is free
+                probe.bind(address)
+                probe.listen(1)  # two may bind one port; one may listen
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise InvalidConfiguration(f"{where}: the port is in use", field="--listen") from error
+            refused = error
+        else:
+            bindable = True
+    if refused is not None and not bindable:
+        raise InvalidConfiguration(f"{where}: cannot bind: {refused.strerror}", field="--listen") from refused
 
 
 @contextlib.contextmanager

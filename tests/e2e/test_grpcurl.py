@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 from typing import Any
@@ -27,21 +26,12 @@ def grpcurl(service: Service, *arguments: str, body: str = "") -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def camel(value: Any) -> Any:
-    """Old grpcurls print a field by its name in the proto, newer ones in camelCase: have both the same."""
-    if isinstance(value, list):
-        return [camel(item) for item in value]
-    if isinstance(value, dict):
-        return {re.sub("_(.)", lambda m: m[1].upper(), key): camel(item) for key, item in value.items()}
-    return value
-
-
 def messages(output: str) -> list[Any]:
     """grpcurl prints the messages of a stream one after another."""
     decoder, found, at = json.JSONDecoder(), list[Any](), 0
     while at < len(output.rstrip()):
         message, end = decoder.raw_decode(output, at)
-        found.append(camel(message))
+        found.append(message)
         at = end + len(output[end:]) - len(output[end:].lstrip())
     return found
 
@@ -52,7 +42,17 @@ def test_list_and_describe(pair: Pair) -> None:
     assert CACHE in grpcurl(pair.daemon, "list").stdout.split()
     assert f"{CACHE}.AllocatePages" in grpcurl(pair.daemon, "list", CACHE).stdout.split()
     assert "rpc Generate" in grpcurl(pair.engine, "describe", ENGINE).stdout
-    assert "repeated uint32 prompt" in grpcurl(pair.daemon, "describe", "rocmforge.kvcache.v1.SequenceOpening").stdout
+    method = grpcurl(pair.daemon, "describe", f"{CACHE}.AllocatePages").stdout
+    assert method.splitlines()[0] == f"{CACHE}.AllocatePages is a method:", method
+    opening = grpcurl(pair.daemon, "describe", "rocmforge.kvcache.v1.SequenceOpening")
+    assert ".rocmforge.kvcache.v1.Retention retention" in opening.stdout, opening.stderr
+    for symbol, kind in (
+        *(("rocmforge.engine.v1.Finish.seed", "a field"), ("rocmforge.engine.v1.Finish.matched", "a one-of")),
+        *(("rocmforge.engine.v1.FinishReason", "an enum"), ("rocmforge.engine.v1.FINISH_REASON_EOS", "an enum value")),
+        *(("google.rpc.BadRequest.FieldViolation", "a message"), ("google.protobuf.Struct", "a message")),
+    ):
+        assert f" is {kind}:" in grpcurl(pair.engine, "describe", symbol).stdout, symbol
+    assert "Symbol not found" in grpcurl(pair.engine, "describe", f"{ENGINE}.Unheard").stderr
 
 
 def test_generate_and_stats(pair: Pair) -> None:
@@ -60,6 +60,7 @@ def test_generate_and_stats(pair: Pair) -> None:
     body = json.dumps({"prompt": {"text": "ROMEO:"}, "sampling": {"temperature": 0}, "stopping": stopping})
     done = grpcurl(pair.engine, f"{ENGINE}/Generate", body=body)
     assert done.returncode == 0, done.stderr
+    assert '"requestId"' in done.stdout and '"tokenIds"' in done.stdout and "_id" not in done.stdout
     answers = messages(done.stdout)
     assert answers[-1]["finish"]["usage"]["completionTokens"] == 8
     assert sum(len(answer.get("tokenIds", [])) for answer in answers) == 8

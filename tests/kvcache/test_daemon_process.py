@@ -127,19 +127,52 @@ def test_bad_settings_end_with_one_sentence_and_status_2(tmp_path: Path, flags: 
     assert "Traceback" not in done.stderr
 
 
+def refused(directory: Path, *flags: str) -> str:
+    """What a daemon that cannot start says on stderr, the events of its log aside."""
+    done = subprocess.run(
+        [sys.executable, "-m", "services.kvcache", *flags, "--arena-dir", str(directory / "other")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    return "\n".join(line for line in done.stderr.splitlines() if not line.startswith('{"'))
+
+
 def test_a_port_or_socket_in_use_is_refused_and_its_owner_unharmed(tmp_path: Path) -> None:
+    """In one line, and without those of gRPC's own log."""
     with socket.create_server(("127.0.0.1", 0)) as taken, kvcache(tmp_path) as owner:
-        for listen in (f"127.0.0.1:{taken.getsockname()[1]}", owner.address):
-            done = subprocess.run(
-                [sys.executable, "-m", "services.kvcache", "--listen", listen, "--arena-dir", str(tmp_path / "other")],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=60,
-            )
-            assert done.returncode == 2
-            assert f"rocmforge kvcache: --listen {listen}: " in done.stderr, done.stderr
+        port = taken.getsockname()[1]
+        for host in ("127.0.0.1", "0.0.0.0", "localhost"):
+            listen = f"{host}:{port}"
+            said = refused(tmp_path, "--listen", listen, "--insecure")
+            assert said == f"rocmforge kvcache: --listen {listen}: the port is in use"
+        said = refused(tmp_path, "--listen", owner.address)
+        assert said == f"rocmforge kvcache: --listen {owner.address}: another server listens there"
         assert stats(owner).epoch
+
+
+def test_a_port_that_others_share_is_in_use(tmp_path: Path) -> None:
+    """With SO_REUSEPORT, which would give us every other of the owner's connections, or the owner ours."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert refused(tmp_path, "--listen", listen) == f"rocmforge kvcache: --listen {listen}: the port is in use"
+
+
+@pytest.mark.parametrize(
+    ("listen", "why"),
+    [
+        ("192.0.2.1:50055", "cannot bind: Cannot assign requested address"),
+        ("no-such-host.invalid:50055", "no-such-host.invalid: "),
+    ],
+)
+def test_an_address_of_another_host_is_refused(tmp_path: Path, listen: str, why: str) -> None:
+    [said] = refused(tmp_path, "--insecure", "--listen", listen).splitlines()
+    assert said.startswith(f"rocmforge kvcache: --listen {listen}: {why}")
 
 
 def test_settings_come_from_the_environment_too_and_unknown_ones_are_told(tmp_path: Path) -> None:
@@ -158,14 +191,29 @@ def test_settings_come_from_the_environment_too_and_unknown_ones_are_told(tmp_pa
 
 
 def test_health_and_reflection(tmp_path: Path) -> None:
-    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+    from grpc_reflection.v1alpha import reflection_pb2
 
+    from services.common.reflection import MAX_REQUESTS, V1, V1ALPHA
+
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
     with kvcache(tmp_path) as daemon:
         daemon.wait_serving(SERVICE)
-        stub = reflection_pb2_grpc.ServerReflectionStub(daemon.channel)
-        [answer] = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
-        names = {service.name for service in answer.list_services_response.service}
-        assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        for version in (V1, V1ALPHA):
+            ask = daemon.channel.stream_stream(
+                f"/{version}/ServerReflectionInfo",
+                request_serializer=lambda message: message.SerializeToString() if message else b"\xff",
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            [unreadable, answer] = ask(iter([None, request]), timeout=60)
+            assert unreadable.error_response.error_code == 3
+            names = {service.name for service in answer.list_services_response.service}
+            assert names == {SERVICE, "grpc.health.v1.Health", V1, V1ALPHA}
+            answers, answered = ask(iter([request] * (MAX_REQUESTS + 1)), timeout=60), 0
+            with pytest.raises(grpc.RpcError) as ended:
+                for _ in answers:
+                    answered += 1
+            assert (ended.value.code(), answered) == (grpc.StatusCode.RESOURCE_EXHAUSTED, MAX_REQUESTS)
+    assert "Traceback" not in daemon.log()
 
 
 def test_beyond_this_host_only_with_mutual_tls(tmp_path: Path) -> None:
