@@ -1,7 +1,7 @@
-"""Server reflection, as grpc.reflection.v1 and v1alpha: the descriptors of what a server serves, for clients without them.
+"""Server reflection, as grpc.reflection.v1 and v1alpha: what a server serves, for clients without its proto files.
 
-grpcio-reflection offers v1alpha alone, does not find methods, and drops the JSON names of fields that protoc writes. Only
-its messages are used here: those of v1 differ from them in the name of their package, and on the wire in nothing.
+grpcio-reflection offers v1alpha alone, does not find methods, and drops the JSON names that protoc gives fields. Only
+its messages are used here: v1's have the same fields, in a package of another name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from google.protobuf import text_format
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import (
     DescriptorProto,
-    EnumDescriptorProto,
     FieldDescriptorProto,
     FileDescriptorProto,
 )
@@ -48,8 +47,8 @@ class Descriptors:
         for file in files:
             self._files[file.name] = (file.SerializeToString(deterministic=True), list(file.dependency))
             self._symbols.update(dict.fromkeys(_symbols(file), file.name))
-            for message in _messages(file):
-                self._extensions.setdefault(message, {})
+            for name, _ in _messages(file):
+                self._extensions.setdefault(name, {})
         for file in files:
             for extension in _extensions(file):
                 self._extensions.setdefault(extension.extendee[1:], {})[extension.number] = file.name
@@ -162,7 +161,8 @@ def described(files: Iterable[FileDescriptor]) -> list[FileDescriptorProto]:
             continue
         proto = found[file.name] = FileDescriptorProto()
         file.CopyToProto(proto)
-        for field in _fields(proto):
+        fields = [field for _, message in _messages(proto) for field in message.field]
+        for field in (*fields, *_extensions(proto)):
             field.json_name = field.json_name or json_name(field.name)
         todo.extend(file.dependencies)
     return list(found.values())
@@ -177,63 +177,47 @@ def json_name(name: str) -> str:
 def _v1() -> FileDescriptorProto:
     """The file of v1, which has everything that v1alpha's has under another name, but is not deprecated."""
     [alpha] = described([reflection_pb2.DESCRIPTOR])
-    file = text_format.Parse(text_format.MessageToString(alpha).replace("v1alpha", "v1"), FileDescriptorProto())
+    file = FileDescriptorProto()
+    text_format.Parse(text_format.MessageToString(alpha).replace("v1alpha", "v1"), file)
     file.name = "grpc/reflection/v1/reflection.proto"
     file.options.ClearField("deprecated")
     return file
 
 
-Parent = FileDescriptorProto | DescriptorProto
+def _messages(file: FileDescriptorProto) -> Iterator[tuple[str, DescriptorProto]]:
+    """Every message of a file, nested ones included, with its full name."""
+    todo = [(_scope(file) + message.name, message) for message in file.message_type]
+    while todo:
+        name, message = todo.pop()
+        yield name, message
+        todo += [(f"{name}.{inner.name}", inner) for inner in message.nested_type]
 
 
-def _inner(parent: Parent) -> Iterable[DescriptorProto]:
-    return parent.message_type if isinstance(parent, FileDescriptorProto) else parent.nested_type
+def _scope(file: FileDescriptorProto) -> str:
+    return f"{file.package}." if file.package else ""
+
+
+def _extensions(file: FileDescriptorProto) -> Iterator[FieldDescriptorProto]:
+    yield from file.extension
+    for _, message in _messages(file):
+        yield from message.extension
 
 
 def _symbols(file: FileDescriptorProto) -> Iterator[str]:
-    """The full name of everything that a file defines. An enum's values are named beside it, not within."""
-    scope = f"{file.package}." if file.package else ""
-    yield from _members(file, scope)
-    for service in file.service:
-        yield scope + service.name
-        yield from (f"{scope}{service.name}.{method.name}" for method in service.method)
-
-
-def _members(parent: Parent, scope: str) -> Iterator[str]:
-    for enum in parent.enum_type:
-        yield from (scope + name for name in _enum(enum))
-    yield from (scope + extension.name for extension in parent.extension)
-    for message in _inner(parent):
-        name = scope + message.name
+    """The full name of everything that a file defines."""
+    yield from _declared(file, _scope(file))
+    for name, message in _messages(file):
         yield name
-        yield from (f"{name}.{part.name}" for part in (*message.field, *message.oneof_decl))
-        yield from _members(message, f"{name}.")
+        yield from (f"{name}.{field.name}" for field in message.field)
+        yield from (f"{name}.{oneof.name}" for oneof in message.oneof_decl)
+        yield from _declared(message, f"{name}.")
+    for service in file.service:
+        yield _scope(file) + service.name
+        yield from (f"{_scope(file)}{service.name}.{method.name}" for method in service.method)
 
 
-def _enum(enum: EnumDescriptorProto) -> Iterator[str]:
-    yield enum.name
-    yield from (value.name for value in enum.value)
-
-
-def _messages(file: FileDescriptorProto) -> Iterator[str]:
-    scope = f"{file.package}." if file.package else ""
-    todo = [(scope, message) for message in file.message_type]
-    while todo:
-        scope, message = todo.pop()
-        yield scope + message.name
-        todo += [(f"{scope}{message.name}.", inner) for inner in message.nested_type]
-
-
-def _extensions(parent: Parent) -> Iterator[FieldDescriptorProto]:
-    yield from parent.extension
-    for message in _inner(parent):
-        yield from _extensions(message)
-
-
-def _fields(file: FileDescriptorProto) -> Iterator[FieldDescriptorProto]:
-    yield from _extensions(file)
-    todo = list(file.message_type)
-    while todo:
-        message = todo.pop()
-        yield from message.field
-        todo.extend(message.nested_type)
+def _declared(parent: FileDescriptorProto | DescriptorProto, scope: str) -> Iterator[str]:
+    for enum in parent.enum_type:
+        yield scope + enum.name
+        yield from (scope + value.name for value in enum.value)  # beside the enum, as in C++
+    yield from (scope + extension.name for extension in parent.extension)

@@ -220,10 +220,10 @@ class Serving:
 
 
 def _check_bindable(listener: Listener) -> None:
-    """Raise InvalidConfiguration when gRPC could not bind a TCP address, or only some of those that its name stands for.
+    """Raise InvalidConfiguration when a TCP address, or one of those behind a host name, cannot be bound, and say why.
 
-    gRPC writes why it could not to stderr, in its C core's own format, and tells its caller nothing. Silencing that core
-    (GRPC_VERBOSITY) would hide failed TLS handshakes too. A port that is taken between this and gRPC's own bind is
+    gRPC logs the reason to stderr in its C core's own format, and its caller learns nothing. Silencing that core
+    (GRPC_VERBOSITY) would hide failed TLS handshakes as well. A port that is taken between this and gRPC's bind is
     still refused, with that line.
     """
     where = f"--listen {listener}"
