@@ -1,7 +1,7 @@
 # The same targets serve a newcomer, a developer and .ci/run. `make` alone lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench-cache bench-engine bench-kernels bench-metrics buf help setup protos run up down smollm2 test test-gpu lint lint-style lint-types lint-protos bench-step clean
+.PHONY: bench-cache bench-engine bench-kernels bench-metrics buf help setup protos run up down smollm2 test test-gpu lint lint-style lint-types lint-protos bench-step tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -58,7 +58,10 @@ down: setup ## Stop what `make up` started
 smollm2: setup ## Fetch a small trained chat model, 98 MB, into build/models
 	@$(PY) scripts/smollm2.py
 
-test: setup ## Run the tests
+tools: ## Install what else the tests and linters need: scripts/tools.txt (packages as root)
+	@scripts/install-tools.sh
+
+test: $(if $(INSTALL),tools) setup ## Run the tests; INSTALL=1, as root: install first what they need
 	@$(PY) -m tests.simulators.rocm.standin build
 	@# Whole files to a process: many share an engine, or what was compiled, among their tests.
 	@$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder tests

@@ -17,6 +17,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests import tools
+
 # Whatever else the profile says that hypothesis has chosen, in CI or elsewhere.
 hypothesis.settings.register_profile("any pace", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("any pace")
@@ -26,6 +28,7 @@ NONE = "no GPU:"
 WANTED = "ROCMFORGE_TEST_GPU"
 
 _unexplained: list[str] = []
+_lacking: list[str] = []
 
 # A shell without job control has what it runs in the background ignore Ctrl-C, as would all that the tests start, and
 # some of them are interrupted.
@@ -45,12 +48,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path.relative_to(FOLDER).parts[0], len(FIRST)))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known."""
+    config.addinivalue_line("markers", "needs(*tools): skipped without these tools of scripts/tools.txt")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that lacks a tool, before its fixtures are made."""
+    tools.need(*(name for mark in item.iter_markers("needs") for name in mark.args))
+
+
 def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
     # An expected failure (xfail) is reported as a skip too, but it did run.
     if not report.skipped or hasattr(report, "wasxfail"):
         return
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     reason = reason.removeprefix("Skipped: ")
+    _lacking.append(reason)
     if not reason.startswith(ALLOWED) or (os.environ.get(WANTED) and reason.startswith(NONE)):
         _unexplained.append(f"{report.nodeid}: {reason}")
 
@@ -82,3 +97,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f'skipped, and not for "{ALLOWED}": {where} fails on these', red=True)
         for line in _unexplained:
             terminalreporter.line(line)
+    if line := tools.told(_lacking):
+        terminalreporter.line(line, yellow=True)

@@ -15,6 +15,7 @@ import pytest
 
 from services.common.errors import InvalidConfiguration
 from services.common.gpu_ipc import Gpu, Runtime
+from tests import tools
 
 ROOT = Path(__file__).parents[1]
 STANDIN_BYTES = 64 << 20
@@ -58,6 +59,7 @@ def host(devices: int) -> Host:
         pytest.skip(f"no GPU: {found}")
     from tests.simulators.rocm import standin
 
+    tools.need("g++")
     try:
         machine = standin.environment(devices=devices, memory=STANDIN_BYTES)
     except standin.Unavailable as error:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from rocmforge.engine.v1 import engine_pb2
+from tests import tools
 from tests.e2e.conftest import Pair
-from tests.e2e.test_grpcurl import GRPCURL, messages
+from tests.e2e.test_grpcurl import messages
 from tests.processes import ROOT
 
 ADDRESS = "127.0.0.1:50051"
@@ -25,7 +26,7 @@ BEGUN = ("requestId", "state", "samples", "usage", "promptTokens")
 #: Of a response, what is added to by the next.
 LISTS = ("tokenIds", "logprobs", "promptLogprobs")
 
-pytestmark = pytest.mark.skipif(GRPCURL is None, reason="grpcurl is not on PATH nor in build/bin")
+pytestmark = pytest.mark.needs("grpcurl")
 
 
 def examples() -> list[tuple[str, str]]:
@@ -89,7 +90,7 @@ def test_every_example_prints_what_the_page_says(pair: Pair) -> None:
     for command, printed in told:
         typed = shlex.split(command.replace("\\\n", " ").replace(ADDRESS, pair.engine.tcp()))
         assert typed[0] == "grpcurl"
-        done = subprocess.run([str(GRPCURL), *typed[1:]], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([tools.path_of("grpcurl"), *typed[1:]], capture_output=True, text=True, timeout=60)
         if command.endswith("/SubmitGeneration"):
             finish(pair, command)
         if printed.lstrip().startswith("ERROR:"):

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
+import re
 import subprocess
 from typing import Any
 
 import pytest
 
+from tests import tools
 from tests.e2e.conftest import Pair
-from tests.processes import ROOT, Service
+from tests.processes import Service
 
 ENGINE, CACHE = "rocmforge.engine.v1.EngineService", "rocmforge.kvcache.v1.KvCacheService"
-GRPCURL = shutil.which("grpcurl", path=f"{ROOT}/build/bin:{os.environ.get('PATH', '')}")
 
-pytestmark = pytest.mark.skipif(GRPCURL is None, reason="grpcurl is not on PATH nor in build/bin")
+pytestmark = pytest.mark.needs("grpcurl")
 
 
 def grpcurl(service: Service, *arguments: str, body: str = "") -> subprocess.CompletedProcess[str]:
     flags = ["-plaintext", *(["-d", body] if body else [])]
     # Its versions disagree on how a unix socket is named.
-    command = [str(GRPCURL), *flags, service.tcp(), *arguments]
+    command = [tools.path_of("grpcurl"), *flags, service.tcp(), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 

@@ -80,6 +80,7 @@ def test_no_test_may_take_longer_than_the_last_resort_lets_it() -> None:
     assert max(options["timeout"], *marks) < options["faulthandler_timeout"]
 
 
+@pytest.mark.needs("make")
 @pytest.mark.parametrize(
     "prompt",
     [

@@ -10,6 +10,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from tests import tools
+
 ROOT = Path(__file__).parents[2]
 
 #: Put together here, so that this file does not hold them. A mirror or another machine must serve as well.
@@ -20,21 +22,23 @@ FORBIDDEN = [
 LARGEST = 1 << 20
 
 
+def listed(*flags: str) -> list[str] | None:
+    """What git lists; None without git, or outside a checkout."""
+    git = tools.TOOLS["git"].find()
+    if git is None:
+        return None
+    done = subprocess.run([git, "ls-files", "-z", *flags], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.split("\0") if done.returncode == 0 else None
+
+
 def project_files() -> list[str]:
     """Every file that is or would be committed; outside a git checkout, every file."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    if listed.returncode == 0:
-        names = listed.stdout.split("\0")
-    else:
+    names = listed("--cached", "--others", "--exclude-standard")
+    if names is None:
         names = []
         for folder, folders, files in os.walk(ROOT):
             folders[:] = [name for name in folders if name == ".ci" or (name[0] not in "._" and name != "build")]
-            names += [(Path(folder) / name).relative_to(ROOT).as_posix() for name in files]
+            names += [(Path(folder) / name).relative_to(ROOT).as_posix() for name in files if name != ".git"]
     return sorted(name for name in set(names) if name and (ROOT / name).is_file())
 
 
@@ -136,9 +140,12 @@ def test_no_large_file() -> None:
     assert [name for name in FILES if too_large(name, (ROOT / name).stat().st_size)] == []
 
 
+@pytest.mark.needs("git")
 def test_generated_code_is_not_committed() -> None:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
-    assert [name for name in listed.stdout.split("\0") if generated(name)] == []
+    names = listed()
+    if names is None:
+        pytest.skip("not a git checkout")
+    assert [name for name in names if generated(name)] == []
 
 
 def test_every_public_name_has_a_docstring() -> None:

@@ -24,6 +24,7 @@ import pytest
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from kernels.device import module
+from tests import tools
 from tests.simulators.cpu.executor import Cpu, Extent, poisoned
 
 
@@ -119,7 +120,13 @@ DEVICES: dict[str, Callable[[], Device]] = {
 NAMES = [name for name in DEVICES if name not in ("cpu-w32-optimised", "cpu-gfx11")]
 
 
-@functools.cache
 def get(name: str) -> Device:
-    """Return the device of that name, the same one every time; skips the test if it is a GPU and there is none."""
+    """Return the device of that name, the same one every time; skips the test for want of a GPU or a compiler."""
+    if name.startswith("cpu"):
+        tools.need("g++")
+    return _made(name)
+
+
+@functools.cache
+def _made(name: str) -> Device:
     return DEVICES[name]()

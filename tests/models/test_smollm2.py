@@ -27,7 +27,7 @@ from tests.models.smollm2 import CHATS, EXCERPT, LOGPROBS, MODEL, MOST_TOKENS, R
 from tests.processes import ROOT, Service, engine, kvcache
 
 pytestmark = [
-    pytest.mark.skipif(not MODEL.exists(), reason=f"{MODEL.name} is not in build/models; make smollm2 fetches it"),
+    pytest.mark.needs("smollm2"),
     pytest.mark.timeout(600),
 ]
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from tests import tools
 from tests.rocm.processes import Process
 from tests.simulators.rocm import standin
 
@@ -21,6 +22,7 @@ Starts: TypeAlias = Callable[..., Process]
 @pytest.fixture(scope="session", autouse=True)
 def built() -> None:
     """Skip what has no stand-in."""
+    tools.need("g++")
     try:
         standin.build()
     except standin.Unavailable as error:

@@ -311,12 +311,10 @@ def test_a_key_is_not_seen_from_before() -> None:
     assert not np.array_equal(before[-1], after[-1])
 
 
+@pytest.mark.needs(*amdgcn.TOOLS)
 @pytest.mark.parametrize("gpu", ["gfx90a", "gfx942", "gfx1100", "gfx1201"])
 def test_amd_matrix_units_compile(gpu: str, tmp_path: Path) -> None:
     """The kernel that uses them, for the GPUs that have them, without a register spilled."""
-    absent = amdgcn.missing()
-    if absent:
-        pytest.skip(absent)
     case = Case(MIXED, 32, 8, 128, **HALF)
     wave = amdgcn.WAVES[gpu]
     attention = Attention(devices.get("cpu-w32").compile, case.geometry, Gpu(wave, 1, matrix_unit(gpu)), 1.0)

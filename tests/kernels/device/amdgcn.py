@@ -1,7 +1,6 @@
 """AMD machine code without an AMD GPU: clang compiles the HIP sources for any, and tells what each kernel takes of it.
 
-Debian packages: clang-19 lld-19 llvm-19 rocm-device-libs libamdhip64-dev. The device libraries there are older than
-some GPUs; all they lack is a constant each, which is made here.
+It takes `TOOLS`. Debian's device libraries are older than some GPUs; all they lack is a constant each, made here.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import hashlib
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -20,7 +18,8 @@ from pathlib import Path
 
 NOTES = Path(__file__).parents[3] / "build" / "kernels" / "notes"
 CLANG, ASSEMBLER, READELF = "clang++-19", "llvm-as-19", "llvm-readelf-19"
-HEADER = Path("/usr/include/hip/hip_runtime.h")
+#: Names of scripts/tools.txt.
+TOOLS = ("clang", "lld", "llvm", "device-libs", "hip")
 
 #: The GPUs that sources are compiled for, and the lanes of their waves: CDNA 2 and 3, RDNA 2, 3 and 4.
 WAVES = {"gfx90a": 64, "gfx942": 64, "gfx1030": 32, "gfx1100": 32, "gfx1201": 32}
@@ -44,18 +43,6 @@ class Kernel:
     private_bytes: int
     vector_registers: int
     spilled: int
-
-
-def missing() -> str | None:
-    """Say what is not installed, or None."""
-    for tool in (CLANG, ASSEMBLER, READELF):
-        if not shutil.which(tool):
-            return f"{tool} is not on PATH"
-    if not HEADER.is_file():
-        return f"{HEADER} is not there (libamdhip64-dev)"
-    if not _bitcode():
-        return "AMD's device libraries are not there (rocm-device-libs)"
-    return None
 
 
 class Toolchain:

@@ -13,6 +13,8 @@ from tests.kernels import devices
 from tests.simulators.cpu import executor
 from tests.simulators.cpu.executor import Cpu, KernelError, Module
 
+pytestmark = pytest.mark.needs("g++")
+
 KERNELS = r"""
 // defines: COUNT=1..
 #include "common.h"
@@ -155,7 +157,7 @@ def compiled(cpu: Cpu, **defines: int) -> Module:
     return cpu.compile_text(TEXT, defines, "bad.hip")
 
 
-CPUS = {name: devices.get(name) for name in devices.NAMES if name.startswith("cpu")}
+CPUS = {name: devices.DEVICES[name]() for name in devices.NAMES if name.startswith("cpu")}
 CPUS["ucontext"] = Cpu(64, ucontext=True)
 CPUS["ucontext-sanitised"] = Cpu(64, ucontext=True, sanitised=True)
 
