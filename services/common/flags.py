@@ -19,7 +19,7 @@ from typing import Any
 from services.common import configfile
 from services.common.errors import InvalidConfiguration
 from services.common.parser import Parser
-from services.common.serving import Listener, Tls
+from services.common.serving import LOG_LEVELS, Listener, Tls
 
 #: What an offset in a file can be.
 MAX_BYTES = 2**63 - 1
@@ -244,7 +244,7 @@ def _shown(default: Any) -> str:
 
 
 def add_serving_flags(flags: FlagParser, socket_name: str, port: int) -> None:
-    """Add the flags of ``services.common.serving``: where to listen, who may call, how long to drain."""
+    """Add the flags of ``services.common.serving``: where to listen, who may call, how long to drain, what to log."""
     default = [Listener(path=runtime_dir() / socket_name), Listener(host="127.0.0.1", port=port)]
     flags.add(
         "--listen", Listener.parse, default, "unix:/path or host:port; may be repeated", many=True, metavar="ADDR"
@@ -263,6 +263,13 @@ def add_serving_flags(flags: FlagParser, socket_name: str, port: int) -> None:
         metavar="ADDR",
     )
     flags.add("--grace", seconds(0, 3600), 10.0, "seconds that running calls have to end on SIGTERM", metavar="S")
+    flags.add(
+        "--log-level",
+        one_of(*LOG_LEVELS),
+        "info",
+        f"the lowest level of events that are logged: {', '.join(LOG_LEVELS)}; debug has every call",
+        metavar="L",
+    )
 
 
 def metrics_address(text: str) -> Listener:

@@ -117,7 +117,9 @@ def _counted(name: str, handler: grpc.RpcMethodHandler, calls: CallStats) -> grp
     def ended(context: Any, began: float, code: str | None) -> None:
         told = context.code() or 0
         code = code or _NAMES.get(told if isinstance(told, int) else told.value[0], "UNKNOWN")
-        calls.done(name, code, time.monotonic() - began)
+        took = time.monotonic() - began
+        calls.done(name, code, took)
+        log.debug("rpc", method=name, code=code, seconds=round(took, 6))
 
     if handler.response_streaming:
         streams = handler.unary_stream

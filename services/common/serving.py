@@ -296,6 +296,10 @@ def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         runner.run(body())
 
 
+#: From the most that is logged to the least.
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
 class _Lines:
     """stderr, with lines that it does not take lost: a full disk or a closed pipe is no reason to stop working."""
 
@@ -308,8 +312,10 @@ class _Lines:
     debug = info = warning = error = critical = exception = log = msg
 
 
-def configure_logging() -> None:
-    """Log structlog events to stderr: coloured lines on a terminal, one JSON object a line otherwise."""
+def configure_logging(level: str = "info") -> None:
+    """Log structlog events of that level and above to stderr: coloured lines on a terminal, one JSON object a line
+    otherwise. ``level`` is one of `LOG_LEVELS`.
+    """
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
     )
@@ -321,6 +327,7 @@ def configure_logging() -> None:
         processors.append(structlog.processors.format_exc_info)
     structlog.configure(
         processors=[*processors, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=_Lines,
         cache_logger_on_first_use=True,
     )

@@ -40,6 +40,7 @@ class Config:
     insecure: bool
     metrics: Listener | None
     grace_s: float
+    log_level: str
     model: Path
     max_context: int | None
     kvcache: str
@@ -197,6 +198,7 @@ class Config:
             insecure=values["insecure"],
             metrics=values["metrics"],
             grace_s=values["grace"],
+            log_level=values["log-level"],
             model=values["model"],
             max_context=values["max-context"],
             kvcache=values["kvcache"],

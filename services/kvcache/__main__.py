@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         if words[:1] == ["doctor"]:
             return doctor.main(words[1:], os.environ)
         config = Config.read(words, os.environ)
+        configure_logging(config.log_level)
         run_until_signal(lambda stop: _serve(config, stop))
     except ServiceError as error:
         print(f"rocmforge kvcache: {error.message}", file=sys.stderr)

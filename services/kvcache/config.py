@@ -33,6 +33,7 @@ class Config:
     insecure: bool
     metrics: Listener | None
     grace_s: float
+    log_level: str
     device: str
     arena_dir: Path
     limits: Limits
@@ -131,6 +132,7 @@ class Config:
             insecure=values["insecure"],
             metrics=values["metrics"],
             grace_s=values["grace"],
+            log_level=values["log-level"],
             device=values["device"],
             arena_dir=values["arena-dir"],
             limits=Limits(

@@ -47,6 +47,13 @@ class Pair:
         assert not self.cache.Fsck(kvcache_pb2.FsckRequest()).violations
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """An empty directory; the path of a socket has a limit, which pytest's own may be beyond."""
+    with tempfile.TemporaryDirectory(prefix="rf-") as name:
+        yield Path(name)
+
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
     """Shared by the tests of a module; each leaves it clean."""
