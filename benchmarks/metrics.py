@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from benchmarks.step import GREEDY, PAGE_SIZE, NoText
 from services.common.call_stats import CallStats
 from services.common.histogram import Histogram
-from services.engine.api.servicer import Served
+from services.engine.api.served import Served
 from services.engine.delivery.registry import GenerationRegistry, RegistryLimits
 from services.engine.delivery.streams import Streams
 from services.engine.metrics import EngineMetrics

@@ -139,11 +139,6 @@ def rotation(table: tuple[F32, F32], positions: I64) -> tuple[F32, F32]:
     return table[0][positions], table[1][positions]
 
 
-def rope_angles(positions: I64, head_dim: int, theta: float) -> tuple[F32, F32]:
-    """Return cosine and sine, ``[n, head_dim / 2]``, of position times `rope_frequencies`."""
-    return _cosine_sine(positions, rope_frequencies(head_dim, theta))
-
-
 def _cosine_sine(positions: I64, frequencies: F32) -> tuple[F32, F32]:
     """Of the angles rounded to float32, as models are trained with."""
     angles = (positions.astype(np.float32)[:, None] * frequencies).astype(np.float64)

@@ -22,11 +22,6 @@ class Workspace:
         self._used = 0  # bytes of the last slab
         self._free: dict[int, list[tuple[int, int]]] = {}  # by size: (slab, offset)
 
-    @property
-    def held_bytes(self) -> int:
-        """What it has taken from the device."""
-        return sum(int(slab.nbytes) for slab in self._slabs)
-
     def malloc(self, size: int) -> Any:
         """Memory as `cupy.cuda.set_allocator` wants it."""
         import cupy

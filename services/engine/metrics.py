@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from services.common.call_stats import CallStats
 from services.common.histogram import Histogram
 from services.common.prometheus import Families, Rows
-from services.engine.api.servicer import Served
+from services.engine.api.served import Served
 from services.engine.delivery.registry import GenerationRegistry
 from services.engine.delivery.streams import Streams
 from services.engine.scheduling.loop import EngineLoop

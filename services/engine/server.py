@@ -17,7 +17,8 @@ from services.common.errors import Draining, InvalidConfiguration, ModelInvalid,
 from services.common.prometheus import Endpoint
 from services.common.rpc import Readable
 from services.common.serving import Serving
-from services.engine.api.servicer import SERVICE, EngineServicer, Served
+from services.engine.api.served import Served
+from services.engine.api.servicer import SERVICE, EngineServicer
 from services.engine.config import LOCAL, Config, default_pool_id, model_id
 from services.engine.delivery.registry import GenerationRegistry
 from services.engine.delivery.streams import Streams
@@ -109,7 +110,7 @@ class Engine:
             self.pool_id = config.pool_id
         else:
             self.pool_id = await asyncio.to_thread(default_pool_id, config.model, backend.dtype, backend.kv_dtype)
-        source, memory, epoch = await self._open_source(model, backend)
+        source = await self._open_source(model, backend)
         await asyncio.to_thread(_warm_up, model, backend, draw, config.page_size)
         running = asyncio.get_running_loop()
 
@@ -120,7 +121,7 @@ class Engine:
             running.call_soon_threadsafe(self._say, serving)
 
         self.loop = EngineLoop(
-            self._make_runner(model, lambda: backend.view(memory()), draw, backend.finish),
+            self._make_runner(model, lambda: backend.view(source.memory), draw, backend.finish),
             source,
             config.limits,
             outbox,
@@ -140,7 +141,7 @@ class Engine:
             chat=chat,
             loop=self.loop,
             limits=config.limits,
-            epoch=epoch,
+            epoch=lambda: source.epoch,
             retains=source.retains,
         )
         self.servicer.serve(served)
@@ -166,10 +167,8 @@ class Engine:
                 f"--model {self.config.model}: there is no room for its weights in {backend.dtype}", field="--model"
             ) from error
 
-    async def _open_source(
-        self, model: Model, backend: Backend
-    ) -> tuple[PageSource, Callable[[], Any], Callable[[], int]]:
-        """The pages, their memory, and whose they are."""
+    async def _open_source(self, model: Model, backend: Backend) -> PageSource:
+        """The pages: the daemon's, once it answers, or this process's own."""
         config, geometry = self.config, model.geometry(self.config.page_size, backend.kv_dtype)
         if config.kvcache == LOCAL:
             try:
@@ -179,7 +178,7 @@ class Engine:
                 raise InvalidConfiguration(
                     f"--local-pages {config.local_pages}: there is no room for {size} bytes", field="--local-pages"
                 ) from error
-            return LocalPageSource(config.local_pages, config.page_size), lambda: pages, lambda: 0
+            return LocalPageSource(config.local_pages, config.page_size, pages)
         source = GrpcPageSource(
             config.kvcache,
             self.pool_id,
@@ -196,7 +195,7 @@ class Engine:
             attempt += 1
             try:
                 await asyncio.to_thread(source.reopen)
-                return source, lambda: source.memory, lambda: source.epoch
+                return source
             except ServiceError as error:
                 # Only what may pass by itself is waited for.
                 change = _CHANGE.get(error.reason)

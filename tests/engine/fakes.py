@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from services.common.errors import ServiceError
 from services.engine.pages.source import Demand, Exchange, Grant, PageCopy, PageSource
@@ -159,14 +160,14 @@ class TokenMemory:
 class Scripted:
     """A page source around another one, whose failures a test decides.
 
-    Freshly granted pages are poisoned in ``memory``. ``late`` serves an exchange when its result is asked for, after
+    Freshly granted pages are poisoned in ``tokens``. ``late`` serves an exchange when its result is asked for, after
     the step that it overlaps, instead of before it. Each entry of ``faults`` befalls one exchange: an error raised by
     ``result``, after (``served``) or before the exchange took effect.
     """
 
-    def __init__(self, inner: PageSource, memory: TokenMemory | None = None, *, late: bool = False) -> None:
+    def __init__(self, inner: PageSource, tokens: TokenMemory | None = None, *, late: bool = False) -> None:
         self.inner = inner
-        self.memory = memory
+        self.tokens = tokens
         self.late = late
         self.faults: list[tuple[ServiceError, bool] | None] = []
         self.reopen_faults: list[ServiceError] = []
@@ -188,6 +189,14 @@ class Scripted:
     def page_size(self) -> int:
         return self.inner.page_size
 
+    @property
+    def memory(self) -> Any:
+        return self.inner.memory
+
+    @property
+    def epoch(self) -> int:
+        return self.inner.epoch
+
     def exchange(self, demands: Sequence[Demand], removed: Sequence[str]) -> Exchange:
         self.exchanges.append((list(demands), list(removed)))
         fault = self.faults.pop(0) if self.faults else None
@@ -195,12 +204,12 @@ class Scripted:
 
     def serve(self, demands: list[Demand], removed: list[str]) -> list[Grant]:
         grants = self.inner.exchange(demands, removed).result()
-        if self.memory is not None:
+        if self.tokens is not None:
             for demand, grant in zip(demands, grants, strict=True):
                 known = grant.cached_tokens // self.page_size if demand.opening else 0
                 had = self.tables.setdefault(grant.sequence_id, set())
                 fresh = {*grant.pages[max(0, known - grant.first_index) :], *(copy.target for copy in grant.copies)}
-                self.memory.poison(fresh - (set() if demand.opening else had) - self.tables.get(demand.parent, set()))
+                self.tokens.poison(fresh - (set() if demand.opening else had) - self.tables.get(demand.parent, set()))
                 had.update(grant.pages, fresh)
         return grants
 

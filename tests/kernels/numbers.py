@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from kernels import ops_numpy
+
 #: RF_TYPE and RF_KV by name; INT8 has its scales elsewhere.
 TYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
@@ -27,6 +29,14 @@ def normal(shape: tuple[int, ...], dtype: DTypeLike = np.float32, seed: int = 0)
 def wide(values: ArrayLike) -> NDArray[np.float32]:
     """The values in float32."""
     return np.asarray(values).astype(np.float32)
+
+
+def rope_angles(
+    positions: NDArray[np.int64], head_dim: int, theta: float
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """What rotates tokens at ``positions`` of a model that is not stretched: cosine and sine, ``[n, head_dim / 2]``."""
+    table = ops_numpy.rope_table(ops_numpy.rope_frequencies(head_dim, theta), int(positions.max()) + 1)
+    return ops_numpy.rotation(table, positions)
 
 
 def error(found: ArrayLike, expected: ArrayLike) -> float:

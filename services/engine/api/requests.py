@@ -15,13 +15,14 @@ from copy import copy
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import Message
 
+from rocmforge.engine.v1 import engine_pb2 as pb
 from services.common.errors import FieldInvalid, PromptTooLong, ServiceError
 from services.engine.checkpoint.config import ModelConfig
 from services.engine.pages.source import MAX_RETENTION_PRIORITY, MAX_RETENTION_S, Retention
 from services.engine.sampling.params import SamplingParams, seed_of, validate
-from services.engine.scheduling.scheduler import MAX_SAMPLES
-from services.engine.scheduling.sequence import Request, Stopping
+from services.engine.scheduling.sequence import MAX_SAMPLES, Request, Stopping
 from services.engine.text.chat import Chat
 from services.engine.text.tokenizer import TextStream, Tokenizer
 
@@ -49,7 +50,7 @@ INLINE_TEXT_BYTES = 4 * 1024
 
 
 async def read_request(
-    message: Any,
+    message: pb.GenerateRequest,
     config: ModelConfig,
     tokenizer: Tokenizer,
     chat: Chat,
@@ -149,7 +150,7 @@ def _check_priority(priority: int) -> None:
         )
 
 
-def _retention(message: Any, retains: bool) -> Retention | None:
+def _retention(message: pb.GenerateRequest, retains: bool) -> Retention | None:
     """What a request asks of the cache. Raises FieldInvalid."""
     if not message.HasField("cache_retention"):
         return None
@@ -178,7 +179,7 @@ def _retention(message: Any, retains: bool) -> Retention | None:
     return Retention(ttl_s, priority)
 
 
-def _stopping(message: Any, config: ModelConfig) -> Stopping:
+def _stopping(message: pb.Stopping, config: ModelConfig) -> Stopping:
     max_tokens = message.max_tokens if message.HasField("max_tokens") else DEFAULT_MAX_TOKENS
     if max_tokens < 1:
         raise FieldInvalid("max_tokens is 0; it must be at least 1", field="stopping.max_tokens")
@@ -204,7 +205,7 @@ def _stopping(message: Any, config: ModelConfig) -> Stopping:
     return Stopping(max_tokens, message.min_tokens, frozenset(eos), frozenset(message.stop_token_ids))
 
 
-async def _prompt(message: Any, config: ModelConfig, tokenizer: Tokenizer, chat: Chat) -> Items[int]:
+async def _prompt(message: pb.Prompt, config: ModelConfig, tokenizer: Tokenizer, chat: Chat) -> Items[int]:
     match message.WhichOneof("input"):
         case "text":
             size, limit = len(message.text.encode()), text_limit(config)
@@ -243,7 +244,7 @@ async def tokenize(text: str, tokenizer: Tokenizer, field: str) -> list[int]:
     return ids
 
 
-def check_batch(message: Any) -> None:
+def check_batch(message: pb.BatchGenerateRequest) -> None:
     """Raises FieldInvalid when a BatchGenerateRequest has no item or too many."""
     count = len(message.requests)
     if not 1 <= count <= MAX_ITEMS:
@@ -252,7 +253,7 @@ def check_batch(message: Any) -> None:
         )
 
 
-def read_span(message: Any, field: str, most: float = math.inf, *, zero: bool = False) -> float | None:
+def read_span(message: Message, field: str, most: float = math.inf, *, zero: bool = False) -> float | None:
     """Seconds of a Duration field, of which 0 is one if ``zero``; None when it is unset. Raises FieldInvalid."""
     if not message.HasField(field):
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from typing import Any
 
 from rocmforge.engine.v1 import engine_pb2 as pb
@@ -18,7 +17,6 @@ from services.engine.api.requests import (
     check_tokens,
     inside,
     named_inside,
-    read_request,
     read_span,
     text_limit,
     tokenize,
@@ -32,18 +30,13 @@ from services.engine.api.responses import (
     response,
     status,
 )
-from services.engine.checkpoint.config import ModelConfig
+from services.engine.api.served import Served
 from services.engine.delivery.generation import Generation
 from services.engine.delivery.registry import GenerationRegistry
 from services.engine.delivery.streams import Bundle, Listener, Stream, Streams
 from services.engine.delivery.throttle import Throttle
 from services.engine.pages.host_arena import page_bytes_of
-from services.engine.pages.source import Geometry
-from services.engine.scheduling.admission import Limits
-from services.engine.scheduling.loop import EngineLoop
 from services.engine.scheduling.sequence import Request
-from services.engine.text.chat import Chat
-from services.engine.text.tokenizer import Tokenizer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["EngineService"].full_name
 
@@ -53,27 +46,6 @@ INLINE_TOKENS = 4096
 MAX_TIMEOUT_S = 86400.0
 
 maps_errors = rpc.maps_errors(DOMAIN)
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What the servicer needs of a loaded model. ``epoch`` tells the daemon's run, 0 without one."""
-
-    model_id: str
-    config: ModelConfig
-    parameters: int
-    geometry: Geometry
-    backend: str
-    tokenizer: Tokenizer
-    chat: Chat
-    loop: EngineLoop
-    limits: Limits
-    epoch: Callable[[], int]
-    retains: bool
-
-    async def read(self, message: Any, now: float, deadline: float | None) -> Request:
-        """See `read_request`."""
-        return await read_request(message, self.config, self.tokenizer, self.chat, now, deadline, retains=self.retains)
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):

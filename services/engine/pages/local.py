@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.common.errors import (
     CapacityExceeded,
@@ -69,9 +70,10 @@ class LocalPageSource:
     Used by one thread. Nobody can take the pages away, so the session never expires.
     """
 
-    def __init__(self, total_pages: int, page_size: int) -> None:
+    def __init__(self, total_pages: int, page_size: int, memory: Any = None) -> None:
         self._total = total_pages
         self._page_size = page_size
+        self._memory = memory
         self.reopen()
 
     def __repr__(self) -> str:
@@ -94,6 +96,16 @@ class LocalPageSource:
     def retains(self) -> bool:
         """Pages of one's own are kept by their use alone."""
         return False
+
+    @property
+    def memory(self) -> Any:
+        """What was given for the pages to be in."""
+        return self._memory
+
+    @property
+    def epoch(self) -> int:
+        """There is no daemon."""
+        return 0
 
     @property
     def free_pages(self) -> int:

@@ -2,14 +2,14 @@
 
 A source is asked at most once a step, for the whole batch, without waiting (``exchange``), while the step runs on the
 device; the answer is collected after the step. Two sources exist, and one conformance suite runs over both:
-``kvclient.GrpcPageSource`` (the daemon's) and ``localpages.LocalPageSource`` (this process's own).
+`daemon.GrpcPageSource` (the daemon's) and `local.LocalPageSource` (this process's own).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.common.errors import ServiceError
 
@@ -122,6 +122,17 @@ class PageSource(Protocol):
     @property
     def retains(self) -> bool:
         """Whether an opening may ask for a retention."""
+
+    @property
+    def memory(self) -> Any:
+        """The pages themselves, ``[page, layer, (k, v), kv_head, slot, head_dim]``, as the backend made or mapped them.
+
+        Raises ``SessionExpired`` while there is no session.
+        """
+
+    @property
+    def epoch(self) -> int:
+        """The daemon's run that the pages belong to, 0 without a daemon."""
 
     def exchange(self, demands: Sequence[Demand], removed: Sequence[str]) -> Exchange:
         """Send one batch: ``removed`` sequences are let go first, then ``demands`` are served in order.

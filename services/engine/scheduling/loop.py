@@ -81,7 +81,7 @@ class Totals:
 class EngineLoop:
     """Drives a scheduler, a runner and a page source.
 
-    ``submit``, ``cancel``, ``abort_all``, ``drain`` and ``stop`` may be called from any thread; ``run``, or ``iterate``
+    ``submit``, ``cancel``, ``drain`` and ``stop`` may be called from any thread; ``run``, or ``iterate``
     by hand, from one. ``on_serving`` hears whether requests can be served at all: False after ``patience_s`` seconds
     without a page source, and for good after an unexpected failure.
     """
@@ -130,10 +130,6 @@ class EngineLoop:
     def cancel(self, request_id: str) -> None:
         """End a request as cancelled; one that is over or unknown stays so."""
         self._inbox.put(partial(self._cancel, request_id))
-
-    def abort_all(self, error: ServiceError) -> None:
-        """End every live request with an error."""
-        self._inbox.put(partial(self._abort_all, error))
 
     def drain(self, error: ServiceError) -> None:
         """Refuse new requests and end those that never ran with ``error``; the others go on."""

@@ -39,7 +39,7 @@ from services.engine.scheduling.admission import GROWTH_PAGES, Admission, Limits
 from services.engine.scheduling.block_tables import BlockTables
 from services.engine.scheduling.deadlines import Deadlines
 from services.engine.scheduling.event import Event
-from services.engine.scheduling.sequence import Key, Outcome, Request, Sequence, State, key_of
+from services.engine.scheduling.sequence import MAX_SAMPLES, Key, Outcome, Request, Sequence, State, key_of
 from services.engine.scheduling.step import Chunk, share_out
 from services.engine.scheduling.waiting_queue import WaitingQueue
 
@@ -49,8 +49,6 @@ log = structlog.get_logger()
 #: this is for long prompts, whose pages others may share, and which a preemption would otherwise lose.
 REPORT_PAGES = 4
 SOURCE_ID_CHARS = 128
-#: Samples of one prompt that a request may ask for.
-MAX_SAMPLES = 16
 
 
 @dataclass(slots=True)

@@ -13,6 +13,9 @@ from services.common.errors import ServiceError
 from services.engine.pages.source import Retention
 from services.engine.sampling.result import Choice
 
+#: Samples of one prompt that a request may ask for.
+MAX_SAMPLES = 16
+
 
 class State(enum.Enum):
     """WAITING -> RUNNING -> FINISHED; back to WAITING when the pages are lost or given up for a request before it."""

@@ -19,7 +19,7 @@ from services.common.errors import ForwardFailed, ServiceError
 from services.engine.api import requests
 from services.engine.delivery import generation
 from services.engine.sampling.result import Result
-from services.engine.scheduling.scheduler import MAX_SAMPLES
+from services.engine.scheduling.sequence import MAX_SAMPLES
 from services.engine.scheduling.step import Chunk
 from tests.engine.running import RunningEngine, refused, served_by_a_daemon
 from tests.engine.scheduling.remnants import places

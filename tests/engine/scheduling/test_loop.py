@@ -123,14 +123,6 @@ def text_error(harness: Harness) -> None:
     assert harness.tokens["b"] == alone(make_request("b"))
 
 
-def aborted(harness: Harness) -> None:
-    harness.submit(*(make_request(f"r{at}", max_tokens=50) for at in range(10)))
-    harness.iterate(4)
-    harness.loop.abort_all(Draining("over"))
-    harness.until_idle()
-    assert all(isinstance(error_of(harness, f"r{at}"), Draining) for at in range(10))
-
-
 def session_lost_while_leaving(harness: Harness) -> None:
     harness.submit(make_request("a", [1] * 4, max_tokens=1))
     harness.iterate(2)
@@ -213,7 +205,6 @@ WAYS: list[Callable[[Harness], None]] = [
     cancelled_in_decode,
     forward_error,
     text_error,
-    aborted,
     session_lost_while_leaving,
     out_of_time_while_queued,
     out_of_time_in_prefill,

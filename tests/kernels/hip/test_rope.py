@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kernels import ops_numpy as ops
 from tests.kernels.devices import Device
-from tests.kernels.numbers import ROUNDED, TYPES, error, normal, wide
+from tests.kernels.numbers import ROUNDED, TYPES, error, normal, rope_angles, wide
 
 LAYERS, LAYER = 3, 1
 EPS = 1e-6
@@ -45,7 +45,7 @@ def batch(page_size: int, rows: list[tuple[int, int]], seed: int = 0) -> Batch:
 
 
 def angles(last: int, head_dim: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    return ops.rope_angles(np.arange(last + 1), head_dim, 10000.0)
+    return rope_angles(np.arange(last + 1), head_dim, 10000.0)
 
 
 def exact(
@@ -62,7 +62,7 @@ def exact(
     q, k, v = np.split(heads, [query_heads, query_heads + kv_heads], axis=1)
     if weights:
         q, k = (ops.rms_norm(x, wide(weight), EPS)[0] for x, weight in zip((q, k), weights, strict=True))
-    cosine, sine = ops.rope_angles(at.positions.astype(np.int64), head_dim, 10000.0)
+    cosine, sine = rope_angles(at.positions.astype(np.int64), head_dim, 10000.0)
     return ops.rope(q, cosine, sine), ops.rope(k, cosine, sine), v
 
 

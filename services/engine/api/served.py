@@ -1,0 +1,37 @@
+"""What an engine serves once its model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rocmforge.engine.v1 import engine_pb2 as pb
+from services.engine.api.requests import read_request
+from services.engine.checkpoint.config import ModelConfig
+from services.engine.pages.source import Geometry
+from services.engine.scheduling.admission import Limits
+from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.sequence import Request
+from services.engine.text.chat import Chat
+from services.engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A loaded model and the loop that runs it. ``epoch`` is that of the daemon's run, 0 without a daemon."""
+
+    model_id: str
+    config: ModelConfig
+    parameters: int
+    geometry: Geometry
+    backend: str
+    tokenizer: Tokenizer
+    chat: Chat
+    loop: EngineLoop
+    limits: Limits
+    epoch: Callable[[], int]
+    retains: bool
+
+    async def read(self, message: pb.GenerateRequest, now: float, deadline: float | None) -> Request:
+        """See `read_request`."""
+        return await read_request(message, self.config, self.tokenizer, self.chat, now, deadline, retains=self.retains)
