@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ModelInvalid
+from services.engine import samplingdefaults
 from services.engine.checkpoint.fields import Fields
 from services.engine.checkpoint.rope import Linear, Llama3, Scaling
 
@@ -59,7 +60,13 @@ class ModelConfig:
     default_temperature: float | None = None
     default_top_k: int | None = None
     default_top_p: float | None = None
+    default_min_p: float | None = None
     default_repetition_penalty: float | None = None
+    #: Never drawn, and never drawn as an answer's first token.
+    suppressed_tokens: tuple[int, ...] = ()
+    begin_suppressed_tokens: tuple[int, ...] = ()
+    #: What the model's files ask of sampling that is not done here: (key, value), for a warning.
+    unserved_sampling: tuple[tuple[str, Any], ...] = ()
     rope_scaling: Scaling | None = None
 
     @property
@@ -113,9 +120,6 @@ class ModelConfig:
         # generation_config.json is the newer word on where to stop; config.json has one id even where there are more.
         eos = generation.token_ids("eos_token_id", vocab_size) or config.token_ids("eos_token_id", vocab_size)
         bos = generation.token_ids("bos_token_id", vocab_size) or config.token_ids("bos_token_id", vocab_size)
-        drawn = sampled_by_default(generation, "temperature", "top_k", "top_p", "repetition_penalty")
-        if generation.values.get("do_sample") is False:
-            drawn["default_temperature"] = 0.0
         theta, scaling = _rope(config)
         trained = config.integer("max_position_embeddings", default=family.max_context)
         window = _window(config, family, layers)
@@ -136,25 +140,8 @@ class ModelConfig:
             bos_token_id=bos[0] if bos else None,
             dtype=_dtype(config),
             rope_scaling=scaling,
-            **drawn,
+            **samplingdefaults.of_folder(generation, vocab_size),
         )
-
-
-def sampled_by_default(keys: Fields, temperature: str, top_k: str, top_p: str, repetition: str) -> dict[str, Any]:
-    """What a model is sampled with unless a request says otherwise: fields of `ModelConfig`, from these keys.
-
-    Raises ``ModelInvalid``.
-    """
-    found = {
-        "default_temperature": keys.optional_number(temperature, 0.0, 100.0),
-        "default_top_k": keys.integer(top_k, least=0) if keys.has(top_k) else None,
-        "default_top_p": keys.optional_number(top_p, 0.0, 1.0),
-        "default_repetition_penalty": keys.optional_number(repetition, 0.0, 100.0),
-    }
-    for key in (top_p, repetition):
-        if keys.values.get(key) == 0:
-            keys.refuse(key, "it must be more than 0")
-    return found
 
 
 def served_context(keys: Fields, window_key: str, trained: int, window: int | None, asked: int | None) -> int:

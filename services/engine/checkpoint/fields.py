@@ -43,7 +43,7 @@ class Fields:
 
     def refuse(self, key: str, why: str) -> NoReturn:
         """Raise ``ModelInvalid`` about a key."""
-        value = json.dumps(self.values.get(key), default=str)[:100]
+        value = shortened(self.values.get(key))
         raise ModelInvalid(f"{self.path}: {self.prefix}{key} is {value}: {why}")
 
     def require(self, key: str, only: Any, default: Any) -> None:
@@ -96,3 +96,8 @@ class Fields:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
                 self.refuse(key, f"it must hold token ids from 0 to {vocab_size - 1}")
         return tuple(ids)
+
+
+def shortened(value: Any) -> str:
+    """A value as JSON, as much of it as a message has room for."""
+    return json.dumps(value, default=str)[:100]

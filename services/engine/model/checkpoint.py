@@ -9,6 +9,7 @@ import structlog
 
 from services.common.errors import ModelInvalid
 from services.engine.checkpoint.config import ModelConfig
+from services.engine.checkpoint.fields import shortened
 from services.engine.checkpoint.gguf import tokenizer as gguftokenizer
 from services.engine.checkpoint.gguf.header import GgufFile
 from services.engine.checkpoint.gguf.model import config_of, is_gguf, tensors_of
@@ -32,14 +33,18 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path | str, max_context: int | None = None) -> Checkpoint:
-        """Read a model's configuration; ``max_context`` asks for less than its own. Raises ``ModelInvalid``."""
+        """Read a model's configuration; ``max_context`` asks for less than its own. Raises ``ModelInvalid``.
+
+        Warns of each thing that the model's files ask of sampling and that is not done here.
+        """
         path = Path(path)
         if not path.exists():
             raise ModelInvalid(f"--model {path}: there is no such folder or file")
-        if not is_gguf(path):
-            return cls(path, ModelConfig.from_folder(path, max_context), None)
-        gguf = read_parts(path)
-        return cls(path, config_of(gguf, max_context), gguf)
+        gguf = read_parts(path) if is_gguf(path) else None
+        config = ModelConfig.from_folder(path, max_context) if gguf is None else config_of(gguf, max_context)
+        for key, value in config.unserved_sampling:
+            log.warning("sampling_setting_not_served", model=str(path), field=key, value=shortened(value))
+        return cls(path, config, gguf)
 
     def weights(self) -> Weights:
         """Find every tensor that the model needs. Raises ``ModelInvalid``."""

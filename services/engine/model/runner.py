@@ -64,10 +64,11 @@ class _Asks:
 
     def next_token(self, sequence: Sequence) -> None:
         """Ask for what comes after a sequence's last token."""
-        request, banned = sequence.request, _NOTHING
+        request = sequence.request
         stopping, params = request.stopping, request.sampling
+        banned = params.suppressed if sequence.num_generated_tokens else params.begin_suppressed
         if stopping.min_tokens and sequence.num_generated_tokens + 1 < stopping.min_tokens:
-            banned = stopping.eos_token_ids | stopping.stop_token_ids
+            banned = banned | stopping.eos_token_ids | stopping.stop_token_ids
         self.params.append(params)
         self.positions.append(len(sequence.tokens))
         self.counts.append(_counts(sequence) if params.counts_tokens else None)

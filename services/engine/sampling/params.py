@@ -41,7 +41,7 @@ class SamplingParams:
     ``temperature`` 0 takes the likeliest; ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, ``repetition_penalty`` 1 and the other
     penalties 0 are off. ``logit_bias`` has (token, what to add) in the order of tokens. ``logprobs`` is how many of the
     likeliest tokens to tell with the log probability of the one drawn, None for neither; ``prompt_logprobs`` the same
-    of the prompt's tokens.
+    of the prompt's tokens. ``suppressed`` are never drawn, ``begin_suppressed`` not as the first token.
 
     The rest follows from these, and is kept because every step needs it of every row: ``record`` is what a sampler
     takes; ``counts_tokens`` is whether a draw needs the request's `TokenCounts`, and ``changes_logits`` whether any
@@ -59,6 +59,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    suppressed: frozenset[int] = frozenset()
+    begin_suppressed: frozenset[int] = frozenset()
     record: bytes = field(init=False, repr=False, compare=False)
     counts_tokens: bool = field(init=False, repr=False, compare=False)
     changes_logits: bool = field(init=False, repr=False, compare=False)
@@ -107,7 +109,7 @@ def validate(
     if top_p is None:
         top_p = 1.0 if defaults.default_top_p is None else defaults.default_top_p
     if min_p is None:
-        min_p = 0.0
+        min_p = 0.0 if defaults.default_min_p is None else defaults.default_min_p
     if seed is None:
         seed = secrets.randbits(64)
     if repetition_penalty is None:
@@ -153,6 +155,8 @@ def validate(
         logit_bias=_logit_bias(logit_bias or {}, defaults.vocab_size),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        suppressed=frozenset(defaults.suppressed_tokens),
+        begin_suppressed=frozenset((*defaults.suppressed_tokens, *defaults.begin_suppressed_tokens)),
     )
 
 

@@ -218,3 +218,23 @@ def test_nothing_is_told_before_the_step_is_over() -> None:
     runner = Runner(Slow(), lambda: None, finish=lambda: order.append("over"))
     runner.run([chunk([1])])
     assert order == ["queued", "over"]
+
+
+def test_suppressed_tokens_are_banned_at_the_beginning_or_always() -> None:
+    banned: list[dict[int, float]] = []
+
+    def draw(logits: Any, batch: Batch) -> Drawn:
+        banned.append(dict(batch.entries[["id", "bias"]].tolist()))
+        return reference.sample(logits, batch)
+
+    one = chunk([1, 2, 3])
+    sampling = dataclasses.replace(GREEDY, suppressed=frozenset({6}), begin_suppressed=frozenset({4, 6}))
+    one.sequence.request = dataclasses.replace(one.sequence.request, sampling=sampling)
+    runner = Runner(Model(), lambda: None, draw)
+    assert runner.run([one]) == [0]  # 4 is the likeliest
+    one.sequence.accept(3, 0.0)
+    assert runner.run([Chunk(one.sequence, 3, 1, samples=True)]) == [4]
+    one.sequence.accept(5, 0.0)
+    assert runner.run([Chunk(one.sequence, 4, 1, samples=True)]) == [0]  # 6 is
+    never = -np.inf
+    assert banned == [{4: never, 6: never}, {6: never}, {6: never}]

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from services.common.errors import ModelInvalid
-from services.engine.checkpoint.config import MOST_LAYERS, ModelConfig, sampled_by_default, served_context
+from services.engine import samplingdefaults
+from services.engine.checkpoint.config import MOST_LAYERS, ModelConfig, served_context
 from services.engine.checkpoint.fields import Fields
 from services.engine.checkpoint.gguf.header import GgufFile
 from services.engine.checkpoint.gguf.vocabulary import ending_ids, named_ids
@@ -36,8 +37,6 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _MOST_HEAD_DIM = 1 << 12
-#: Where newer files have what a model's generation_config.json says of sampling.
-_SAMPLING = [f"general.sampling.{name}" for name in ("temp", "top_k", "top_p", "penalty_repeat")]
 
 
 def config_of(file: GgufFile, max_context: int | None = None) -> ModelConfig:
@@ -85,7 +84,7 @@ def config_of(file: GgufFile, max_context: int | None = None) -> ModelConfig:
         bos_token_id=bos[0] if bos else None,
         dtype=_dtype(file),
         rope_scaling=_scaling(file, keys, arch, head_dim),
-        **sampled_by_default(keys, *_SAMPLING),
+        **samplingdefaults.of_gguf(keys),
     )
 
 
