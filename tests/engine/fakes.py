@@ -93,7 +93,7 @@ def alone(request: Request) -> list[int]:
         token = next_token(tokens, request.sampling)
         tokens.append(token)
         generated = len(tokens) - len(request.prompt)
-        may_stop = generated >= request.stopping.min_tokens
+        may_stop = generated > request.stopping.min_tokens
         if may_stop and token in request.stopping.eos_token_ids | request.stopping.stop_token_ids:
             break
         text.push(token)

@@ -49,7 +49,9 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None = None) ->
     parser.add_argument(
         "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"tokens at most (default: {default})"
     )
-    parser.add_argument("--min-tokens", type=int, metavar="N", help="tokens before anything ends the text (default: 0)")
+    parser.add_argument(
+        "--min-tokens", type=int, metavar="N", help="tokens before the one that may end the text (default: 0)"
+    )
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: the model's)")
     parser.add_argument("--top-k", type=int, metavar="N", help="only the N likeliest tokens")
     parser.add_argument("--top-p", type=float, metavar="X", help="only the likeliest tokens that together have X")

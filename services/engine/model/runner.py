@@ -67,7 +67,7 @@ class _Asks:
         request = sequence.request
         stopping, params = request.stopping, request.sampling
         banned = params.suppressed if sequence.num_generated_tokens else params.begin_suppressed
-        if stopping.min_tokens and sequence.num_generated_tokens + 1 < stopping.min_tokens:
+        if sequence.num_generated_tokens < stopping.min_tokens:
             banned = banned | stopping.eos_token_ids | stopping.stop_token_ids
         self.params.append(params)
         self.positions.append(len(sequence.tokens))

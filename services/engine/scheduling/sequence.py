@@ -60,7 +60,10 @@ class Text(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When a request ends, but for stop strings, which its text knows. No ``eos_token_ids``: it is to be ignored."""
+    """When a request ends, but for stop strings, which its text knows. No ``eos_token_ids``: it is to be ignored.
+
+    ``min_tokens`` come before an end-of-sequence token or a stop token, which does not count as one of them.
+    """
 
     max_tokens: int
     min_tokens: int = 0
@@ -239,7 +242,7 @@ class Sequence:
         self.last_token_at = now
         stopping, text, generated = request.stopping, request.text, len(tokens) - len(request.prompt)
         outcome: Outcome | None = None
-        if generated >= stopping.min_tokens:
+        if generated > stopping.min_tokens:
             if token in stopping.eos_token_ids:
                 outcome = Outcome(FinishReason.EOS, stop_token_id=token)
             elif token in stopping.stop_token_ids:

@@ -68,7 +68,7 @@ class TextStream:
     The match is the one that starts first in the whole text, the longest of those; how the text falls into tokens
     changes nothing. So text that may still become part of such a match is held back, and a match is only taken when no
     longer or earlier one can come of what follows. Without a match, the pushes and `finish` together are
-    ``Tokenizer.decode`` of all ids. What the tokens before the ``min_tokens``-th released is never part of a match.
+    ``Tokenizer.decode`` of all ids. What the first ``min_tokens`` tokens released is never part of a match.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], include_stop: bool, min_tokens: int = 0) -> None:
@@ -114,7 +114,7 @@ class TextStream:
 
     def _take(self, piece: str, final: bool) -> str:
         text = self._held + piece
-        if not self._stop or len(self._ids) < self._min_tokens:
+        if not self._stop or len(self._ids) <= self._min_tokens:
             return text
         # Where a match begins, and where the earliest one that more text might complete would begin.
         matches = ((at, -len(s), s) for s in self._stop if (at := text.find(s)) >= 0)

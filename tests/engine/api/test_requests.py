@@ -163,7 +163,7 @@ def test_what_is_too_long_is_refused_by_its_length() -> None:
         read(sampling=sampling)
 
 
-def test_stop_strings_match_only_what_comes_from_the_last_of_min_tokens_on() -> None:
+def test_stop_strings_match_only_what_comes_after_min_tokens() -> None:
     ids = TOKENIZER.encode("Give thy thoughts no tongue, nor any unproportioned thought his act. Give it, give it.")
     whole, plain = "", TextStream(TOKENIZER, (), False)
     texts = [plain.push(token) for token in ids]
@@ -176,5 +176,13 @@ def test_stop_strings_match_only_what_comes_from_the_last_of_min_tokens_on() -> 
         if stream.stopped is not None:
             break
     assert taken > least and stream.stopped == stop
-    deferred = len("".join(texts[: least - 1]))
+    deferred = len("".join(texts[:least]))
     assert shown == whole[: whole.index(stop, deferred)]
+
+
+@pytest.mark.parametrize(("least", "taken"), [(0, 1), (1, 2), (2, 3), (3, 3)])
+def test_the_last_of_min_tokens_completes_no_stop_string(least: int, taken: int) -> None:
+    [token] = TOKENIZER.encode("\n")
+    stream = read(stopping=pb.Stopping(stop=["\n"], min_tokens=least, max_tokens=9)).text
+    texts = [stream.push(token) for _ in range(taken)]
+    assert (stream.stopped, texts) == (("\n", ["\n"] * least + [""]) if least < 3 else (None, ["\n"] * 3))

@@ -128,7 +128,7 @@ def test_ends_are_not_drawn_before_min_tokens(engine: RunningEngine) -> None:
     wanted = {"logit_bias": {eos: 90.0, 77: 95.0}}
     stopping = {"ignore_eos": False, "stop_token_ids": [77], "min_tokens": 5}
     _, tokens, finish = collect(engine.stub.Generate(request(max_tokens=20, sampling=wanted, stopping=stopping)))
-    assert len(tokens) == 5 and tokens[-1] == 77 and not {eos, 77} & set(tokens[:4])
+    assert len(tokens) == 6 and tokens[-1] == 77 and not {eos, 77} & set(tokens[:5])
     assert finish.stop_token_id == 77
     # Ignored, an end is a token like others.
     stopping = {"ignore_eos": True, "min_tokens": 5}
@@ -136,6 +136,21 @@ def test_ends_are_not_drawn_before_min_tokens(engine: RunningEngine) -> None:
     assert tokens == [77] * 6
     only = {"logit_bias": {eos: 95.0}}
     assert collect(engine.stub.Generate(request(max_tokens=6, sampling=only, stopping=stopping)))[1] == [eos] * 6
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 5), (1, 5), (4, 5), (5, 5)])
+def test_min_tokens_is_min_new_tokens_of_transformers(engine: RunningEngine, least: int, most: int) -> None:
+    eos = engine.stub.GetModel(pb.GetModelRequest()).eos_token_ids[0]
+    # The end is the likeliest token wherever it is not masked.
+    stopping = {"ignore_eos": False, "min_tokens": least}
+    asked = request(max_tokens=most, sampling={"logit_bias": {eos: 95.0}}, stopping=stopping)
+    _, tokens, finish = collect(engine.stub.Generate(asked))
+    expected = []
+    while len(expected) < most and expected[-1:] != ["end"]:
+        # MinNewTokensLengthLogitsProcessor: new_tokens_length < min_new_tokens masks the end.
+        expected.append("other" if len(expected) < least else "end")
+    assert ["end" if token == eos else "other" for token in tokens] == expected
+    assert finish.reason == (pb.FINISH_REASON_EOS if least < most else pb.FINISH_REASON_LENGTH)
 
 
 @pytest.mark.parametrize(

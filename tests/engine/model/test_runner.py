@@ -160,7 +160,7 @@ def test_ends_are_banned_until_min_tokens() -> None:
         drawn.append(token)
         one.sequence.tokens.append(2)
         one = Chunk(one.sequence, one.start, one.count + 1, samples=True)
-    assert drawn == [1, 1, 3, 3]
+    assert drawn == [1, 1, 1, 3]
 
 
 def test_pages_are_copied_in_order_and_waited_for() -> None:

@@ -43,8 +43,12 @@ def test_stop_string() -> None:
 
 
 def test_min_tokens_defers_eos_and_stop_tokens() -> None:
-    assert fed([5, 5, 5], eos=True, min_tokens=3, max_tokens=9)[2] == 3
-    assert fed([2, 2, 2], stop_token_ids=(2,), min_tokens=2, max_tokens=9)[2] == 2
+    assert fed([5, 5, 5, 5], eos=True, min_tokens=3, max_tokens=9)[1:] == (
+        Outcome(FinishReason.EOS, stop_token_id=5),
+        4,
+    )
+    assert fed([2, 2, 2], stop_token_ids=(2,), min_tokens=2, max_tokens=9)[2] == 3
+    assert fed([5, 5, 5], eos=True, min_tokens=3, max_tokens=3)[1] == Outcome(FinishReason.LENGTH)
 
 
 class Holding(PlainText):
