@@ -65,10 +65,10 @@ def ids_of(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bo
 class TextStream:
     """The text of one request: whole characters as tokens come, cut at a stop string.
 
-    The match is the one that starts first in the whole text, the longest of those; how the text falls into tokens
-    changes nothing. So text that may still become part of such a match is held back, and a match is only taken when no
-    longer or earlier one can come of what follows. Without a match, the pushes and `finish` together are
-    ``Tokenizer.decode`` of all ids. What the first ``min_tokens`` tokens released is never part of a match.
+    The first stop string that is complete ends the text, as it does for vLLM and transformers: of the matches in the
+    whole text that which ends first, the longest of those, however the text falls into tokens. Text that may still
+    become part of a match is held back. Without a match, the pushes and `finish` together are ``Tokenizer.decode`` of
+    all ids. What the first ``min_tokens`` tokens released is never part of a match.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], include_stop: bool, min_tokens: int = 0) -> None:
@@ -92,7 +92,7 @@ class TextStream:
     def finish(self) -> str:
         """Return what is left: held back text, an incomplete character as U+FFFD.
 
-        Sets `stopped` if a match had been waiting for a longer one. Nothing is left after a stop.
+        Sets `stopped` if U+FFFD completes a match. Nothing is left after a stop.
         """
         if self.stopped is not None:
             return ""
@@ -116,13 +116,13 @@ class TextStream:
         text = self._held + piece
         if not self._stop or len(self._ids) <= self._min_tokens:
             return text
-        # Where a match begins, and where the earliest one that more text might complete would begin.
-        matches = ((at, -len(s), s) for s in self._stop if (at := text.find(s)) >= 0)
-        start, _, stop = min(matches, default=(0, 0, ""))
-        open_at = len(text) if final else min(_open_match(text, s) for s in self._stop)
-        if stop and start < open_at:
+        matches = ((at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0)
+        end, start, stop = min(matches, default=(0, 0, ""))
+        if stop:
             self.stopped, self._held = stop, ""
-            return text[: start + len(stop) * self._include_stop]
+            return text[: end if self._include_stop else start]
+        # Where the earliest match that more text might complete would begin.
+        open_at = len(text) if final else min(_open_match(text, s) for s in self._stop)
         self._held = text[open_at:]
         return text[:open_at]
 
