@@ -19,6 +19,9 @@ from services.engine.scheduling.step import Chunk
 VOCABULARY = 6
 EOS = 5
 POISON = -1
+#: Rounds without a step that an engine may need although its page source answers and nobody else uses the pool: a last
+#: report, a removal, an opening that is refused, its next try, and a deadline that cuts the wait for it short.
+FRUITLESS_ROUNDS = 5
 
 
 class Clock:
@@ -173,6 +176,8 @@ class Scripted:
         self.reopen_faults: list[ServiceError] = []
         self.lease = True
         self.exchanges: list[tuple[list[Demand], list[str]]] = []
+        self.names: set[str] = set()  # of sequences that were demanded
+        self.failures = 0
         self.reopened = 0
         self.closed = False
         self.tables: dict[str, set[int]] = {}  # pages that a sequence was granted
@@ -199,6 +204,7 @@ class Scripted:
 
     def exchange(self, demands: Sequence[Demand], removed: Sequence[str]) -> Exchange:
         self.exchanges.append((list(demands), list(removed)))
+        self.names.update(demand.sequence_id for demand in demands)
         fault = self.faults.pop(0) if self.faults else None
         return _Pending(self, list(demands), list(removed), fault)
 
@@ -244,6 +250,7 @@ class _Pending:
         if self._serve and self._grants is None:
             self._grants = self._source.serve(self._demands, self._removed)
         if self._error is not None:
+            self._source.failures += 1
             raise self._error
         assert self._grants is not None
         return self._grants
@@ -275,6 +282,7 @@ class Harness:
         self.ended: dict[Key, Outcome] = {}
         self.events: list[Event] = []
         self.serving: list[bool] = []
+        self.fruitless = 0
         self.loop = EngineLoop(
             self.memory,
             self.source,
@@ -301,9 +309,15 @@ class Harness:
 
     def iterate(self, times: int = 1) -> None:
         for _ in range(times):
-            delay = self.loop.iterate()
+            loop, before = self.loop, (len(self.memory.steps), self.source.failures)
+            silent = loop._lost or self.clock.now < loop._retry_at
+            delay = loop.iterate()
             self.clock.now += delay + 0.001
             self.check()
+            moved = silent or loop._lost or before != (len(self.memory.steps), self.source.failures)
+            idle = not (loop.scheduler.running or loop.scheduler.waiting)
+            self.fruitless = 0 if moved or idle or self.shared else self.fruitless + 1
+            assert self.fruitless <= FRUITLESS_ROUNDS, f"nothing runs in a pool of one's own: {loop.scheduler}"
 
     def until_idle(self, limit: int = 3000) -> None:
         """Work until nothing is live; a request that never ends fails the test."""
@@ -312,6 +326,11 @@ class Harness:
             if not self.loop.scheduler.live:
                 return
         raise AssertionError(f"not idle after {limit} rounds: {self.loop.scheduler}")
+
+    @property
+    def shared(self) -> bool:
+        """Whether somebody else has pages of the pool."""
+        return not self.source.names.issuperset(self.local._sequences)
 
     def check(self) -> None:
         """What holds between any two rounds."""
@@ -335,6 +354,10 @@ class Harness:
             assert sequence.num_computed_tokens <= len(sequence.pages) * self.local.page_size or sequence in leaving
             assert all(fork.leader is sequence and fork in waiting for fork in sequence.forks)
             assert sequence.leader is None or sequence in sequence.leader.forks
+        if not self.loop._lost:
+            given_back = {*scheduler.leaving, *scheduler._released, *scheduler._unsure}
+            known = {sequence.source_id for sequence in running} | given_back
+            assert self.source.names.intersection(self.local._sequences) <= known, "pages that nothing would free"
         check_local(self.local)
 
     def check_empty(self) -> None:

@@ -87,7 +87,8 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.leaving: dict[str, Sequence] = {}  # by source id
-        self._released: list[str] = []  # source ids to remove, whose requests go on under another
+        self._released: dict[str, Sequence] = {}  # by source id to remove; the request goes on under another
+        self._unsure: dict[str, Sequence] = {}  # by source id: may be open, the reply was lost
         self._settled: list[Sequence] = []
         self._deadlines = Deadlines()
         self._holds = BlockTables()
@@ -165,6 +166,10 @@ class Scheduler:
             self._admission.ended(sequence)
         sequence.state, sequence.outcome, sequence.finished_at = State.FINISHED, outcome, self._clock()
         self._leave(sequence)
+        owed = [source_id for source_id, one in self._released.items() if one is sequence]
+        if owed and not sequence.source_id:  # its end waits for the removal, as that of any other does
+            sequence.source_id = owed[-1]
+            del self._released[sequence.source_id]
         if sequence.source_id:
             self.leaving[sequence.source_id] = sequence
         else:
@@ -200,8 +205,11 @@ class Scheduler:
 
         Complete pages are reported along with whatever is sent anyway. What is let go of is removed before any demand
         is served, so a request that ends with complete pages to report is removed one exchange later.
+
+        A waiting request that the source may have opened, because the reply was lost, is asked for again or removed:
+        otherwise it could keep the pages that requests ahead of it wait for.
         """
-        removed, urgent, along, returning = list(self._released), [], [], []
+        removed, urgent, along, returning = list[str](), [], [], []
         size, held_back = self._page_size, list[Sequence]()
         for source_id, sequence in self.leaving.items():
             if sequence.forks or self._has_last_report(sequence):
@@ -234,6 +242,8 @@ class Scheduler:
             if sequence.held:  # by those forks that are on their way
                 sequence.shares_tail = True
                 forks.append((self._demand(sequence, self._admission.growth(sequence)), sequence))
+        self._release_unsure({demand.sequence_id for demand, _ in (*forks, *openings)})
+        removed += self._released
         if not (removed or urgent or openings):
             return [], []
         demands = [*urgent, *((self._demand(sequence, 0), sequence) for sequence in along), *forks, *openings]
@@ -247,6 +257,13 @@ class Scheduler:
         free = (sequence for sequence in self.waiting if sequence.leader is None)
         opened = [*self.running, *(sequence for _, sequence in forks)]
         return forks, [self._opening(sequence) for sequence in self._admission.candidates(free, opened, held + own)]
+
+    def _release_unsure(self, asked: set[str]) -> None:
+        """Give up the openings without a reply that this exchange does not ask for again."""
+        for source_id, sequence in self._unsure.items():
+            if sequence.state is State.WAITING and sequence.source_id == source_id and source_id not in asked:
+                self._release(sequence)
+        self._unsure.clear()
 
     def schedule(self) -> tuple[Chunk, ...]:
         """The next step."""
@@ -316,8 +333,7 @@ class Scheduler:
             sequence = self.leaving.pop(source_id, None)
             if sequence is not None:
                 self._settle(sequence)
-        gone = set(removed)
-        self._released = [source_id for source_id in self._released if source_id not in gone]
+            self._released.pop(source_id, None)
         short, opened, refused = False, list[Sequence](), list[Sequence]()
         for (demand, sequence), grant in zip(demands, grants, strict=True):
             if sequence.source_id != demand.sequence_id:
@@ -340,13 +356,19 @@ class Scheduler:
         return copies
 
     def unanswered(self) -> None:
-        """The last exchange got no reply. It may have been served: the next one says the same again."""
-        self._sent = ([], [])
+        """The last exchange got no reply and may have been served. The next one repeats its removals, reports and
+        growths, and the openings that are still wanted; the other openings it removes.
+        """
+        (demands, _), self._sent = self._sent, ([], [])
+        self._unsure = {
+            demand.sequence_id: sequence for demand, sequence in demands if demand.opening is not None or demand.parent
+        }
 
     def lost_pages(self, total_pages: int | None = None) -> None:
         """Every page is lost with its session: all that ran waits again, tokens kept, and what ended is settled."""
         self._sent = ([], [])
         self._released.clear()
+        self._unsure.clear()
         self._admission.open()
         leaving, self.leaving = self.leaving, {}
         for sequence in leaving.values():
@@ -395,8 +417,12 @@ class Scheduler:
         """Have a sequence share nobody's pages; a fork of it that was asked for may have been made."""
         self._leave(sequence)
         if sequence.source_id:
-            self._released.append(sequence.source_id)
-            sequence.source_id = ""
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Have its source id removed in the next exchange; the request goes on without it."""
+        self._released[sequence.source_id] = sequence
+        sequence.source_id = ""
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.leader is not None:
@@ -483,7 +509,7 @@ class Scheduler:
         log.info("preempted", request_id=sequence.id, tokens=sequence.num_tokens, pages=len(sequence.pages))
         self.preemptions += 1
         sequence.preemptions += 1
-        self._released.append(sequence.source_id)
+        self._release(sequence)
         self._requeue(sequence)
         self._admission.close()
 

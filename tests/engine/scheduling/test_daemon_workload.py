@@ -49,7 +49,13 @@ class DaemonHarness(Harness):
         self.memory = TokenMemory(pages, PAGE_SIZE)
         self.source = Scripted(self.remote, self.memory, late=late)
         self.tokens, self.text, self.ended, self.events, self.serving = {}, {}, {}, [], []
+        self.fruitless = 0
         self.loop = EngineLoop(self.memory, self.source, limits, self._on_events, clock=self.clock)
+
+    @property
+    def shared(self) -> bool:
+        """The pool is its own."""
+        return False
 
     def check(self) -> None:
         """The daemon checks itself, at the end."""
