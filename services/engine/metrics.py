@@ -77,6 +77,8 @@ class EngineMetrics(Collector):
 
 def _tell_loop(families: Families, loop: EngineLoop) -> None:
     totals, scheduler, seen = loop.totals, loop.scheduler, loop.stats
+    stalled_s = loop.watchdog.stalled_s
+    families.gauge("stalled_seconds", "Seconds since the last step while requests run or wait; else 0.", stalled_s)
     families.counter("prompt_tokens_total", "Tokens of prompts that were queued.", totals.prompt_tokens)
     families.counter("generation_tokens_total", "Tokens sampled.", totals.generated_tokens)
     families.counter("num_preemptions_total", "Requests that gave their pages up for others.", scheduler.preemptions)

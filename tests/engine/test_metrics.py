@@ -169,7 +169,8 @@ ACTIONS: list[tuple[Callable[[Watched], None], set[str]]] = [
     (Watched.generate, {"prefix_cache_hits_total"}),
     (
         Watched.hold,
-        {"num_requests_running", "num_requests_waiting", "num_tokens_waiting", "kv_pages_held", "kv_cache_usage_perc"},
+        {"num_requests_running", "num_requests_waiting", "num_tokens_waiting", "kv_pages_held", "kv_cache_usage_perc"}
+        | {"stalled_seconds"},
     ),
     (Watched.let_go, {"num_requests_running", "num_requests_waiting", "num_tokens_waiting", "kv_pages_held"}),
     (Watched.crowd, {"requests_refused_total"}),

@@ -27,6 +27,7 @@ from services.engine.scheduling.scheduler import Advance, Scheduler
 from services.engine.scheduling.sequence import FinishReason, Outcome, Request, Sequence
 from services.engine.scheduling.stats import EngineStats
 from services.engine.scheduling.step import Chunk
+from services.engine.scheduling.watchdog import Watchdog
 
 log = structlog.get_logger()
 
@@ -116,6 +117,7 @@ class EngineLoop:
         self._retry_at = float("-inf")
         self.totals = Totals()
         self.stats = EngineStats()
+        self.watchdog = Watchdog(clock)
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
@@ -176,6 +178,7 @@ class EngineLoop:
             self._inbox.get()()
         self._end_overdue()
         self._deliver()
+        steps = self.totals.steps
         if not self._lost and not self._source.may_launch():
             self._lose(SessionExpired("the lease was not renewed in time"))
         now = self._clock()
@@ -184,7 +187,12 @@ class EngineLoop:
             self._give_up()
         delay = self._recover(now) if self._lost else self._round(now)
         self._flush()
+        self._watch(stepped=self.totals.steps > steps)
         return max(0.0, min(delay, self.scheduler.next_deadline - self._clock()))
+
+    def _watch(self, *, stepped: bool = False) -> None:
+        silent_s = 0.0 if self._down_since is None else self._clock() - self._down_since
+        self.watchdog.look(self.scheduler, stepped=stepped, silent_s=silent_s)
 
     def _round(self, now: float) -> float:
         began = self._clock()
@@ -346,6 +354,7 @@ class EngineLoop:
         failure = Internal(f"the engine failed: {type(error).__name__}")
         live = list(self.scheduler.live.values())
         self.scheduler = self._new_scheduler()
+        self._watch()
         self._source.close()
         self._events.extend(
             Event(s.id, outcome=Outcome(error=failure), sequence=s, sample=s.request.sample) for s in live
