@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -14,6 +16,18 @@ from services.engine.scheduling.sequence import FinishReason, Outcome, Sequence
 from tests.engine.fakes import Clock, make_request
 
 END = Outcome(FinishReason.LENGTH)
+
+Told = TypeVar("Told")
+
+
+def without_waiting(telling: Coroutine[Any, Any, Told]) -> Told:
+    """What a coroutine returns that has nothing to wait for; one that waits fails the test, and does not hang it."""
+    try:
+        telling.send(None)
+    except StopIteration as done:
+        return cast("Told", done.value)
+    telling.close()
+    raise AssertionError("there are news, and nobody is told")
 
 
 def opened(streams: Streams, request_id: str) -> Stream:
@@ -113,12 +127,12 @@ def test_of_a_bundle_whoever_has_waited_longest_comes_first() -> None:
         other.push(Event("b", "z", (3,)))
         error = FieldInvalid("no")
         bundle.fail(2, error)
-        assert await bundle.next() == (1, News("xz", (1, 3)))
+        assert without_waiting(bundle.next()) == (1, News("xz", (1, 3)))
         other.push(Event("b", outcome=END))
-        assert await bundle.next() == (0, News("y", (2,)))
-        assert await bundle.next() == (2, News(outcome=Outcome(error=error), over=True))
+        assert without_waiting(bundle.next()) == (0, News("y", (2,)))
+        assert without_waiting(bundle.next()) == (2, News(outcome=Outcome(error=error), over=True))
         assert bundle.remaining == 2
-        assert await bundle.next() == (1, News(outcome=END, over=True))
+        assert without_waiting(bundle.next()) == (1, News(outcome=END, over=True))
         waiting = asyncio.ensure_future(bundle.next())
         await asyncio.sleep(0)
         assert not waiting.done() and bundle.remaining == 1
@@ -183,11 +197,39 @@ def test_of_a_bundle_an_item_is_over_when_all_its_samples_are() -> None:
         several.push(Event("a", "x", (1,), sample=1))
         several.push(Event("a", outcome=END, sequence=sequence))
         single.push(Event("b", outcome=END, sequence=sequence))
-        assert await bundle.next() == (0, News("x", (1,), sample=1))
-        assert (await bundle.next())[0] == 1 and bundle.remaining == 1
-        assert await bundle.next() == (0, News(outcome=END, usage=sequence.usage))
+        assert without_waiting(bundle.next()) == (0, News("x", (1,), sample=1))
+        assert (without_waiting(bundle.next()))[0] == 1 and bundle.remaining == 1
+        assert without_waiting(bundle.next()) == (0, News(outcome=END, usage=sequence.usage))
         assert bundle.remaining == 1
         several.push(Event("a", outcome=END, sequence=sequence, sample=1))
-        assert (await bundle.next())[1].over and bundle.remaining == 0
+        assert (without_waiting(bundle.next()))[1].over and bundle.remaining == 0
+
+    asyncio.run(body())
+
+
+def test_a_bundle_tells_all_news_whatever_comes_while_it_is_read() -> None:
+    async def body() -> None:
+        bundle = Bundle(3)
+        streams = [bundle.stream(at, samples=2) for at in range(3)]
+        pushed, told = dict[tuple[int, int], list[int]](), dict[tuple[int, int], list[int]]()
+
+        def push(at: int, sample: int, token: int) -> None:
+            streams[at].push(Event("a", "", (token,), sample=sample))
+            pushed.setdefault((at, sample), []).append(token)
+
+        def read() -> None:
+            index, news = without_waiting(bundle.next())
+            told.setdefault((index, news.sample), []).extend(news.token_ids)
+
+        for token in range(12):
+            for at in range(3):
+                for sample in range(2):
+                    push(at, sample, token)
+            for _ in range(token % 7):  # of six there are, so that some are merged
+                read()
+                push(token % 3, 0, 100 + token)
+        while streams[0].has_news or streams[1].has_news or streams[2].has_news:
+            read()
+        assert told == pushed
 
     asyncio.run(body())

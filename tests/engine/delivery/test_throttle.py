@@ -18,6 +18,7 @@ from services.engine.delivery.streams import Bundle, Stream
 from services.engine.delivery.throttle import BURST_S, MOST_S, TICK_S, Bell, Throttle
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.sequence import FinishReason, Outcome, Sequence
+from tests.engine.delivery.test_streams import without_waiting
 from tests.engine.fakes import make_request
 
 END = Outcome(FinishReason.LENGTH)
@@ -298,7 +299,7 @@ def test_a_bundles_streams_have_turns_of_their_own() -> None:
         streams = [bundle.stream(at) for at in range(3)]
         for stream in streams:
             stream.push(Event("a", "w", (9,)))
-        assert [(await bundle.next())[0] for _ in streams] == [0, 1, 2], "first tokens are told at once"
+        assert [without_waiting(bundle.next())[0] for _ in streams] == [0, 1, 2], "first tokens are told at once"
         for token in range(2):
             for stream in streams:
                 stream.push(Event("a", "x", (token,)))
@@ -306,7 +307,7 @@ def test_a_bundles_streams_have_turns_of_their_own() -> None:
         await asyncio.sleep(0)
         assert not waiting.done()
         loop.pass_by(MOST_S + TICK_S)
-        told = [await waiting, await bundle.next(), await bundle.next()]
+        told = [await waiting, without_waiting(bundle.next()), without_waiting(bundle.next())]
         assert [(index, news.token_ids) for index, news in told] == [(at, (0, 1)) for at in range(3)]
 
     asyncio.run(body())

@@ -160,15 +160,40 @@ def test_without_a_session_nothing_can_be_launched_or_asked(source: GrpcPageSour
         _ = source.memory
 
 
-def test_the_lease_ends_early_by_our_own_clock(daemon: Running, clock: Clock) -> None:
-    source = made(daemon, clock=clock, ttl_s=100)
+@pytest.mark.parametrize("reply_s", [0.0, 1.0, 30.0])
+def test_the_last_step_ends_before_the_daemon_gives_its_pages_away(
+    daemon: Running, clock: Clock, reply_s: float
+) -> None:
+    """The daemon counts its lease from when a call arrives, at the earliest when it was sent, however late the reply
+    is. A step that is launched at the last moment has a seventh of the lease left.
+    """
+    ttl_s = 100.0
+    source = made(daemon, clock=clock, ttl_s=ttl_s)
     source._keeper.start = lambda: None  # type: ignore[method-assign]
     source.reopen()
-    began = clock.now
-    clock.now = began + 100 * LEASE_SHARE - 0.1
-    assert source.may_launch()
-    clock.now = began + 100 * LEASE_SHARE
-    assert not source.may_launch()
+
+    def pass_by(seconds: float) -> None:
+        clock.now += seconds
+        daemon.now += seconds
+
+    pass_by(10.0)
+    sent_at, cache = clock.now, daemon.daemon.cache
+    exchange = source.exchange([OPENING], [])
+    source._caller.submit(int).result(60)  # the call before it was made, so it has arrived
+    pass_by(reply_s)
+    assert exchange.result()[0].error is None
+    launched_at = clock.now
+    while source.may_launch():
+        launched_at = clock.now
+        assert clock.now < sent_at + ttl_s
+        pass_by(0.25)
+    assert launched_at > sent_at + ttl_s / 2, "and it is of use that long"
+    daemon.now += launched_at + ttl_s / 7 - clock.now
+    daemon.sweep()
+    assert cache.expired_sessions == 0
+    daemon.now += sent_at + ttl_s - (launched_at + ttl_s / 7)
+    daemon.sweep()
+    assert cache.expired_sessions == 1, "that is when the daemon's lease ends"
     source.close()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ from services.common.errors import (
     SessionExpired,
 )
 from services.engine.pages.local import LocalPageSource
-from services.engine.pages.source import PageCopy
+from services.engine.pages.source import Demand, Exchange, PageCopy
 from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import IDLE_CHECK_S, EngineLoop
@@ -438,6 +440,27 @@ def test_silence_is_answered_with_patience_between_attempts() -> None:
     assert 0.3 < harness.clock.now - began < 3
     harness.until_idle()
     assert harness.reason("a") is FinishReason.LENGTH
+
+
+def test_each_silence_is_tried_again_as_soon_as_the_first(logged: list[MutableMapping[str, Any]]) -> None:
+    harness = Harness(page_size=1)
+    send, asked = harness.source.exchange, list[float]()
+
+    def exchange(demands: list[Demand], removed: list[str]) -> Exchange:
+        asked.append(harness.clock.now)
+        return send(demands, removed)
+
+    harness.source.exchange = exchange  # type: ignore[method-assign, assignment]
+    harness.submit(make_request("a", max_tokens=40))
+    for _ in range(2):
+        harness.iterate(5)
+        del asked[:]
+        harness.source.faults = [(KvCacheDown("silent"), False)] * 6
+        harness.iterate(20)
+        waits = [later - earlier for earlier, later in itertools.pairwise(asked[:7])]
+        assert waits == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.0], abs=0.01)
+    counted = [event["failures"] for event in logged if event["event"] == "kvcache_unreachable"]
+    assert counted == [1, 2, 4] * 2
 
 
 def test_after_its_patience_requests_fail_and_service_stops_until_somebody_answers() -> None:

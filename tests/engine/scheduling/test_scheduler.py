@@ -16,7 +16,7 @@ from services.common.errors import (
     RequestExists,
     SequenceUnknown,
 )
-from services.engine.pages.source import Demand, Grant, Opening, Retention
+from services.engine.pages.source import Demand, Grant, Retention
 from services.engine.scheduling.admission import ADMISSION_RETRY_S, Limits
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import FinishReason, Outcome, State
@@ -585,10 +585,27 @@ def test_where_pages_are_few_it_asks_for_what_it_needs() -> None:
 
 
 def test_a_refusal_of_pages_ahead_of_need_preempts_nobody() -> None:
-    harness = Harness(pages=64, page_size=4, max_batch=1)
-    # Somebody else has all but four pages: what is needed is there, what is ahead of need is not.
-    harness.local.exchange([Demand("other", 0, [], 60, 0, Opening([9]))], [])
-    harness.submit(make_request("a", [1] * 4, max_tokens=12))
-    harness.until_idle()
-    assert harness.ended["a"].reason is FinishReason.LENGTH
-    assert harness.loop.scheduler.preemptions == 0
+    scheduler, clock = started(pages=1024, max_batch=2)
+    requests = [scheduler.submit(make_request(name, [1] * 7, max_tokens=90)) for name in ("a", "b")]
+    serve(scheduler)
+    step(scheduler)
+    demands, _ = scheduler.demands()
+    assert [(demand.known_pages, demand.total_pages) for demand in demands] == [(2, 10)] * 2
+    scheduler.granted([Grant(demand.sequence_id, error=CapacityExceeded("full")) for demand in demands])
+    assert scheduler.running == requests and not scheduler.preemptions
+    assert [demand.total_pages for demand in serve(scheduler, first_page=4)] == [3, 3], "now what it needs"
+    clock.now += ADMISSION_RETRY_S
+    for _ in range(4):
+        step(scheduler)
+    assert [demand.total_pages for demand in serve(scheduler, first_page=6)] == [11, 11], "and ahead again, later"
+
+
+def test_a_refusal_of_what_is_needed_preempts_the_last() -> None:
+    scheduler, _ = started(pages=1024, max_batch=2)
+    first, last = (scheduler.submit(make_request(name, [1] * 7, max_tokens=90)) for name in ("a", "b"))
+    serve(scheduler)
+    step(scheduler)
+    for _ in range(2):
+        demands, _ = scheduler.demands()
+        scheduler.granted([Grant(demand.sequence_id, error=CapacityExceeded("full")) for demand in demands])
+    assert scheduler.running == [first] and list(scheduler.waiting) == [last] and scheduler.preemptions == 1

@@ -120,6 +120,17 @@ def test_a_quota_counts_shared_pages_for_each_and_is_given_back() -> None:
     assert session.held_pages == 0
 
 
+def test_a_token_behind_the_copy_leaves_its_source_s_place_in_the_quota_to_a_new_page() -> None:
+    world, session, _ = forked(max_pages=5)
+    copies(world, session, "b")
+    assert session.held_pages == 5, "b's source is one of them"
+    with pytest.raises(QuotaExceeded, match="hold 5 pages, 1 more are wanted"):
+        serve(world, session, growth("b", 6, [7], 4, known=2))
+    grant = serve(world, session, growth("b", 6, [7], 3, known=2))
+    assert len(grant.pages) == 1 and session.held_pages == 5
+    world.sound()
+
+
 def test_a_lost_fork_leaves_nothing_behind() -> None:
     world, session, pool = forked()
     copies(world, session, "b")
