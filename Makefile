@@ -1,7 +1,7 @@
 # The same targets serve a newcomer, a developer and .ci/run. `make` alone lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench-cache bench-engine bench-kernels bench-metrics buf help setup protos run up down smollm2 test test-gpu lint lint-style lint-types lint-protos bench-step tools clean
+.PHONY: bench-cache bench-engine bench-kernels bench-metrics buf clients help setup protos protos-bundle release-protos run up down smollm2 test test-gpu lint lint-style lint-types lint-protos bench-step tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -15,6 +15,13 @@ NPM := $(shell command -v npm 2>/dev/null)
 BUF_VERSION := 1.75.0
 BUF := build/npm/node_modules/.bin/buf
 BUF_STAMP := build/npm/.buf-$(BUF_VERSION)
+# The FileDescriptorSet of the last release, which must stay readable.
+RELEASED := protos/released.binpb
+
+GO := $(shell command -v go 2>/dev/null)
+# The newest that Debian 12's own Go (1.19) builds.
+PROTOC_GEN_GO := google.golang.org/protobuf/cmd/protoc-gen-go@v1.33.0
+PROTOC_GEN_GO_GRPC := google.golang.org/grpc/cmd/protoc-gen-go-grpc@v1.3.0
 
 # A pip that asks, or that advertises its own update, only puzzles here.
 export PIP_NO_INPUT := 1
@@ -26,7 +33,7 @@ override export PROMPT := $(value PROMPT)
 endif
 
 help: ## List these targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(VENV)/.setup protos ## Make .venv with the pinned dependencies, and the generated code
 
@@ -86,10 +93,36 @@ ifdef NPM
 	@rm -rf build/googleapis && mkdir -p build/googleapis/google/rpc
 	@cp "$$($(PY) -c 'import google.rpc; print(google.rpc.__path__[0])')"/*.proto build/googleapis/google/rpc/
 	$(BUF) lint protos
+ifneq ($(wildcard $(RELEASED)),)
+	$(BUF) breaking protos --against $(RELEASED) --exclude-imports
+else
+	@echo "buf breaking: nothing has been released yet, so nothing can break"
+endif
 else
 	@if [ -n "$$CI" ]; then echo "buf lint: npm is missing, and CI must not skip it" >&2; exit 1; fi
 	@echo "buf lint: SKIPPED, because npm is not installed; CI runs it."
 endif
+
+release-protos: lint-protos ## Have every later change of the protos checked against those of now: part of a release
+	$(BUF) build protos --exclude-source-info -o $(RELEASED)
+
+protos-bundle: setup ## Pack the protos, with all they import, for clients in other languages
+	@$(PY) scripts/protos_bundle.py
+
+clients: $(if $(NPM),build/node/.installed) $(if $(GO),build/bin/.go-clients) ## Fetch what the examples in other languages need
+
+build/node/.installed: examples/node/package.json
+	@mkdir -p build/node && cp $< build/node/
+	@npm install --silent --no-fund --no-audit --no-package-lock --prefix build/node
+	@touch $@
+
+# What the example depends on is compiled here, so that it is in Go's caches when the tests come.
+build/bin/.go-clients: examples/go/go.mod examples/go/go.sum
+	@GOBIN=$(CURDIR)/build/bin go install $(PROTOC_GEN_GO)
+	@GOBIN=$(CURDIR)/build/bin go install $(PROTOC_GEN_GO_GRPC)
+	@cd examples/go && go build google.golang.org/grpc google.golang.org/grpc/credentials/insecure \
+	    google.golang.org/genproto/googleapis/rpc/errdetails
+	@touch $@
 
 buf: $(if $(NPM),$(BUF_STAMP)) ## Fetch buf, which checks the protos
 

@@ -1,0 +1,98 @@
+"""What ``make protos-bundle`` does: pack the protos, for clients in any language, into ``build/protos``.
+
+``rocmforge-protos-VERSION.tar.gz`` compiles by itself: it has our protos, every file that they import, and the errors'
+details, with a ``buf.yaml`` for buf and a ``descriptor.binpb`` for what reads a FileDescriptorSet. The same protos make
+the same bytes, on any machine with the pinned protoc and zlib.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import tomllib
+from pathlib import Path
+
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Errors carry these in ``Any``s, so no file of ours imports them.
+DETAILS = ("google/rpc/code.proto", "google/rpc/error_details.proto")
+BUF_YAML = b"version: v2\n"
+
+
+class CannotBundle(Exception):
+    """The bundle could not be made; the message is protoc's."""
+
+
+def roots() -> list[Path]:
+    """Where imports are looked for: our protos, googleapis-common-protos, and protoc's own."""
+    installed = Path(sysconfig.get_path("purelib"))
+    return [ROOT / "protos", installed, installed / "grpc_tools" / "_proto"]
+
+
+def describe() -> bytes:
+    """The serialized FileDescriptorSet of the bundle, comments included. Raises CannotBundle."""
+    own = sorted(path.relative_to(ROOT / "protos").as_posix() for path in (ROOT / "protos").rglob("*.proto"))
+    with tempfile.TemporaryDirectory(prefix="protos-") as name:
+        target = Path(name) / "descriptor.binpb"
+        options = [*(f"-I{root}" for root in roots()), "--include_imports", "--include_source_info"]
+        command = [sys.executable, "-m", "grpc_tools.protoc", *options, f"--descriptor_set_out={target}", *own]
+        done = subprocess.run([*command, *DETAILS], capture_output=True, text=True)
+        if done.returncode:
+            raise CannotBundle(done.stderr.strip())
+        return target.read_bytes()
+
+
+def files() -> dict[str, bytes]:
+    """Name in the bundle -> content, of every file. Raises CannotBundle."""
+    descriptor = describe()
+    found = {"LICENSE": (ROOT / "LICENSE").read_bytes(), "buf.yaml": BUF_YAML, "descriptor.binpb": descriptor}
+    for file in FileDescriptorSet.FromString(descriptor).file:
+        found[file.name] = next(path for root in roots() if (path := root / file.name).is_file()).read_bytes()
+    return found
+
+
+def pack(folder: str, contents: dict[str, bytes]) -> bytes:
+    """A .tar.gz of ``contents`` below ``folder`` that tells nothing of when, where or by whom it was made."""
+    packed = io.BytesIO()
+    with gzip.GzipFile(fileobj=packed, mode="wb", filename="", mtime=0) as compressed:
+        with tarfile.open(fileobj=compressed, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+            for name, data in sorted(contents.items()):
+                member = tarfile.TarInfo(f"{folder}/{name}")  # of mode 0644, of root, of 1970
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+    return packed.getvalue()
+
+
+def write(folder: Path) -> Path:
+    """Write the bundle into ``folder``, whole or not at all, and return its path. Raises CannotBundle."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    name = f"rocmforge-protos-{version}"
+    data = pack(name, files())
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{name}.tar.gz"
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
+        part.write(data)
+    os.chmod(part.name, 0o644)
+    os.replace(part.name, target)
+    return target
+
+
+def main() -> int:
+    """Returns the exit status."""
+    try:
+        print(write(ROOT / "build" / "protos").relative_to(ROOT))
+    except (CannotBundle, OSError) as error:
+        print(f"protos-bundle: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
