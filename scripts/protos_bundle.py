@@ -77,10 +77,9 @@ def write(folder: Path) -> Path:
     data = pack(name, files())
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{name}.tar.gz"
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
-        part.write(data)
-    os.chmod(part.name, 0o644)
-    os.replace(part.name, target)
+    with tempfile.TemporaryDirectory(prefix=".protos-", dir=folder) as part:
+        (Path(part) / target.name).write_bytes(data)
+        os.replace(Path(part) / target.name, target)
     return target
 
 
