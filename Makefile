@@ -19,7 +19,7 @@ BUF_STAMP := build/npm/.buf-$(BUF_VERSION)
 RELEASED := protos/released.binpb
 
 GO := $(shell command -v go 2>/dev/null)
-# The newest that Debian 12's own Go (1.19) builds.
+# Debian 12's own Go (1.19) builds these.
 PROTOC_GEN_GO := google.golang.org/protobuf/cmd/protoc-gen-go@v1.33.0
 PROTOC_GEN_GO_GRPC := google.golang.org/grpc/cmd/protoc-gen-go-grpc@v1.3.0
 
