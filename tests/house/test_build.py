@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import NormalizedName, canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 TOML = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -21,9 +21,9 @@ PROJECT = TOML["project"]
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==[A-Za-z0-9.!+]+$")
 
 
-def pins(text: str) -> dict[str, str]:
+def pins(text: str) -> dict[NormalizedName, str]:
     """Canonical name -> line of a constraints file; ValueError for a line that is not `name==version`."""
-    found = {}
+    found = dict[NormalizedName, str]()
     for line in text.splitlines():
         if line and not line.startswith("#"):
             match = PIN.match(line)
@@ -33,9 +33,9 @@ def pins(text: str) -> dict[str, str]:
     return found
 
 
-def needed(requirements: list[str]) -> set[str]:
+def needed(requirements: list[str]) -> set[NormalizedName]:
     """Names of the requirements and of all that they need in turn, as far as it is installed here."""
-    todo, seen = [Requirement(line) for line in requirements], set()
+    todo, seen = [Requirement(line) for line in requirements], set[NormalizedName]()
     while todo:
         requirement = todo.pop()
         name = canonicalize_name(requirement.name)
@@ -107,3 +107,21 @@ def test_make_run_hands_over_the_prompt_as_it_was_typed(tmp_path: Path, prompt: 
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert seen.read_text(encoding="utf-8") == repr((["scripts/demo.py", "run"], prompt))
+
+
+def hooks() -> list[str]:
+    """The commands of the hooks of .pre-commit-config.yaml."""
+    text = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert re.findall(r"^ *- repo: *(.*)$", text, re.MULTILINE) == ["local"], "a hook that is fetched"
+    return re.findall(r"^ *entry: *(.*)$", text, re.MULTILINE)
+
+
+def parts_of_lint() -> list[str]:
+    """What `make lint` is made of."""
+    found = re.search(r"^lint:([^#\n]*)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found
+    return found[1].split()
+
+
+def test_a_commit_is_held_to_what_make_lint_checks() -> None:
+    assert hooks() == [f"make {part}" for part in parts_of_lint()] != []
