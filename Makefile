@@ -6,7 +6,7 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 # Packages that are type-checked; one that has no Python files yet is left out.
-TYPED := $(sort $(patsubst %/,%,$(dir $(wildcard $(addsuffix /*.py,services kernels scripts benchmarks models)))))
+TYPED := $(sort $(patsubst %/,%,$(dir $(wildcard $(addsuffix /*.py,services kernels scripts benchmarks models))))) tests
 
 PROTOS := $(shell find protos -name '*.proto' 2>/dev/null)
 GENERATED := $(PROTOS:.proto=_pb2.py)

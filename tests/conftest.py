@@ -97,5 +97,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f'skipped, and not for "{ALLOWED}": {where} fails on these', red=True)
         for line in _unexplained:
             terminalreporter.line(line)
-    if line := tools.told(_lacking):
-        terminalreporter.line(line, yellow=True)
+    if told := tools.told(_lacking):
+        terminalreporter.line(told, yellow=True)

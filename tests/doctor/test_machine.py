@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined, misc, valid-type"
 """The real machine: what it says of files, sockets and children; running checks; sharing memory for real."""
 
 from __future__ import annotations
@@ -90,15 +91,15 @@ def test_a_child_that_hangs_is_killed_with_all_that_it_started(machine: Machine,
     program.write_text(script)
     popen = subprocess.Popen
 
-    class Passing(popen):  # type: ignore[misc, valid-type]
+    class Passing(popen):
         def __init__(self, *arguments: object, **options: object) -> None:
-            super().__init__(*arguments, **options, pass_fds=[write])  # type: ignore[call-overload]
+            super().__init__(*arguments, **options, pass_fds=[write])
 
-    subprocess.Popen = Passing  # type: ignore[misc, assignment]
+    subprocess.Popen = Passing
     try:
         ran = machine.run([sys.executable, str(program), str(write)], 0.5)
     finally:
-        subprocess.Popen = popen  # type: ignore[misc]
+        subprocess.Popen = popen
     os.close(write)
     assert ran.status is None
     assert os.read(read, 1) == b"", "nobody is left"

@@ -19,7 +19,10 @@ from services.kvcache.config import Config as DaemonConfig
 from tests.e2e.conftest import MODEL, Pair
 from tests.processes import engine, kvcache
 
-READERS = {"ROCMFORGE_KVCACHE": DaemonConfig.read, "ROCMFORGE_ENGINE": EngineConfig.read}
+READERS: dict[str, Callable[..., DaemonConfig | EngineConfig]] = {
+    "ROCMFORGE_KVCACHE": DaemonConfig.read,
+    "ROCMFORGE_ENGINE": EngineConfig.read,
+}
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def test_a_level_and_those_above_it_are_logged(
 
 @pytest.mark.parametrize("prefix", READERS)
 def test_a_flag_beats_the_environment_which_beats_the_file(prefix: str, tmp_path: Path) -> None:
-    read: Callable[..., DaemonConfig | EngineConfig] = READERS[prefix]
+    read = READERS[prefix]
     file = tmp_path / "settings.toml"
     file.write_text('log-level = "error"')
     variable = {f"{prefix}_LOG_LEVEL": "warning"}

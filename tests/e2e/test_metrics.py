@@ -111,5 +111,5 @@ def test_the_endpoint_goes_with_the_service(pair: Pair) -> None:
     for service, where in ends:
         assert "# TYPE process_cpu_seconds_total counter" in read(where)
         assert service.stop() == 0 and "Traceback" not in service.log()
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="refused"):
             read(where)

@@ -160,6 +160,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert [json.loads(line)["part"] for line in printed] == ["workload"] * 4
     (tmp_path / "saved").write_text("\n".join(printed))
     assert engine.main(["--read", str(tmp_path / "saved")]) == status
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^2$"):
         engine.main(["--parts", "steps"])
     assert "--parts steps: on a cpu there are workload, ablation, prefix" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_a_file_sets_what_neither_flags_nor_the_environment_do(tmp_path: Path) -
         ("--kvcache", "10.0.0.1:50052", "on this host"),
         ("--listen", "0.0.0.0:1", "--insecure"),
         ("--metrics", "0.0.0.0:1", "--insecure"),
-        ("--metrics", "unix:/m.sock", "want host:port"),
+        ("--metrics", "unix:/run/m.sock", "want host:port"),
         ("--max-step-tokens", "32", "more than --max-batch, 32"),
         ("--priority-step", "-1", "0 to"),
     ],
@@ -154,7 +154,7 @@ def test_large_files_are_sampled_from_their_header_to_their_end(
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ModelInvalid):
+    with pytest.raises(ModelInvalid, match=r"config\.json cannot be read: No such file"):
         default_pool_id(tmp_path / "none")
 
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="comparison-overlap"
 """The engine as a process: start and refusal to start, SIGTERM, kill -9 of either side, the terminal's client."""
 
 from __future__ import annotations
@@ -209,8 +210,8 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     [
         (["--max-batch", "0"], "--max-batch 0: want a whole number from 1 to 1024"),
         (
-            ["--model", "/nonexistent", "--kvcache", "local", "--listen", "127.0.0.1:0"],
-            "--model /nonexistent: there is no",
+            ["--model", "/proc/none", "--kvcache", "local", "--listen", "127.0.0.1:0"],
+            "--model /proc/none: there is no",
         ),
         (["--listen", "0.0.0.0:0"], "--insecure"),
         (
@@ -219,7 +220,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         ),
         (["--max-batch", "512"], "--max-step-tokens 512: must be more than --max-batch, 512"),
         (
-            ["--listen", "127.0.0.1:0", "--kvcache", "unix:/nonexistent.sock", "--kvcache-patience", "0"],
+            ["--listen", "127.0.0.1:0", "--kvcache", "unix:/proc/none.sock", "--kvcache-patience", "0"],
             "start it with",
         ),
         (["--listen", "127.0.0.1:0", "--kvcache", "local", "--page-size", "4096", "--local-pages", "16777216"], "room"),

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment, return-value"
 """The engine's metrics: each documented one is there, is fed, and says what GetStats says and what was asked."""
 
 from __future__ import annotations
@@ -110,9 +111,9 @@ class Watched:
             raise ValueError("broken")
 
         runner = self.engine.steps.inner
-        whole, runner._run = runner._run, broken  # type: ignore[assignment,method-assign]
+        whole, runner._run = runner._run, broken
         assert refused(lambda: self.stub.Generate(request())).reason == "FORWARD_FAILED"
-        runner._run = whole  # type: ignore[method-assign]
+        runner._run = whole
         self.engine.idle()
 
     def preempt(self) -> None:
@@ -323,7 +324,7 @@ def test_latencies_are_measured_from_where_they_say() -> None:
         harness.clock.now += 0.5
         return run(step)
 
-    harness.memory.run = slow  # type: ignore[method-assign]
+    harness.memory.run = slow
     asked = make_request("a", [1, 2, 3], max_tokens=3)
     harness.submit(dataclasses.replace(asked, submitted_at=harness.clock.now - 2.0))
     harness.until_idle()

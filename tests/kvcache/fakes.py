@@ -18,7 +18,7 @@ LAYOUT = PageLayout(page_size=4, layers=1, kv_heads=1, head_dim=4, dtype="f32")
 class FakeArena:
     """Canaries in a dict; pages nowhere."""
 
-    file_path = "/nowhere"
+    file_path = "/proc/none"
 
     def __init__(self, layout: PageLayout, pages: int, slots: int, device: int | None = None) -> None:
         self.device = None if device is None else DeviceMemory(device, f"0000:{device:02x}:00.0", bytes(64))

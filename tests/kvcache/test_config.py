@@ -18,7 +18,7 @@ from services.kvcache.cache.cache import Limits
 from services.kvcache.config import Config
 from tests.processes import ROOT, kvcache
 
-LISTEN = ["--listen", "unix:/k.sock"]
+LISTEN = ["--listen", "unix:/run/k.sock"]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_file_sets_what_flags_set(file: Path) -> None:
         drain = 2.5
         eviction = "density"
         insecure = true
-        listen = ["unix:/other.sock"]
+        listen = ["unix:/run/other.sock"]
         """,
     )
     assert config.arena_dir == Path("/dev/shm/elsewhere") and config.insecure
@@ -75,7 +75,7 @@ def test_a_size_may_be_a_number(file: Path) -> None:
 
 
 def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_default(file: Path) -> None:
-    text = 'max-sessions = 1\nmax-sequences = 1\ndrain = 1\nlisten = ["unix:/file.sock"]\ninsecure = true'
+    text = 'max-sessions = 1\nmax-sequences = 1\ndrain = 1\nlisten = ["unix:/run/file.sock"]\ninsecure = true'
     config = read(
         file,
         text,
@@ -87,7 +87,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_defau
     )
     limits = config.limits
     assert (limits.max_sessions, limits.max_sequences, limits.drain_s, limits.event_ring) == (3, 2, 1.0, 65536)
-    assert [str(listener) for listener in config.listeners] == ["unix:/k.sock"], "a list is replaced, not added to"
+    assert [str(listener) for listener in config.listeners] == ["unix:/run/k.sock"], "a list is replaced, not added to"
     assert not config.insecure
     assert config.echo["origins"] == {
         "listen": "flag",
@@ -126,7 +126,7 @@ def test_the_environment_may_name_the_file_and_a_flag_another(file: Path, tmp_pa
         ("arena-dir = 5", "FILE: arena-dir: is a whole number; want a string"),
         ("insecure = 1", "FILE: insecure: is a whole number; want true or false"),
         ('insecure = "true"', "FILE: insecure: is a string; want true or false"),
-        ('listen = "unix:/k.sock"', "FILE: listen: is a string; want an array, each entry a string"),
+        ('listen = "unix:/run/k.sock"', "FILE: listen: is a string; want an array, each entry a string"),
         ("listen = [50052]", "FILE: listen: has a whole number; want a string"),
         ('memory = "12 parsecs"', "FILE: memory 12 parsecs: want a size such as"),
         ("memory = 0", "FILE: memory 0: want a size .* from 1 to"),
@@ -204,7 +204,7 @@ def test_flags_have_to_be_spelt_out(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_help_tells_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^0$"):
         Config.read(["--help"], {})
     told = capsys.readouterr().out
     assert "--config FILE" in told and "some-flag = 8" in told

@@ -108,7 +108,7 @@ def test_a_killed_daemons_arena_is_removed_by_the_next_and_a_living_ones_is_not(
         (["--listen", "0.0.0.0:0"], "--listen 0.0.0.0:0: reachable from other hosts"),
         (["--listen", "nonsense"], "--listen nonsense: want unix:/path or host:port"),
         (["--tls-cert", "x"], "--tls-cert and --tls-key go together"),
-        (["--tls-cert", "/none", "--tls-key", "/none"], "--tls-cert: cannot read /none"),
+        (["--tls-cert", "/proc/none", "--tls-key", "/proc/none"], "--tls-cert: cannot read /proc/none"),
         (["--arena-dir", "/proc/none"], "--arena-dir /proc/none: "),
         (["--metrics", "0.0.0.0:9465"], "--metrics 0.0.0.0:9465: reachable from other hosts"),
         (["--metrics", "192.0.2.1:9465", "--insecure"], "--metrics 192.0.2.1:9465: cannot bind"),

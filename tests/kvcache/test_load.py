@@ -1,3 +1,4 @@
+# mypy: disable-error-code="misc"
 """Many clients at once against a real daemon: calls are cancelled, run out of time, lose their connection."""
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def write_checkpoint(
         save_file(stored, folder / "model.safetensors")
         return folder
     names = list(stored)
-    weight_map = {}
+    weight_map = dict[str, str]()
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         mine = names[shard::shards]

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """Write what `transformers` computes for the checkpoints of `families.py`, for the engine to be compared with.
 
     python -m tests.models.make_references references.npz
@@ -65,7 +66,7 @@ def reference(family: str, config: dict[str, Any], seed: int) -> dict[str, NDArr
     ids = prompt_of(seed)
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     arrays = {f"{family}_logits": logits.numpy()}
-    greedy, margins = [], []
+    greedy, margins = list[Any](), list[Any]()
     for _ in range(GREEDY_TOKENS):
         last = model(input_ids=torch.tensor([ids + greedy]), use_cache=False).logits[0, -1]
         top = last.topk(2)

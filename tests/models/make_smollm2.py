@@ -1,3 +1,4 @@
+# mypy: disable-error-code="var-annotated"
 """Write what other implementations make of SmolLM2-135M-Instruct's file, for the engine to be compared with.
 
     python -m tests.models.make_smollm2 build/models/SmolLM2-135M-Instruct.Q4_1.gguf

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="misc"
 """Messages wherever a prompt is taken, through the engine's socket."""
 
 from __future__ import annotations

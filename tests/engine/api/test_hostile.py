@@ -320,8 +320,8 @@ def test_each_is_told_what_it_did_and_nobody_else_notices(engine: RunningEngine)
 
     lots = [[*not_numbers(), *spans(), *unknown()], list(unreadable()), list(endless())]
     attacks: list[Callable[[], Any]] = [
-        *(lambda lot=lot: attack(lot) for lot in lots),  # type: ignore[misc]
-        *(lambda one=one: one(engine) for one in (batches, watchers, too_large, dropped)),  # type: ignore[misc]
+        *(lambda lot=lot: attack(lot) for lot in lots),
+        *(lambda one=one: one(engine) for one in (batches, watchers, too_large, dropped)),
     ]
     with ThreadPoolExecutor(len(VICTIMS) + len(attacks)) as threads:
         victims = [threads.submit(suffer, at) for at in range(len(VICTIMS))]

@@ -229,14 +229,14 @@ def too_much_said(engine: Engine) -> ServiceError:
 #: (rpc, what provokes it, status code, reason)
 REASONS: list[tuple[str, Callable[[Engine], ServiceError], str, str]] = [
     *((method.name, while_(starting, method.name), "UNAVAILABLE", "NOT_READY") for method in METHODS),
-    *((name, lambda e, name=name: told(e, name, BAD[name]), "INVALID_ARGUMENT", "FIELD_INVALID") for name in BAD),  # type: ignore[misc]
+    *((name, lambda e, name=name: told(e, name, BAD[name]), "INVALID_ARGUMENT", "FIELD_INVALID") for name in BAD),
     *((n, while_(draining, n), "UNAVAILABLE", "DRAINING") for n in ("Generate", "BatchGenerate", "SubmitGeneration")),
     *((n, while_(daemon_gone, n), "UNAVAILABLE", "KVCACHE_DOWN") for n in STARTS),
     *((name, full(name), "RESOURCE_EXHAUSTED", "QUEUE_FULL") for name in STARTS),
-    *((name, lambda e, name=name: told(e, name, UNKNOWN[name]), "NOT_FOUND", "REQUEST_UNKNOWN") for name in UNKNOWN),  # type: ignore[misc]
-    *((n, lambda e, n=n: told(e, n, asked(n, [1] * 4096)), "INVALID_ARGUMENT", "PROMPT_TOO_LONG") for n in STARTS),  # type: ignore[misc]
-    *((n, lambda e, n=n: told(e, n, asked(n, [1] * 400)), "FAILED_PRECONDITION", "EXCEEDS_POOL") for n in STARTS),  # type: ignore[misc]
-    *((n, lambda e, n=n: told(e, n, asked(n, request_id="done")), "ALREADY_EXISTS", "REQUEST_EXISTS") for n in STARTS),  # type: ignore[misc]
+    *((name, lambda e, name=name: told(e, name, UNKNOWN[name]), "NOT_FOUND", "REQUEST_UNKNOWN") for name in UNKNOWN),
+    *((n, lambda e, n=n: told(e, n, asked(n, [1] * 4096)), "INVALID_ARGUMENT", "PROMPT_TOO_LONG") for n in STARTS),
+    *((n, lambda e, n=n: told(e, n, asked(n, [1] * 400)), "FAILED_PRECONDITION", "EXCEEDS_POOL") for n in STARTS),
+    *((n, lambda e, n=n: told(e, n, asked(n, request_id="done")), "ALREADY_EXISTS", "REQUEST_EXISTS") for n in STARTS),
     ("Generate", forward_fails, "INTERNAL", "FORWARD_FAILED"),
     ("Generate", out_of_time, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),
     ("WatchGeneration", crowded, "RESOURCE_EXHAUSTED", "TOO_MANY_WATCHERS"),

@@ -55,7 +55,7 @@ def expected_logprobs(model: Model, tokens: Sequence[int]) -> np.ndarray[Any, An
     pages = np.zeros((1, geometry.layers, 2, geometry.kv_heads, size, geometry.head_dim), np.float32)
     logits = model.forward([Row(tokens, 0, [0], size)], pages).astype(np.float64)
     highest = logits.max(axis=1, keepdims=True)
-    return logits - highest - np.log(np.exp(logits - highest).sum(axis=1, keepdims=True))  # type: ignore[no-any-return]
+    return logits - highest - np.log(np.exp(logits - highest).sum(axis=1, keepdims=True))
 
 
 def told(stream: Any) -> tuple[list[int], list[pb.TokenLogprob], list[pb.TokenLogprob]]:
@@ -380,7 +380,7 @@ def test_the_prompt_is_computed_once_and_its_pages_are_held_once(engine: Running
             if len(step) == 4 and not held:
                 tables = [chunk.sequence.pages for chunk in step]
                 assert all(table[:2] == tables[0][:2] for table in tables), "whole pages are shared"
-                memory = with_daemon.engine.loop._source.memory  # type: ignore[union-attr]
+                memory = with_daemon.engine.loop._source.memory
                 tails = [memory[table[2]][..., :5, :].tobytes() for table in tables]
                 assert len({table[2] for table in tables}) == 4 and len(set(tails)) == 1
                 assert any(np.frombuffer(tails[0], np.float32))

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """config.json and generation_config.json: what is read, and what is refused by name rather than ignored."""
 
 from __future__ import annotations

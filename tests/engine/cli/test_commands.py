@@ -121,8 +121,9 @@ def test_flags_of_sampling_are_the_requests(engine: Engine, capsys: Captured) ->
     assert [line.split()[3] for line in lines if line.startswith("sample 0 token ")] == [str(token) for token in tokens]
     assert sum(line.startswith("prompt token ") for line in lines) == 1
     assert all(line.split()[6] == "rank" or line.startswith("prompt") for line in lines)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^2$"):
         run(engine, "generate", "x", "--logit-bias", "7")
+    assert "argument --logit-bias: 7: want ID=X" in capsys.readouterr().err
 
 
 def test_samples_are_printed_whole(engine: Engine, capsys: Captured) -> None:
@@ -305,7 +306,7 @@ def test_the_status_of_the_engine(engine: Engine, capsys: Captured) -> None:
         (["batch", "--retries", "-1"], 2, "rocmforge batch: --retries -1: want 0 or more"),
         (["batch", "--resume"], 2, "rocmforge batch: --resume continues what is in --output FILE"),
         (["batch", "--top-k", "-1"], 2, "rocmforge batch: top_k cannot be -1"),
-        (["batch", "/nonexistent"], 2, "rocmforge batch: /nonexistent: No such file or directory"),
+        (["batch", "/proc/none"], 2, "rocmforge batch: /proc/none: No such file or directory"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(
@@ -456,15 +457,25 @@ def test_a_file_that_is_something_else_is_left_alone(engine: Engine, capsys: Cap
     assert output.read_text() == "dear diary\n"
 
 
-def test_a_reader_that_leaves(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_leaves(
+    engine: Engine, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch ends at once, with what is begun cancelled, and says nothing."""
+    written: list[str] = []
+    dropped: list[bool] = []
+
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
+            written.append(text)
             raise BrokenPipeError
 
     source = write(tmp_path / "in", *({"prompt": [1, at + 2], "max_tokens": 900} for at in range(8)), {"prompt": "x"})
     monkeypatch.setattr(sys, "stdout", Closed())
-    monkeypatch.setattr("services.engine.cli.client.drop_output", lambda: None)
+    monkeypatch.setattr("services.engine.cli.client.drop_output", lambda: dropped.append(True))
     assert run(engine, "batch", str(source), "--max-tokens", "2") == 1
+    assert len(written) == 1 and '"finish"' in written[0] and dropped == [True]
+    assert capsys.readouterr().err == ""
+    engine.idle()
 
 
 def test_an_interrupt_keeps_what_is_done(engine: Engine, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_spans_that_no_field_holds(seconds: object) -> None:
     ],
 )
 def test_a_bias_that_is_none(word: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^2$"):
         parsed(f"--logit-bias={word}")
     assert f"argument --logit-bias: {word}: " in (shown := capsys.readouterr().err) and says in shown
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="misc"
 """Many streams of a served engine: each gets its tokens whole and in order, in fewer messages than there are tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, var-annotated"
 """The forward pass: a row's logits and its K and V, bit for bit, whatever else is going on."""
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def test_a_copied_page_is_the_other_and_both_are_there(model: Model) -> None:
     for source, target in ((-1, 0), (0, 4)):
         with pytest.raises(ForwardFailed, match="there are 4"):
             model.copy_page(pages, source, target)
-    with pytest.raises(ForwardFailed):
+    with pytest.raises(ForwardFailed, match="shape"):
         model.copy_page(pages[:, :1].copy(), 0, 1)
 
 

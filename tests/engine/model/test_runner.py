@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """Steps on a model: the rows it is given, and whose fault a failure is."""
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def test_parameters_and_positions_go_to_the_sampler() -> None:
 
 
 def test_nothing_is_sampled_when_nothing_is_wanted() -> None:
-    assert Runner(Model(), lambda: None, None).run([chunk([1, 2, 3], 0, 2)]) == [None]  # type: ignore[arg-type]
+    assert Runner(Model(), lambda: None, None).run([chunk([1, 2, 3], 0, 2)]) == [None]
 
 
 class Deep(Model):

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="func-returns-value, union-attr"
 """The engine's side of pages on a GPU: what it opens, what it refuses, and the order in which it lets go."""
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ def test_any_type_of_page(daemon: OnGpus, api: FakeRuntime, dtype: str) -> None:
 
 
 def test_types_that_do_not_exist_are_refused(api: FakeRuntime) -> None:
-    with pytest.raises(InvalidConfiguration):
-        GrpcPageSource("unix:/x", "pool", Geometry(4, 1, 1, 2, "f64"), gpu=api.gpu(0))
+    with pytest.raises(InvalidConfiguration, match="pages of f64 are not served"):
+        GrpcPageSource("unix:/run/x.sock", "pool", Geometry(4, 1, 1, 2, "f64"), gpu=api.gpu(0))
 
 
 def test_an_engine_lets_go_before_it_ends_its_session(
@@ -139,12 +140,12 @@ def test_a_refused_attach_unmaps(daemon: OnGpus, api: FakeRuntime, source: GrpcP
     def refuse(session_id: str, seen: bytes) -> Any:
         raise AttachMismatch("other memory")
 
-    cache.attach_session = refuse  # type: ignore[method-assign]
+    cache.attach_session = refuse
     with pytest.raises(AttachMismatch, match="other memory"):
         source.reopen()
     assert not api.mapped
     assert daemon.stub.GetStats(pb.GetStatsRequest()).pools[0].sessions == 0
-    cache.attach_session = attach  # type: ignore[method-assign]
+    cache.attach_session = attach
     source.reopen()
 
 
@@ -223,7 +224,7 @@ def exported(owner: Gpu) -> tuple[int, bytes]:
 
 
 def process(owner: Gpu) -> FakeRuntime:
-    return owner.runtime.api.machine.process()  # type: ignore[no-any-return]
+    return owner.runtime.api.machine.process()
 
 
 def test_the_canary_is_read_and_answered(owner: Gpu) -> None:

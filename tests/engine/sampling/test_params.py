@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, var-annotated"
 """From logits to tokens: what is kept, how it is drawn, and that nobody else has a say in it."""
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from kernels.sampling.launch import Drawn, TokenCounts
 from services.common.errors import FieldInvalid, ForwardFailed
 from services.engine.checkpoint.config import ModelConfig
 from services.engine.sampling import params as sampling
-from services.engine.sampling.params import Choice, SamplingParams, choose, sample, validate
+from services.engine.sampling.params import SamplingParams, choose, sample, validate
+from services.engine.sampling.result import Choice
 
 DEFAULTS = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -326,7 +328,7 @@ def test_another_sampler_draws_of_the_same_arrays() -> None:
         none = np.zeros((n, 0))
         tokens = batch.rows["position"].astype(np.int32) + logits
         errors = np.zeros(n, np.int32)
-        return Drawn(tokens, errors, none[:, :0], none, none, none)  # type: ignore[arg-type]
+        return Drawn(tokens, errors, none[:, :0], none, none, none)
 
     assert sample(100, [params(), params(0.0)], [3, 4], draw=last) == [103, 104]
     assert choose(100, [params()], [3], draw=last) == [Choice(103)]

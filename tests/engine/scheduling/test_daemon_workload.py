@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """The random workloads of test_workload on a real daemon's pages, with replies lost on the way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment, override, return-value"
 """Who goes first, for how long one can be overtaken, and what a step leaves for whom."""
 
 from __future__ import annotations
@@ -438,7 +439,7 @@ class FairHarness(Harness):
             self.asked.append({keys[d.sequence_id] for d in demands if d.opening or d.parent})
             return send(demands, removed)
 
-        self.source.exchange = exchange  # type: ignore[method-assign, assignment]
+        self.source.exchange = exchange
 
     def come(self, name: str, prompt: list[int], max_tokens: int, priority: int, n: int) -> None:
         self.came[name] = self.clock.now

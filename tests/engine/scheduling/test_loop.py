@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, return-value"
 """The engine's thread: every way a request ends, and every way the page source can be gone."""
 
 from __future__ import annotations
@@ -274,7 +275,7 @@ def test_refused_at_submission(request_: object, error: type[ServiceError]) -> N
     harness.submit(make_request("live", max_tokens=3))
     refused: list[Event] = []
     harness.loop._outbox = refused.extend
-    harness.submit(request_)  # type: ignore[arg-type]
+    harness.submit(request_)
     harness.loop.iterate()
     [event] = [event for event in refused if event.outcome is not None]
     assert isinstance(event.outcome.error, error) and event.sequence is None  # type: ignore[union-attr]
@@ -571,7 +572,7 @@ class Threaded:
         self._changed = threading.Condition()
         chosen = runner if runner is not None else TokenMemory(16, 4)
         self.loop = EngineLoop(
-            chosen,  # type: ignore[arg-type]
+            chosen,
             self.local,
             Limits(4, 32, 8),
             self._take,

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, assignment"
 """Any workload, any pool, any failure: each request's output is what it generates alone, and nothing is left behind."""
 
 from __future__ import annotations

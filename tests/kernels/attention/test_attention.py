@@ -167,7 +167,7 @@ def check(
 DECODE = ((0, 1), (15, 1), (16, 1), (299, 1), (63, 1))
 MIXED = ((0, 1), (200, 1), (0, 37), (130, 5), (47, 18))
 CHUNKS = ((0, 3), (140, 9))
-HALF = {"dtype": "BF16", "kv_dtype": "BF16"}
+HALF: dict[str, Any] = {"dtype": "BF16", "kv_dtype": "BF16"}
 
 CASES = [
     # Every type of queries with every type of pages.

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """The plan of a batch: every query meets every key it sees once, whatever the batch and the GPU."""
 
 from __future__ import annotations

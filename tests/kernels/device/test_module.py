@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """The loader of kernels, on a CuPy that only notes what it is asked for; real ones are in tests/rocm and on GPUs."""
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class CupyDouble:
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> CupyDouble:
     double = CupyDouble()
-    monkeypatch.setitem(sys.modules, "cupy", double)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "cupy", double)
     monkeypatch.setattr(module, "_loaded", {})
     return double
 
@@ -98,7 +99,9 @@ def test_a_log_is_told_by_its_first_lines(cupy: CupyDouble) -> None:
     module.load("norm", {"RF_TYPE": "BF16"})
 
 
-@pytest.mark.parametrize(("is_hip", "found", "hinted"), [(True, None, True), (True, "/x", False), (False, None, False)])
+@pytest.mark.parametrize(
+    ("is_hip", "found", "hinted"), [(True, None, True), (True, "/usr/bin/x", False), (False, None, False)]
+)
 def test_rocm_without_hipcc_is_told(
     cupy: CupyDouble, monkeypatch: pytest.MonkeyPatch, is_hip: bool, found: str | None, hinted: bool
 ) -> None:

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """What a compiler gets of a kernel's source, and what it may be compiled with."""
 
 from __future__ import annotations

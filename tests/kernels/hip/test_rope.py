@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """rope.hip against ops_numpy: queries rotated, K and V in their slots, and nothing else touched."""
 
 from __future__ import annotations

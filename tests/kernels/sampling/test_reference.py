@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """The draw as NumPy defines it, against the same in whole numbers, spelled out token by token."""
 
 from __future__ import annotations

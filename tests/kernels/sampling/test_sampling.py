@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """sampling.hip draws, on every device, the very tokens that NumPy draws."""
 
 from __future__ import annotations

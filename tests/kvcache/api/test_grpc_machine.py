@@ -1,3 +1,4 @@
+# mypy: disable-error-code="list-item"
 """The same random histories through a server, with four clients whose calls are in flight together.
 
 Each call travels on the next client's connection, so that calls of one session, or of one sequence, race each other.
@@ -101,6 +102,6 @@ def test_random_histories_of_four_clients(loop: Loop, tmp_path: Path) -> None:
         make_driver = staticmethod(lambda: Wire(new_world(), loop, tmp_path))
 
     try:
-        run_state_machine_as_test(Machine, settings=examples(20))  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(Machine, settings=examples(20))
     except Exception as error:
         raise error from (FourClients.failures or [None])[0]

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """Clients and operators that mean ill, or have no luck."""
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def test_a_path_that_grpc_would_read_as_another_is_refused(tmp_path: Path, name:
         (["--memory", "0"], {}, "^--memory 0: want a size .* from 1 to"),
         (["--max-sessions", "9" * 5000], {}, "^--max-sessions 9+: want a whole number from 1 to 65536"),
         ([], {"ROCMFORGE_KVCACHE_LISTEN": "nonsense"}, "^ROCMFORGE_KVCACHE_LISTEN nonsense: want unix:"),
-        (["--arena-dir", "/tmp/\udcff"], {}, "^--arena-dir .*: want a directory whose name is UTF-8"),
+        (["--arena-dir", "/run/\udcff"], {}, "^--arena-dir .*: want a directory whose name is UTF-8"),
     ],
     ids=["fraction", "digits", "nothing", "whole", "variable", "bytes"],
 )
@@ -238,7 +239,7 @@ def test_wild_settings_are_refused_by_name_and_limit(flags: list[str], environ: 
 
 
 def test_sizes_are_exact_where_floats_are_not() -> None:
-    flags = ["--listen", "unix:/k.sock", "--memory", "8388607.9999990TiB"]
+    flags = ["--listen", "unix:/run/k.sock", "--memory", "8388607.9999990TiB"]
     assert Config.read(flags, {}).limits.budget_bytes == 83886079999990 * 2**40 // 10**7
 
 
@@ -282,7 +283,7 @@ def test_an_arena_being_made_is_nobodys_to_clear(tmp_path: Path, monkeypatch: py
         if not first.is_set():
             first.set()
             assert prepare_directory(tmp_path) == ["a.arena"]
-        lock(descriptor, how)  # type: ignore[arg-type]
+        lock(descriptor, how)
 
     monkeypatch.setattr(arenas.fcntl, "flock", clear_before_the_first_lock)
     arena = FileArena(tmp_path, "a", LAYOUT, 1, 1)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, list-item"
 """The daemon through its wire: what a client sees, and every reason it can be told."""
 
 # The table of reasons is one row a line.
@@ -433,7 +434,7 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
     ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", opening("a", [], 1, prompt_tokens=b"12345"))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].opening.prompt_tokens", "5 bytes"),
     ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", opening("a", [1], 1, prompt_tokens=b"1234"))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].opening.prompt_tokens", "give one of them"),
     *(
-        ("AllocatePages", lambda r, bad=bad: item_error(r, opening("n", [1], 1, retention=bad)), "INVALID_ARGUMENT", "FIELD_INVALID", f"opening.retention.{field}", words)  # type: ignore[misc]
+        ("AllocatePages", lambda r, bad=bad: item_error(r, opening("n", [1], 1, retention=bad)), "INVALID_ARGUMENT", "FIELD_INVALID", f"opening.retention.{field}", words)
         for bad, field, words in (
             (retention(0, 1), "ttl", "above 0 s"),
             (retention(86400.5, 1), "ttl", "at most 86400 s"),

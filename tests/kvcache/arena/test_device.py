@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, misc"
 """The daemon with its pages on GPUs: which GPU, whose turn, what is refused, and when memory is given back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment, return-value"
 """What engines, operators and time itself may want to do to a cache.
 
 An intent is drawn before it is known what there is, and becomes an operation when its turn comes: nothing that is drawn

@@ -25,7 +25,7 @@ from services.common.errors import (
     TooManySequences,
     TooManySessions,
 )
-from services.kvcache.cache.cache import Demand, Grant
+from services.kvcache.cache.demand import Demand, Grant
 from services.kvcache.lease.sessions import Session
 from services.kvcache.pool.layout import PageLayout
 from tests.kvcache.fakes import LAYOUT, World
@@ -346,7 +346,7 @@ def test_an_arena_beyond_the_budget_is_refused_before_it_is_made() -> None:
     with pytest.raises(ExceedsBudget, match="100000"):
         world.cache.open_session("test", "big", LAYOUT, pool_pages=4_000_000)
     assert world.arenas == []
-    with pytest.raises(InvalidConfiguration):
+    with pytest.raises(InvalidConfiguration, match="pool_pages is 0; it must be 1 to"):
         world.cache.open_session("test", "none", LAYOUT, pool_pages=0)
 
 

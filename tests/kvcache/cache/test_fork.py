@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """Copy on write: what is shared is never written, and what is to be copied is kept until it was."""
 
 from __future__ import annotations

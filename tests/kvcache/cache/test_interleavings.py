@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, comparison-overlap, misc, union-attr"
 """Calls that meet: each order of each pair, replies that are lost, and requests that arrive late or twice.
 
 Over real connections, with the clock in the test's hands and nobody sweeping but the test. Where two calls race, both

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """The eviction policies one by one: what both promise, and what the learned one makes of what it sees."""
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def test_random_histories(
     monkeypatch.setattr(density, "ReuseModel", model)
     settled = {"policy": policy, "chain_hash": staticmethod(chain_hash), "retained_share": retained_share}
     machine = type("Machine", (EvictionMachine,), {**settled, "__module__": __name__})
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)

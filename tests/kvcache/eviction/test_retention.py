@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """Retention: what stays, for how long, behind what it goes, and that a continuation never outlives its prefix."""
 
 from __future__ import annotations
@@ -7,8 +8,7 @@ from array import array
 import pytest
 
 from services.common.errors import FieldInvalid, InvalidConfiguration, SequenceMismatch, ServiceError
-from services.kvcache.cache.cache import Grant
-from services.kvcache.cache.demand import Demand
+from services.kvcache.cache.demand import Demand, Grant
 from services.kvcache.config import Config
 from services.kvcache.eviction.density import DensityQueue
 from services.kvcache.eviction.policy import POLICIES, make_queue

@@ -182,6 +182,6 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
     ],
 )
 def test_a_bad_flag_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        eviction.main(["--trace", "/nowhere/at/all", *arguments])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        eviction.main(["--trace", "/proc/none", *arguments])
     assert message in capsys.readouterr().err

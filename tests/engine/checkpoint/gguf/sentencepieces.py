@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, attr-defined"
 """SentencePiece models as their own library trains and reads them, and as a GGUF file's metadata."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, assignment, dict-item"
 """GGUF files: numbers as the `gguf` package decodes them; a hostile file costs nothing but an error that names it."""
 
 from __future__ import annotations

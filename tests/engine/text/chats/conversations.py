@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """Conversations, and the templates that write them; what `transformers` makes of each is in expected.json."""
 
 from __future__ import annotations
