@@ -15,6 +15,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 
 from scripts import protos_bundle
+from tests import tools
 from tests.processes import ROOT
 
 BUF = ROOT / "build" / "npm" / "node_modules" / ".bin" / "buf"
@@ -72,9 +73,7 @@ def test_protoc_misses_a_file_that_is_taken_out(unpacked: Path) -> None:
 
 
 def test_buf_builds_it(unpacked: Path, tmp_path: Path) -> None:
-    if not BUF.exists():
-        pytest.skip("needs buf: make buf")
-    command = [str(BUF), "build", "-o", str(tmp_path / "buf.binpb")]
+    command = [tools.path_of("buf"), "build", "-o", str(tmp_path / "buf.binpb")]
     done = subprocess.run(command, cwd=unpacked, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     built = FileDescriptorSet.FromString((tmp_path / "buf.binpb").read_bytes())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tools
 from tests.processes import ROOT
 
 BUF = ROOT / "build" / "npm" / "node_modules" / ".bin" / "buf"
@@ -29,8 +30,7 @@ def make(folder: Path, target: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the protos are checked with, right after a release of them."""
-    if not BUF.exists():
-        pytest.skip("needs buf: make buf")
+    tools.need("buf", "make")
     folder = tmp_path_factory.mktemp("released")
     shutil.copytree(ROOT / "protos", folder / "protos", ignore=shutil.ignore_patterns("*.py*", "*.binpb"))
     for name in ("Makefile", "buf.yaml"):

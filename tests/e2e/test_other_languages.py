@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from scripts import protos_bundle
+from tests import tools
 from tests.e2e.conftest import Pair
 from tests.processes import ROOT
 
 BUF = ROOT / "build" / "npm" / "node_modules" / ".bin" / "buf"
 NODE_MODULES = ROOT / "build" / "node" / "node_modules"
-GO_READY = ROOT / "build" / "bin" / ".go-clients"
 
 
 def page(language: str) -> tuple[list[str], str]:
@@ -56,11 +56,9 @@ def check(pair: Pair, command: list[str], printed: str, environment: dict[str, s
     assert failed.stderr.strip() == "FIELD_INVALID: prompt.text is empty"
 
 
+@pytest.mark.needs("node", "node-client")
 def test_node(pair: Pair, protos: Path) -> None:
-    if not (node := shutil.which("node")):
-        pytest.skip("needs node")
-    if not NODE_MODULES.is_dir():
-        pytest.skip("needs the packages of examples/node: make clients")
+    node = tools.path_of("node")
     typed, printed = page("Node")
     assert typed[-1] == f"node generate.js ../../build/protos/{protos.name}"
     program = [node, "generate.js", str(protos)]
@@ -68,13 +66,8 @@ def test_node(pair: Pair, protos: Path) -> None:
     check(pair, program, printed, environment, ROOT / "examples" / "node")
 
 
+@pytest.mark.needs("go", "buf", "go-client")
 def test_go(pair: Pair, protos: Path, tmp_path: Path) -> None:
-    if not shutil.which("go"):
-        pytest.skip("needs go")
-    if not BUF.exists():
-        pytest.skip("needs buf: make buf")
-    if not GO_READY.exists():
-        pytest.skip("needs the modules of examples/go: make clients")
     typed, printed = page("Go")
     assert [line for line in typed if line.startswith("go install ")] == installs()
     folder = tmp_path / "go"

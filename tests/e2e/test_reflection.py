@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 
 import pytest
 
+from tests import tools
 from tests.e2e.conftest import Pair
 from tests.e2e.test_grpcurl import CACHE, ENGINE, messages
-from tests.processes import ROOT
 
-PATH = f"{ROOT}/build/bin:{ROOT}/build/npm/node_modules/.bin:{os.environ.get('PATH', '')}"
 BODY = json.dumps({"prompt": {"text": "ROMEO:"}, "stopping": {"maxTokens": 2, "ignoreEos": True}})
-
-
-def tool(name: str) -> str:
-    return shutil.which(name, path=PATH) or pytest.skip(f"needs {name}: it is not on PATH nor in build")
 
 
 def test_ghz_calls_both(pair: Pair) -> None:
     for service, method, body in ((pair.engine, f"{ENGINE}.Generate", BODY), (pair.daemon, f"{CACHE}.GetStats", "{}")):
         flags = ["--insecure", "--call", method, "-d", body, "-n", "6", "-c", "2", "--format", "json"]
-        done = subprocess.run([tool("ghz"), *flags, service.tcp()], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [tools.path_of("ghz"), *flags, service.tcp()], capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert json.loads(done.stdout)["statusCodeDistribution"] == {"OK": 6}
 
@@ -34,7 +29,7 @@ def test_buf_curl_goes_by_either_version(pair: Pair, version: str) -> None:
     flags = ["--protocol", "grpc", "--http2-prior-knowledge", "--reflect-protocol", version]
 
     def curl(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [tool("buf"), "curl", *flags, *arguments]
+        command = [tools.path_of("buf"), "curl", *flags, *arguments]
         return subprocess.run(command, cwd=pair.directory, capture_output=True, text=True, timeout=120)
 
     address = f"http://{pair.engine.tcp()}"

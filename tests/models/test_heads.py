@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from structlog.testing import capture_logs
@@ -19,7 +20,7 @@ from services.engine.model.checkpoint import Checkpoint
 from services.engine.model.decoder import Model
 from tests.models import plain_forward
 from tests.models.checkpoints import llama_config, random_tensors, write_checkpoint
-from tests.models.gguf_files import Kind, write_gguf
+from tests.models.gguf_files import write_gguf
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = llama_config()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ModelInvalid
-from services.engine import samplingdefaults
+from services.engine.checkpoint import sampling_defaults
 from services.engine.checkpoint.fields import Fields
 from services.engine.checkpoint.rope import Linear, Llama3, Scaling
 
@@ -140,7 +140,7 @@ class ModelConfig:
             bos_token_id=bos[0] if bos else None,
             dtype=_dtype(config),
             rope_scaling=scaling,
-            **samplingdefaults.of_folder(generation, vocab_size),
+            **sampling_defaults.of_folder(generation, vocab_size),
         )
 
 

@@ -152,7 +152,7 @@ class Untouched:
 
 
 def test_what_is_too_long_is_refused_by_its_length() -> None:
-    ids = SimpleNamespace(WhichOneof=lambda name: "tokens", tokens=SimpleNamespace(ids=Untouched(5_000_000)))
+    ids: Any = SimpleNamespace(WhichOneof=lambda name: "tokens", tokens=SimpleNamespace(ids=Untouched(5_000_000)))
     with pytest.raises(PromptTooLong, match="the prompt has 5000000 tokens and the context"):
         asyncio.run(_prompt(ids, CONFIG, TOKENIZER, CHAT))
     with pytest.raises(FieldInvalid, match="logit_bias has 1000000 tokens; it may have 1024"):

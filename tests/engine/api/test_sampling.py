@@ -145,7 +145,7 @@ def test_min_tokens_is_min_new_tokens_of_transformers(engine: RunningEngine, lea
     stopping = {"ignore_eos": False, "min_tokens": least}
     asked = request(max_tokens=most, sampling={"logit_bias": {eos: 95.0}}, stopping=stopping)
     _, tokens, finish = collect(engine.stub.Generate(asked))
-    expected = []
+    expected: list[str] = []
     while len(expected) < most and expected[-1:] != ["end"]:
         # MinNewTokensLengthLogitsProcessor: new_tokens_length < min_new_tokens masks the end.
         expected.append("other" if len(expected) < least else "end")

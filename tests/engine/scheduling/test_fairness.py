@@ -423,7 +423,7 @@ class FairHarness(Harness):
         super().__init__(pages=slots // page_size, page_size=page_size, late=late)
         budget = max_batch + spare
         self.memory = WatchedMemory(self.local.total_pages, page_size, budget)
-        self.source.memory = self.memory
+        self.source.tokens = self.memory
         self.loop._runner = self.memory
         self.loop._limits = Limits(max_batch, budget, 1000, priority_step_s=STEP_S)
         self.loop.scheduler = self.loop._new_scheduler()

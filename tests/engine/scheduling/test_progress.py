@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -175,7 +176,7 @@ comes = st.tuples(prompts, st.integers(1, 14), st.sampled_from([1, 1, 2, 4]), st
     late=st.booleans(),
 )
 def test_whichever_replies_are_lost_everything_runs(
-    made: Made, workload: list[object], pages: int, max_batch: int, max_step_tokens: int, late: bool
+    made: Made, workload: list[Any], pages: int, max_batch: int, max_step_tokens: int, late: bool
 ) -> None:
     harness = made(pages=pages, max_batch=max_batch, max_step_tokens=max_step_tokens, late=late)
     asked: dict[Key, Request] = {}

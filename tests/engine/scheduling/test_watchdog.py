@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import KvCacheDown, ServiceError
+from services.common.errors import KvCacheDown
 from services.engine.pages.source import Demand, Opening
 from services.engine.scheduling.sequence import FinishReason
 from services.engine.scheduling.watchdog import STALL_S
@@ -82,7 +82,7 @@ def test_slow_steps_are_no_stall(logged: Logged) -> None:
     harness = Harness()
     run, seen = harness.memory.run, list[float]()
 
-    def slow(step: Any) -> list[int | ServiceError | None]:
+    def slow(step: Any) -> list[Any]:
         harness.clock.now += STALL_S - 1
         seen.append(harness.loop.watchdog.stalled_s)
         return run(step)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from services.common.errors import ModelInvalid
-from services.engine import samplingdefaults
+from services.engine.checkpoint import sampling_defaults
 from services.engine.checkpoint.config import MOST_LAYERS, ModelConfig, served_context
 from services.engine.checkpoint.fields import Fields
 from services.engine.checkpoint.gguf.header import GgufFile
@@ -84,7 +84,7 @@ def config_of(file: GgufFile, max_context: int | None = None) -> ModelConfig:
         bos_token_id=bos[0] if bos else None,
         dtype=_dtype(file),
         rope_scaling=_scaling(file, keys, arch, head_dim),
-        **samplingdefaults.of_gguf(keys),
+        **sampling_defaults.of_gguf(keys),
     )
 
 
