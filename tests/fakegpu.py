@@ -110,6 +110,10 @@ class FakeRuntime:
         self._called("memGetInfo")
         return self.machine.total - self.machine.used(self._device), self.machine.total
 
+    def getDeviceProperties(self, ordinal: int) -> dict[str, Any]:
+        self._called("getDeviceProperties")
+        return {"totalGlobalMem": self.machine.total}
+
     def malloc(self, size: int) -> int:
         self._called("malloc")
         if self.machine.used(self._device) + size > self.machine.total:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,23 @@ START_S = 60.0
 class Service:
     """One ``python -m MODULE ARGUMENTS`` with its log in a file; ``address`` is the unix socket it listens on.
 
-    It inherits ``environment``, or that of the tests.
+    It inherits ``environment``, or that of the tests; ``launcher`` is the command that runs Python.
     """
 
     def __init__(
-        self, module: str, socket: Path, arguments: list[str], log: Path, environment: Mapping[str, str] | None = None
+        self,
+        module: str,
+        socket: Path,
+        arguments: list[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (sys.executable,),
     ) -> None:
         self.address = f"unix:{socket}"
         self.log_path = log
         self._log = log.open("ab")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, "--listen", self.address, *arguments],
+            [*launcher, "-m", module, "--listen", self.address, *arguments],
             cwd=ROOT,
             stdout=self._log,
             stderr=self._log,

@@ -58,7 +58,7 @@ class LayoutMismatch(ServiceError):
 
 
 class ExceedsBudget(ServiceError):
-    """The arena asked for does not fit the daemon's memory budget."""
+    """The arena asked for does not fit the daemon's memory budget, or the memory it lies in."""
 
     code, reason = "FAILED_PRECONDITION", "EXCEEDS_BUDGET"
 

@@ -121,6 +121,10 @@ class Settings(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def with_default(self, name: str, value: Any) -> Settings:
+        """The same, with a default that other settings had to be known for."""
+        return Settings({**self._values, name: value}, self.origins, self.file)
+
     def echo(self) -> dict[str, Any]:
         """All of it, for a log event: the file, every setting, and who set it if somebody did."""
         return {

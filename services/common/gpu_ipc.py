@@ -110,6 +110,11 @@ class Gpu:
             free, total = self._api.memGetInfo()
         return int(free), int(total)
 
+    def total_memory(self) -> int:
+        """Bytes in all. Unlike ``memory`` it makes no context on the GPU, which takes some of them."""
+        with self._calling("getDeviceProperties"):
+            return int(self._api.getDeviceProperties(self.ordinal)["totalGlobalMem"])
+
     def allocate(self, size: int) -> int:
         """``size`` bytes with whatever is in them. Raises MemoryError when there is no room."""
         self.use()

@@ -89,7 +89,7 @@ class Machine:
         return os.access(path, os.W_OK | os.X_OK)
 
     def space(self, path: str) -> tuple[int, int]:
-        """Bytes free and in all of a file system; zeros when it cannot be told."""
+        """Bytes free and in all of a file system; zeros when it has no bounds or tells none."""
         try:
             found = os.statvfs(path)
         except OSError:

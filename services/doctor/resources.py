@@ -21,6 +21,8 @@ def shared_memory(machine: Machine, folder: Path, budget: int) -> Finding:
             "choose another --arena-dir, or give this user that folder",
         )
     free, total = machine.space(str(existing))
+    if not total:
+        return ok(f"{folder}: its file system tells no size; --memory is {budget >> 20} MiB")
     told = f"{folder}: {free >> 20} MiB free of {total >> 20}, --memory is {budget >> 20} MiB"
     if budget > total:
         return failed(

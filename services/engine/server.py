@@ -51,7 +51,7 @@ SWEEP_S = 10.0
 _CHANGE = {
     "KVCACHE_DOWN": "start it with `python -m services.kvcache`, or say with --kvcache where it is",
     "LAYOUT_MISMATCH": "give this engine the pool's --page-size, --kv-dtype and --pool-pages, or another --pool-id",
-    "EXCEEDS_BUDGET": "start the daemon with a --memory that holds it, or this engine with fewer --pool-pages",
+    "EXCEEDS_BUDGET": "or start this engine with fewer --pool-pages",
 }
 
 

@@ -15,6 +15,7 @@ from services.kvcache.arena.host import default_directory
 from services.kvcache.cache.cache import MAX_TTL_S, MIN_TTL_S, Limits
 from services.kvcache.eviction.policy import POLICIES, policy_name
 from services.kvcache.pool.budget import MAX_PAGES
+from services.kvcache.room import Room, default_memory
 
 PORT = 50052
 CPU, GPU = "cpu", "gpu"
@@ -60,8 +61,9 @@ class Config:
         flags.add(
             "--memory",
             byte_size,
-            MEMORY,
-            "memory budget of all pools; with --device gpu, on each GPU",
+            None,
+            "memory budget of all pools; with --device gpu, on each GPU; "
+            f"default: {MEMORY}, or three quarters of a smaller file system of --arena-dir",
             metavar="SIZE",
         )
         flags.add(
@@ -126,6 +128,9 @@ class Config:
             metavar="N",
         )
         values = flags.parse(arguments, environ)
+        if values["memory"] is None:
+            room = Room.of(values["arena-dir"]) if values["device"] == CPU else None
+            values = values.with_default("memory", default_memory(byte_size(MEMORY), room))
         config = cls(
             listeners=values["listen"],
             tls=tls_of(values),

@@ -28,6 +28,7 @@ from services.kvcache.lease.process import ProcessTable
 from services.kvcache.metrics import KvCacheMetrics
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import Arena
+from services.kvcache.room import Room, check_directory, check_gpus
 
 log = structlog.get_logger()
 
@@ -50,7 +51,7 @@ class Daemon:
         self.config = config
         self.epoch = secrets.randbits(64)
         names = (f"{os.getpid()}-{self.epoch:016x}-{number}" for number in itertools.count())
-        gpus = _gpus(load_runtime) if config.device == GPU else None
+        gpus = _gpus(load_runtime, config.limits.budget_bytes) if config.device == GPU else None
 
         def make_arena(layout: PageLayout, pages: int, canary_slots: int, device: int | None) -> Arena:
             arena: Arena
@@ -89,10 +90,11 @@ class Daemon:
         return self._endpoint.bound if self._endpoint is not None else None
 
     async def start(self) -> None:
-        """Serve. Raises InvalidConfiguration when an address or the arena directory cannot be had."""
+        """Serve. Raises InvalidConfiguration when an address, the arena directory or the memory cannot be had."""
         if self.config.device != GPU:
             for name in prepare_directory(self.config.arena_dir):
                 log.info("stale_arena_removed", name=name)
+            check_directory(self.config.arena_dir, self.config.limits.budget_bytes, Room.of(self.config.arena_dir))
         kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server(
             self._servicer, Readable(self._serving.server, self.calls)
         )
@@ -127,10 +129,17 @@ class Daemon:
                 log.exception("sweep_failed")
 
 
-def _gpus(load_runtime: Callable[[], Runtime]) -> list[Gpu]:
-    """All that this process may use; each is first touched when a pool is made on it. Raises InvalidConfiguration."""
+def _gpus(load_runtime: Callable[[], Runtime], memory: int) -> list[Gpu]:
+    """All that this process may use; each is first touched when a pool is made on it.
+
+    Raises InvalidConfiguration, also when none has ``memory`` bytes.
+    """
     try:
         runtime = load_runtime()
-        return [runtime.gpu(ordinal) for ordinal in range(runtime.count())]
+        gpus = [runtime.gpu(ordinal) for ordinal in range(runtime.count())]
+        check_gpus(gpus, memory)
     except (InvalidConfiguration, GpuError) as error:
+        if error.field == "--memory":
+            raise
         raise InvalidConfiguration(f"--device {GPU}: {error.message}", field="--device") from error
+    return gpus

@@ -125,6 +125,7 @@ CASES: list[Case] = [
     ("arenas fit", lambda: resources.shared_memory(shm(M()), ARENAS, GIB), OK, "8192 MiB free of 16384, --memory is 1024 MiB", ""),
     ("arenas do not fit now", lambda: resources.shared_memory(shm(M()), ARENAS, 9 * GIB), WARNING, "9216 MiB", "make room"),
     ("arenas never fit", lambda: resources.shared_memory(having(shm(M()), spaces=(64 << 20, 64 << 20)), ARENAS, GIB), FAILED, "64 MiB free of 64", "shm_size"),
+    ("arenas without bounds", lambda: resources.shared_memory(having(shm(M()), spaces=(0, 0)), ARENAS, GIB), OK, "tells no size", ""),
     ("arenas forbidden", lambda: resources.shared_memory(having(shm(M()), read_only={"/dev/shm"}), ARENAS, GIB), FAILED, "uid 1000 may not write in /dev/shm", "another --arena-dir"),
     ("files", lambda: resources.open_files(M(), 256), OK, "1048576 may be open", ""),
     ("few files", lambda: resources.open_files(having(M(), files=256), 256), WARNING, "256 files may be open, 256 connections want 320", "ulimit -n 320"),

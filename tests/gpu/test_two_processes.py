@@ -147,14 +147,53 @@ def test_an_engine_that_was_stopped_opens_anew(one: World) -> None:
     assert [event["event"] for event in daemon.events("arena_made")] == ["arena_made"], "the pool was there still"
 
 
-def test_memory_that_the_gpu_does_not_have_is_refused_with_the_numbers(one: World) -> None:
-    daemon = one.daemon("--memory", "64TiB")
-    engine = one.engine(daemon, pages=1 << 22, ROCMFORGE_TEST_PAGE_SIZE="4096")
-    with pytest.raises(Refused) as caught:
-        engine.open()
-    assert caught.value.reason == "EXCEEDS_BUDGET" and "bytes are free" in caught.value.message
-    small = one.engine(daemon)
-    assert small.open()["pages"] == 16
+#: Takes half of what a GPU has free, tells how much it has in all, and holds it to the end of its input.
+HALF = """
+import sys
+from services.common.gpu_ipc import Runtime
+gpu = Runtime.load().gpu(0)
+free, total = gpu.memory()
+gpu.allocate(free // 2)
+print(total, flush=True)
+sys.stdin.read()
+"""
+LARGE_PAGE_BYTES = 4 << 20  # of 4096 tokens
+
+
+def test_memory_that_the_gpu_does_not_have_free_is_refused_with_the_numbers(one: World) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HALF],
+        cwd=ROOT,
+        env=one.host.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        total = int(other.stdout.readline())
+        daemon = one.daemon("--memory", str(total))
+        pages = total // LARGE_PAGE_BYTES - 1
+        engine = one.engine(daemon, pages=pages, ROCMFORGE_TEST_PAGE_SIZE="4096")
+        with pytest.raises(Refused) as caught:
+            engine.open()
+        assert caught.value.reason == "EXCEEDS_BUDGET" and "bytes are free" in caught.value.message
+        small = one.engine(daemon)
+        assert small.open()["pages"] == 16
+
+
+def test_a_budget_that_no_gpu_has_ends_the_daemon_at_once(one: World, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "services.kvcache", "--device", "gpu", "--memory", "64TiB"),
+            *("--listen", f"unix:{tmp_path}/k.sock"),
+        ],
+        cwd=ROOT,
+        env=one.host.environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 2 and "--memory 70368744177664 bytes" in done.stderr, done.stderr
+    assert "the largest GPU has" in done.stderr
 
 
 OWN = """

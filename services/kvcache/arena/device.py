@@ -43,7 +43,8 @@ class DeviceArena:
             self._pointer = gpu.allocate(allocated)
         except MemoryError as error:
             raise ExceedsBudget(
-                f"the arena of {self._size} bytes does not fit GPU {gpu.ordinal}: {free} of its {total} bytes are free",
+                f"the arena of {self._size} bytes does not fit GPU {gpu.ordinal}: {free} of its {total} bytes are "
+                "free; lower the daemon's --memory, or end what has the GPU's memory",
                 field="pool_pages",
                 wanted_bytes=self._size,
                 free_bytes=free,

@@ -18,6 +18,7 @@ from pathlib import Path
 from services.common.errors import ExceedsBudget, InvalidConfiguration
 from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES
 from services.kvcache.pool.layout import PageLayout
+from services.kvcache.room import REMEDY, Room
 
 _SUFFIX = ".arena"
 
@@ -45,10 +46,14 @@ class FileArena:
                 raise
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                room = Room.of(directory)
+                told = f"{room.free} of its {room.total} bytes are free" if room else str(error.strerror)
                 raise ExceedsBudget(
-                    f"the arena of {self._size} bytes does not fit {directory}: {error.strerror}",
+                    f"the arena of {self._size} bytes does not fit the file system of {directory}: {told}; make room "
+                    f"there, or for the daemon {REMEDY}",
                     field="pool_pages",
                     wanted_bytes=self._size,
+                    **({"free_bytes": room.free, "total_bytes": room.total} if room else {}),
                 ) from error
             raise
 

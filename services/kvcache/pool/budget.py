@@ -119,7 +119,8 @@ class Pools:
         if wanted > room + sum(pool.arena.size_bytes for pool in idle):
             raise ExceedsBudget(
                 f"pool {pool_id!r} wants {wanted} bytes ({pages} pages of {layout.page_bytes} and {canaries} for "
-                f"canaries); of the memory budget of {self.budget_bytes}, {room} are left and no idle pool makes room",
+                f"canaries); of the memory budget of {self.budget_bytes}, {room} are left and no idle pool makes room; "
+                "start the daemon with more --memory",
                 field="pool_pages",
                 wanted_bytes=wanted,
                 budget_bytes=self.budget_bytes,

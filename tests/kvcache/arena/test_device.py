@@ -201,11 +201,12 @@ def test_other_memory_is_no_proof(running: OnGpus) -> None:
 
 
 def test_what_the_gpu_has_no_room_for_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    running = OnGpus(tmp_path, total=4 * PAGE + CANARIES)
+    size = 4 * PAGE + CANARIES
+    running = OnGpus(tmp_path, "--memory", str(2 * size), total=2 * size)
+    running.machine.process().gpu(0).allocate(size)
     error = refused(lambda: running.open(0, pool_pages=5))
     assert (error.reason, error.field) == ("EXCEEDS_BUDGET", "pool_pages")
-    size = 4 * PAGE + CANARIES
-    assert f"{size} of its {size} bytes are free" in error.message
+    assert f"{size} of its {2 * size} bytes are free; lower the daemon's --memory" in error.message
     assert error.metadata["wanted_bytes"] == str(size + PAGE)
     assert running.api.calls.count("malloc") == 0
     # Memory that somebody else takes between the question and the allocation.
