@@ -18,23 +18,25 @@ def wait_serving(address: str, *, alive: Callable[[], bool], timeout_s: float, s
     """Return once the service says SERVING.
 
     ``alive`` is asked about twice a second, so that a process that could not start is noticed at once. Raises
-    ChildProcessError when it is false, TimeoutError after ``timeout_s`` seconds.
+    ChildProcessError when it is false, TimeoutError after ``timeout_s`` seconds, saying what was heard.
     """
     deadline = time.monotonic() + timeout_s
+    heard = "nobody answers"
     options = [_DIRECT, ("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)]
     with grpc.insecure_channel(address, options=options) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        while time.monotonic() < deadline:
+        while (left_s := deadline - time.monotonic()) > 0:
             request = health_pb2.HealthCheckRequest(service=service)
             try:
-                for answer in stub.Watch(request, wait_for_ready=True, timeout=_LOOK_S):
+                for answer in stub.Watch(request, wait_for_ready=True, timeout=min(_LOOK_S, left_s)):
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         return
+                    heard = f"it answers {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
             except grpc.RpcError:
                 # Not there yet, or nothing new within the look: both show in what is asked next.
                 if not alive():
                     raise ChildProcessError(f"{address}: the process ended before it served") from None
-    raise TimeoutError(f"{address}: not serving after {timeout_s:g} s")
+    raise TimeoutError(f"{address}: not serving after {timeout_s:g} s: {heard}")
 
 
 def main(arguments: list[str] | None = None) -> int:

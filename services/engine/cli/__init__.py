@@ -1,7 +1,7 @@
 """``python -m services.engine COMMAND``: clients of a running engine, one module a command.
 
-Each has ``main(arguments) -> exit status``: 0, 1 when the engine refused or failed, 2 for bad flags, 130 when
-interrupted.
+Each has ``main(arguments) -> exit status``: 0, 1 when the engine refused, failed or did not serve within ``--wait``,
+2 for bad flags, 130 when interrupted.
 """
 
 from __future__ import annotations

@@ -163,13 +163,18 @@ def _run(flags: argparse.Namespace) -> int:
             source = files.enter_context(Path(flags.input).open("rb"))
             total = count(source)
         done: set[int] = set()
+        path = Path(flags.output) if flags.output else None
+        if path is not None and flags.resume:
+            done = keep_what_is_done(path)
+        elif path is not None and path.exists():
+            raise Unfit(f"{path} exists: --resume continues it")
+        try:
+            if not client.await_serving(NAME, flags.target, flags.wait):
+                return 1
+        except KeyboardInterrupt:
+            return 130
         file: TextIO = sys.stdout
-        if flags.output:
-            path = Path(flags.output)
-            if flags.resume:
-                done = keep_what_is_done(path)
-            elif path.exists():
-                raise Unfit(f"{path} exists: --resume continues it")
+        if path is not None:
             file = files.enter_context(path.open("a", encoding="utf-8"))
         elif isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")

@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
             client.say(NAME, f"{len(failures)} of {len(samples)} failed, the first: {client.describe(failures[0])}")
         return 1 if failures else 0
 
-    return client.run(NAME, flags.target, body)
+    return client.run(NAME, flags.target, body, flags.wait)
 
 
 async def _run(

@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{model.model_id}. {_HELP}", file=sys.stderr)
         return _talk(stub, talk, terminal, flags)
 
-    return client.run(NAME, flags.target, body)
+    return client.run(NAME, flags.target, body, flags.wait)
 
 
 def _put_all(request: pb.GenerateRequest, values: dict[str, Any]) -> None:

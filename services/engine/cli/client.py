@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -11,12 +12,15 @@ from typing import Any
 
 import grpc
 
-from rocmforge.engine.v1 import engine_pb2_grpc
+from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
+from services import healthcheck
 from services.common import rpc
 from services.common.errors import ServiceError
 from services.common.flags import runtime_dir
 from services.common.parser import Parser
 from services.common.serving import MAX_MESSAGE_BYTES
+
+SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
@@ -29,7 +33,24 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
         metavar="ADDR",
         help="the engine: unix:/path or host:port (default %(default)s)",
     )
+    made.add_argument(
+        "--wait",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="wait up to S seconds until the engine is serving (default %(default)g)",
+    )
     return made
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: want seconds, 0 or more")
+    return found
 
 
 def say(command: str, sentence: str) -> None:
@@ -62,8 +83,35 @@ def connect(target: str) -> grpc.Channel:
     return grpc.insecure_channel(target, options=OPTIONS)
 
 
-def run(command: str, target: str, body: Callable[[Any], int]) -> int:
+def await_serving(command: str, target: str, wait_s: float) -> bool:
+    """Wait until the engine says that it is serving, no longer than ``wait_s`` seconds, and not at all for 0.
+
+    Returns whether it is, or was not waited for; else the reason is on standard error, where a terminal shows, too,
+    that something is waited for.
+    """
+    if not wait_s:
+        return True
+    told = not sys.stderr.isatty()
+
+    def still() -> bool:
+        nonlocal told
+        if not told:
+            say(command, f"waiting for the engine at {target}, at most {wait_s:g} s")
+            told = True
+        return True
+
+    try:
+        healthcheck.wait_serving(target, alive=still, timeout_s=wait_s, service=SERVICE)
+    except TimeoutError as error:
+        say(command, f"NOT_READY: {error}")
+        return False
+    return True
+
+
+def run(command: str, target: str, body: Callable[[Any], int], wait_s: float = 0.0) -> int:
     """Call ``body`` with a stub, and return its exit status or that of how it failed.
+
+    First wait up to ``wait_s`` seconds until the engine is serving.
 
     An interrupt ends its calls, and so does a reader of standard output that leaves.
     """
@@ -71,6 +119,8 @@ def run(command: str, target: str, body: Callable[[Any], int]) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? for it
     with connect(target) as channel:
         try:
+            if not await_serving(command, target, wait_s):
+                return 1
             status = body(engine_pb2_grpc.EngineServiceStub(channel))
             sys.stdout.flush()  # here, where a reader that has left is known
             return status
@@ -103,7 +153,7 @@ def each_id(command: str, flags: argparse.Namespace, method: str, message: Calla
                 status = 1
         return status
 
-    return run(command, flags.target, body)
+    return run(command, flags.target, body, flags.wait)
 
 
 def drop_output() -> None:

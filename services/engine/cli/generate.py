@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(summary(finish), file=sys.stderr)
         return 0
 
-    return client.run(NAME, flags.target, body)
+    return client.run(NAME, flags.target, body, flags.wait)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,6 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     def body(stub: Any) -> int:
         found: list[tuple[str, pb.GetModelResponse]] = []
         for target in targets:
+            if not client.await_serving(NAME, target, flags.wait):
+                continue
             try:
                 found.append((target, _ask(target)))
             except grpc.RpcError as error:
