@@ -93,7 +93,16 @@ class BatchRun:
 
     def _take(self, count: int) -> list[Item]:
         with self._lock:
-            return [item for _, item in zip(range(count), self._items, strict=False)]
+            items = [item for _, item in zip(range(count), self._items, strict=False)]
+        for item in items:
+            item.running = True
+        if items:
+            self._output.progress.begin(len(items))
+        return items
+
+    def _restart(self, item: Item) -> None:
+        self._output.progress.more(-item.num_tokens)
+        item.restart()
 
     def _call(self, stub: Any, items: list[Item]) -> tuple[list[Item], float]:
         """Have items answered. Returns those to be tried again, and after how many seconds."""
@@ -106,7 +115,7 @@ class BatchRun:
                 error.field = error.field.removeprefix(f"requests[{index}].")
                 self._output.failed(item, error)
                 return
-            item.restart()
+            self._restart(item)
             again.append(item)
             delays.append(error.retry_after_s)
 
@@ -116,6 +125,7 @@ class BatchRun:
                     give_up_or_retry(one.index, rpc.error_from_status(one.error))
                     continue
                 item = left[one.index]
+                self._output.progress.more(len(one.response.token_ids))
                 if item.add(one.response):
                     del left[one.index]
                     self._output.finished(item)
@@ -123,7 +133,7 @@ class BatchRun:
             error = client.failure(failed, self._target)
             if self._stopped.is_set() or (error.code == "UNAVAILABLE" and error.retry_after_s is None):
                 for item in left.values():
-                    item.restart()
+                    self._restart(item)
                 raise Lost(client.describe(error), [*again, *left.values()]) from failed
             for index in list(left):
                 give_up_or_retry(index, error)
@@ -189,7 +199,7 @@ def _process(flags: argparse.Namespace, source: Any, done: set[int], output: Out
     todo = items(source, done, given(flags), output)
     batch = BatchRun(todo, output, flags.target, flags.concurrency, flags.retries)
     try:
-        _work(batch, flags.target)
+        _work(batch, flags.target, output.progress)
     except KeyboardInterrupt:
         return 130
     if batch.failure is not None:
@@ -197,7 +207,7 @@ def _process(flags: argparse.Namespace, source: Any, done: set[int], output: Out
     return 1 if output.progress.failed else 0
 
 
-def _work(batch: BatchRun, target: str) -> None:
+def _work(batch: BatchRun, target: str, progress: Progress) -> None:
     """Have the batch worked on by threads until it is done, has failed, or is interrupted."""
     with client.connect(target) as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
@@ -206,7 +216,7 @@ def _work(batch: BatchRun, target: str) -> None:
             for worker in workers:
                 worker.start()
             while not batch.ended.wait(_LOOK_S):
-                pass
+                progress.draw()
         finally:
             batch.stop()
             channel.close()

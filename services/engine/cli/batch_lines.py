@@ -36,6 +36,7 @@ class Item:
     name: str
     request: pb.GenerateRequest
     attempts: int = 0
+    running: bool = False
     samples: dict[int, Sample] = field(default_factory=dict)
 
     def restart(self) -> None:
@@ -73,7 +74,7 @@ class OutputLines:
         """An item is done. Of several samples each is an object as a line of one is."""
         told = [self._told(item.samples[at]) for at in sorted(item.samples)]
         record = self._of(item) | ({"samples": told} if item.request.n > 1 else told[0])
-        self._write(record, failed=False, tokens=item.num_tokens)
+        self._write(item, record, failed=False)
 
     def failed(self, item: Item, error: ServiceError) -> None:
         """An item is given up."""
@@ -82,7 +83,7 @@ class OutputLines:
             told["field"] = error.field
         said = [self._told(item.samples[at]) for at in sorted(item.samples)] or [self._told(Sample())]
         record = self._of(item) | ({"samples": said} if item.request.n > 1 else said[0]) | {"error": told}
-        self._write(record, failed=True, tokens=item.num_tokens)
+        self._write(item, record, failed=True)
 
     def _of(self, item: Item) -> dict[str, Any]:
         record: dict[str, Any] = {"index": item.index}
@@ -107,12 +108,12 @@ class OutputLines:
             }
         return record
 
-    def _write(self, record: dict[str, Any], *, failed: bool, tokens: int) -> None:
+    def _write(self, item: Item, record: dict[str, Any], *, failed: bool) -> None:
         line = json.dumps(record, ensure_ascii=False)
         with self._lock:
             self._file.write(f"{line}\n")
             self._file.flush()
-            self.progress.add(failed=failed, tokens=tokens)
+            self.progress.add(failed=failed, running=item.running)
 
 
 def count(source: BinaryIO) -> int | None:

@@ -69,13 +69,14 @@ async def _run(
 
     def done(sample: Measured) -> None:
         samples.append(sample)
-        progress.add(failed=sample.error is not None, tokens=sample.tokens)
+        progress.add(failed=sample.error is not None, tokens=sample.tokens, running=True)
 
     async with grpc.aio.insecure_channel(target, options=client.OPTIONS) as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
         arrivals = plan.arrivals(vocab_size)
 
         async def answer(request: pb.GenerateRequest, due: float) -> Measured:
+            progress.begin()
             return await bench_load.send(stub, request, target, due, time.monotonic)
 
         seconds = await bench_load.run(arrivals, answer, concurrency, done)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from typing import TextIO
@@ -11,7 +12,10 @@ _EVERY_S = 0.1
 
 
 class Progress:
-    """Draws on ``file`` if that is a terminal, at most ten times a second; ``total`` None when nobody knows it."""
+    """Draws on ``file`` if that is a terminal, at most ten times a second; ``total`` None when nobody knows it.
+
+    Items are begun, bring tokens while they run, and are done. Any thread may say so.
+    """
 
     def __init__(self, file: TextIO, total: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._file = file
@@ -20,30 +24,54 @@ class Progress:
         self._clock = clock
         self._began = clock()
         self._drawn_at = float("-inf")
-        self.done = self.failed = self.tokens = 0
+        self._lock = threading.RLock()
+        self.running = self.done = self.failed = self.tokens = 0
 
-    def add(self, *, failed: bool, tokens: int) -> None:
-        """One more is done, or failed, with so many tokens."""
-        self.done += 1
-        self.failed += failed
-        self.tokens += tokens
-        now = self._clock()
-        if self._shown and (now - self._drawn_at >= _EVERY_S or self.done == self._total):
-            self._drawn_at = now
-            self._file.write(f"\r{self.line()}\x1b[K")
-            self._file.flush()
+    def begin(self, items: int = 1) -> None:
+        """So many more are running."""
+        with self._lock:
+            self.running += items
+            self.draw()
+
+    def more(self, tokens: int) -> None:
+        """What runs brought so many tokens; fewer than 0 where an attempt came to nothing."""
+        with self._lock:
+            self.tokens += tokens
+            self.draw()
+
+    def add(self, *, failed: bool, tokens: int = 0, running: bool = False) -> None:
+        """One more is done, or failed, with so many tokens that ``more`` was not told of; it may have been running."""
+        with self._lock:
+            self.running -= running
+            self.done += 1
+            self.failed += failed
+            self.tokens += tokens
+            self.draw()
+
+    def draw(self) -> None:
+        """Draw, unless that was done a moment ago."""
+        with self._lock:
+            now = self._clock()
+            if self._shown and (now - self._drawn_at >= _EVERY_S or self.done == self._total):
+                self._drawn_at = now
+                self._file.write(f"\r{self.line()}\x1b[K")
+                self._file.flush()
 
     def line(self) -> str:
         """The line, no longer than the terminal is wide."""
         elapsed = max(self._clock() - self._began, 1e-9)
         told = f"{self.done}" if self._total is None else f"{self.done}/{self._total}"
+        told += f"  {self.running} running" if self.running else ""
         told += f"  {self.failed} failed" if self.failed else ""
-        told += f"  {self.tokens / elapsed:.0f} tokens/s"
         width = shutil.get_terminal_size().columns - 1
+        if not self.done:  # what is left cannot be said: what there is, in how long
+            told += f"  {self.tokens} tokens  {_minutes(elapsed)}"
+        else:
+            told += f"  {self.tokens / elapsed:.0f} tokens/s"
+        if self.done and self._total is not None:
+            told += f"  {_minutes((self._total - self.done) * elapsed / self.done)} left"
         if self._total is None:
             return told[:width]
-        left = round((self._total - self.done) * elapsed / self.done) if self.done else 0
-        told += f"  {left // 60}:{left % 60:02} left"
         room = min(40, width - len(told) - 4)
         filled = room * self.done // max(self._total, 1)
         bar = f"[{'#' * filled}{'.' * (room - filled)}]  " if room >= 8 else ""
@@ -51,6 +79,12 @@ class Progress:
 
     def close(self) -> None:
         """End the line."""
-        if self._shown and self.done:
-            self._file.write("\n")
-            self._file.flush()
+        with self._lock:
+            if self._shown and self._drawn_at > float("-inf"):
+                self._file.write("\n")
+                self._file.flush()
+
+
+def _minutes(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 60}:{whole % 60:02}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -532,6 +533,43 @@ def test_a_bar_on_a_terminal(engine: Engine, capsys: Captured, tmp_path: Path, m
     assert len(capsys.readouterr().out.splitlines()) == 6
 
 
+def test_the_bar_shows_life_before_the_first_item_ends(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    source = write(tmp_path / "in", *({"prompt": [1, at + 2], "max_tokens": 6, "ignore_eos": True} for at in range(3)))
+    engine.steps.hold()
+    status: list[int] = []
+    thread = threading.Thread(target=lambda: status.append(run(engine, "batch", str(source))))
+    thread.start()
+
+    def until(words: str) -> None:
+        while not re.search(words, terminal.getvalue()):
+            assert thread.is_alive(), terminal.getvalue()[-200:]
+
+    until(r"0/3  3 running  0 tokens  \d:\d\d")
+    engine.until_live(3)
+    for _ in range(2):  # each request has four more to go
+        engine.steps.step()
+    until(r"0/3  3 running  [1-6] tokens  \d:\d\d")
+    engine.steps.release()
+    thread.join(60)
+    assert status == [0]
+    last = terminal.getvalue().removesuffix("\n").split("\r")[-1]
+    assert "3/3" in last and "running" not in last
+
+
+def test_tokens_of_an_attempt_that_came_to_nothing_are_taken_back() -> None:
+    clock = Clock()
+    progress = Progress(Terminal(), 2, clock)
+    progress.begin(2)
+    progress.more(5)
+    progress.more(-3)
+    clock.now += 60
+    assert progress.line().endswith("0/2  2 running  2 tokens  1:00")
+
+
 def test_the_line_of_the_bar_fits_and_tells_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     progress = Progress(Terminal(), 200, clock)
@@ -542,6 +580,9 @@ def test_the_line_of_the_bar_fits_and_tells_what_is_left(monkeypatch: pytest.Mon
         monkeypatch.setenv("COLUMNS", str(columns))
         assert len(progress.line()) < columns
     assert progress.line() == f"[{'#' * 10}{'.' * 30}]  50/200  20 tokens/s  1:15 left"
+    progress.begin(3)
+    progress.add(failed=False, tokens=10, running=True)
+    assert progress.line().endswith("51/200  2 running  20 tokens/s  1:13 left")
     unknown = Progress(Terminal(), None, clock)
     clock.now += 1
     unknown.add(failed=True, tokens=7)
