@@ -39,6 +39,18 @@ def wait_serving(address: str, *, alive: Callable[[], bool], timeout_s: float, s
     raise TimeoutError(f"{address}: not serving after {timeout_s:g} s: {heard}")
 
 
+def knows(address: str, service: str, timeout_s: float) -> bool:
+    """Whether a server at the address has the service, whatever state that is in. Over plaintext; nothing is raised."""
+    with grpc.insecure_channel(address, options=[_DIRECT]) as channel:
+        try:
+            health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, wait_for_ready=False
+            )
+        except grpc.RpcError:
+            return False  # NOT_FOUND from a server that has others
+    return True
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Ask once, over plaintext. Returns the exit status: 0 serving, 1 not."""
     parser = argparse.ArgumentParser(prog="python -m services.healthcheck", description=__doc__)

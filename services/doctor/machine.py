@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import http.client
 import os
 import resource
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services import healthcheck
 from services.common.serving import Listener
 
 _REAP_S = 5.0
 _CONNECT_S = 2.0
+_METRICS_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,33 @@ class Machine:
             except OSError as error:
                 return error.errno or errno.EIO
         return 0
+
+    def serves(self, listener: Listener, service: str) -> bool:
+        """Whether the gRPC server that listens there has this service."""
+        return healthcheck.knows(str(listener), service, _CONNECT_S)
+
+    def certificate(self, listener: Listener) -> bytes:
+        """The certificate, as DER, that a TLS server shows at a TCP address; nothing when there is none."""
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with contextlib.suppress(OSError):
+            with (
+                socket.create_connection((listener.host, listener.port), _CONNECT_S) as plain,
+                context.wrap_socket(plain) as wrapped,
+            ):
+                return wrapped.getpeercert(binary_form=True) or b""
+        return b""
+
+    def metrics(self, listener: Listener) -> str:
+        """The metrics that are served at a TCP address; nothing when there are none."""
+        connection = http.client.HTTPConnection(listener.host, listener.port, timeout=_CONNECT_S)
+        try:
+            connection.request("GET", "/metrics")
+            return connection.getresponse().read(_METRICS_BYTES).decode(errors="replace")
+        except (OSError, http.client.HTTPException):
+            return ""
+        finally:
+            connection.close()
 
     def bind_errno(self, listener: Listener) -> int:
         """The errno of listening on a TCP address; 0 when it is free. It is given back at once."""

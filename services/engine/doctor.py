@@ -9,7 +9,9 @@ from services.common.serving import Listener
 from services.doctor import addresses, command, devices, namespaces, resources, roundtrip, stack
 from services.doctor.check import Check, Finding, failed, ok, skipped
 from services.doctor.machine import Machine
+from services.engine.api.servicer import SERVICE
 from services.engine.config import LOCAL, Config
+from services.engine.metrics import PREFIX
 from services.engine.model.backend import GPU
 from services.engine.model.checkpoint import Checkpoint
 
@@ -29,11 +31,12 @@ def checks(machine: Machine, config: Config, peer: int | None) -> list[Check]:
     only = config.gpu if needed else None
     found = stack.ask(machine) if needed or devices.has_nodes(machine) else stack.NOT_ASKED
     requests = config.limits.max_batch + config.limits.max_queue
+    own = addresses.Running("engine", SERVICE, PREFIX, config.tls)
     metrics: list[Check] = []
     if (bound := config.metrics) is not None:
-        metrics = [Check("metrics", lambda: addresses.listen(machine, bound, "--metrics"))]
+        metrics = [Check("metrics", lambda: addresses.metrics(machine, bound, own))]
     return [
-        *(Check("listen", lambda at=at: addresses.listen(machine, at)) for at in config.listeners),  # type: ignore[misc]
+        *(Check("listen", lambda at=at: addresses.listen(machine, at, own)) for at in config.listeners),  # type: ignore[misc]
         *metrics,
         Check("open files", lambda: resources.open_files(machine, requests)),
         Check("model", lambda: _model(config)),

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from services.doctor import addresses, command, devices, namespaces, resources, roundtrip, stack
 from services.doctor.check import Check
 from services.doctor.machine import Machine
+from services.kvcache.api.servicer import SERVICE
 from services.kvcache.config import GPU, Config
+from services.kvcache.metrics import PREFIX
 
 
 def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -29,11 +31,12 @@ def checks(machine: Machine, config: Config, peer: int | None) -> list[Check]:
             Check("shared memory", lambda: resources.shared_memory(machine, config.arena_dir, budget)),
             Check("shared memory, for real", lambda: roundtrip.file_round_trip(machine, config.arena_dir)),
         ]
+    own = addresses.Running("KV-cache daemon", SERVICE, PREFIX, config.tls)
     metrics: list[Check] = []
     if (bound := config.metrics) is not None:
-        metrics = [Check("metrics", lambda: addresses.listen(machine, bound, "--metrics"))]
+        metrics = [Check("metrics", lambda: addresses.metrics(machine, bound, own))]
     return [
-        *(Check("listen", lambda at=at: addresses.listen(machine, at)) for at in config.listeners),  # type: ignore[misc]
+        *(Check("listen", lambda at=at: addresses.listen(machine, at, own)) for at in config.listeners),  # type: ignore[misc]
         *metrics,
         Check("open files", lambda: resources.open_files(machine, config.limits.max_sessions)),
         *memory,

@@ -39,6 +39,9 @@ class FakeMachine(Machine):
         self.programs: dict[str, str] = {}
         self.connecting: dict[str, int] = {}
         self.binding: dict[str, int] = {}
+        self.serving: dict[str, str] = {}
+        self.certificates: dict[str, bytes] = {}
+        self.pages: dict[str, str] = {}
         self.ran: dict[str, Ran] = {}
         self.commands: list[list[str]] = []
         self.folder("/", uid=0)
@@ -110,6 +113,15 @@ class FakeMachine(Machine):
 
     def bind_errno(self, listener: Listener) -> int:
         return self.binding.get(str(listener), 0)
+
+    def serves(self, listener: Listener, service: str) -> bool:
+        return self.serving.get(str(listener)) == service
+
+    def certificate(self, listener: Listener) -> bytes:
+        return self.certificates.get(str(listener), b"")
+
+    def metrics(self, listener: Listener) -> str:
+        return self.pages.get(str(listener), "")
 
     def run(self, command: Sequence[str], limit_s: float) -> Ran:
         self.commands.append(list(command))

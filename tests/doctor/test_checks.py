@@ -25,6 +25,7 @@ ARENAS = Path("/dev/shm/rocmforge-1000")
 GIB = 1 << 30
 UNIX = Listener(path=Path("/run/user/1000/rocmforge/k.sock"))
 TCP = Listener(host="127.0.0.1", port=50052)
+OWN = addresses.Running("daemon", "a.Daemon", "rocmforge_kvcache_")
 NONE = dataclasses.replace(ROCM, gpus=(), gpu_error="no GPU can be used: hipErrorNoDevice")
 BROKEN = stack.Stack(error="CuPy is installed and cannot be imported: libamdhip64.so.7")
 NOTHING = stack.NOT_ASKED
@@ -130,22 +131,27 @@ CASES: list[Case] = [
     ("files", lambda: resources.open_files(M(), 256), OK, "1048576 may be open", ""),
     ("few files", lambda: resources.open_files(having(M(), files=256), 256), WARNING, "256 files may be open, 256 connections want 320", "ulimit -n 320"),
     # --- addresses
-    ("port free", lambda: addresses.listen(M(), TCP), OK, "127.0.0.1:50052 is free", ""),
-    ("port taken", lambda: addresses.listen(having(M(), binding={str(TCP): errno.EADDRINUSE}), TCP), FAILED, "is in use", "stop what listens there"),
-    ("port for metrics taken", lambda: addresses.listen(having(M(), binding={str(TCP): errno.EADDRINUSE}), TCP, "--metrics"), FAILED, "is in use", "choose another --metrics"),
-    ("not our address", lambda: addresses.listen(having(M(), binding={str(TCP): errno.EADDRNOTAVAIL}), TCP), FAILED, "no address of this host", "ip addr"),
-    ("a port of root's", lambda: addresses.listen(having(M(), binding={str(TCP): errno.EACCES}), TCP), FAILED, "Permission denied", "from 1024 on"),
-    ("socket free", lambda: addresses.listen(run_dir(), UNIX), OK, "k.sock is free$", ""),
-    ("socket folder to be made", lambda: addresses.listen(M().folder("/run/user/1000"), UNIX), OK, "folder will be made", ""),
-    ("two folders missing", lambda: addresses.listen(M(), UNIX), FAILED, "rocmforge does not exist and cannot be made", "mkdir -p /run/user/1000/rocmforge"),
-    ("folder not to be made", lambda: addresses.listen(having(M().folder("/run/user/1000"), read_only={"/run/user/1000"}), UNIX), FAILED, "cannot be made", "mkdir"),
-    ("socket folder read-only", lambda: addresses.listen(having(run_dir(uid=0), read_only={str(UNIX.path.parent)}), UNIX), FAILED, "uid 1000 may not write in .*, which is uid 0's", "chown 1000"),  # type: ignore[union-attr]
-    ("a file instead", lambda: addresses.listen(having(run_dir(), nodes={**run_dir().nodes, str(UNIX.path): Node(FILE, 1000, 1000)}), UNIX), FAILED, "is there and is no socket", "move it away"),
-    ("socket taken", lambda: addresses.listen(having(run_dir(), nodes={**run_dir().nodes, str(UNIX.path): Node(SOCKET, 1000, 1000)}, connecting={str(UNIX): 0}), UNIX), FAILED, "is in use", "stop what"),
-    ("socket left over", lambda: addresses.listen(having(run_dir(), nodes={**run_dir().nodes, str(UNIX.path): Node(SOCKET, 1000, 1000)}, connecting={str(UNIX): errno.ECONNREFUSED}), UNIX), OK, "left over", ""),
-    ("folder for everybody", lambda: addresses.listen(run_dir(mode=0o777), UNIX), WARNING, "other users may replace .*mode 0777", "chmod 700"),
-    ("folder sticky", lambda: addresses.listen(run_dir(mode=0o1777), UNIX), OK, "is free", ""),
-    ("folder of another user", lambda: addresses.listen(run_dir(uid=33), UNIX), WARNING, "uid 33", "chmod 700"),
+    ("port free", lambda: addresses.listen(M(), TCP, OWN), OK, "127.0.0.1:50052 is free", ""),
+    ("port taken", lambda: addresses.listen(having(M(), binding={str(TCP): errno.EADDRINUSE}), TCP, OWN), FAILED, "is in use", "stop what listens there"),
+    ("port for metrics taken", lambda: addresses.metrics(having(M(), binding={str(TCP): errno.EADDRINUSE}), TCP, OWN), FAILED, "is in use", "choose another --metrics"),
+    ("port of the service itself", lambda: addresses.listen(having(M(), binding={str(TCP): errno.EADDRINUSE}, serving={str(TCP): OWN.service}), TCP, OWN), OK, "in use by the running daemon", ""),
+    ("port of the other service", lambda: addresses.listen(having(M(), binding={str(TCP): errno.EADDRINUSE}, serving={str(TCP): "an.Engine"}), TCP, OWN), FAILED, "is in use$", "stop what"),
+    ("metrics of the service itself", lambda: addresses.metrics(having(M(), binding={str(TCP): errno.EADDRINUSE}, pages={str(TCP): "# HELP rocmforge_kvcache_up x"}), TCP, OWN), OK, "in use by the running daemon", ""),
+    ("metrics of the other service", lambda: addresses.metrics(having(M(), binding={str(TCP): errno.EADDRINUSE}, pages={str(TCP): "# HELP rocmforge_engine_up x"}), TCP, OWN), FAILED, "is in use$", "choose another --metrics"),
+    ("not our address", lambda: addresses.listen(having(M(), binding={str(TCP): errno.EADDRNOTAVAIL}), TCP, OWN), FAILED, "no address of this host", "ip addr"),
+    ("a port of root's", lambda: addresses.listen(having(M(), binding={str(TCP): errno.EACCES}), TCP, OWN), FAILED, "Permission denied", "from 1024 on"),
+    ("socket free", lambda: addresses.listen(run_dir(), UNIX, OWN), OK, "k.sock is free$", ""),
+    ("socket folder to be made", lambda: addresses.listen(M().folder("/run/user/1000"), UNIX, OWN), OK, "folder will be made", ""),
+    ("two folders missing", lambda: addresses.listen(M(), UNIX, OWN), FAILED, "rocmforge does not exist and cannot be made", "mkdir -p /run/user/1000/rocmforge"),
+    ("folder not to be made", lambda: addresses.listen(having(M().folder("/run/user/1000"), read_only={"/run/user/1000"}), UNIX, OWN), FAILED, "cannot be made", "mkdir"),
+    ("socket folder read-only", lambda: addresses.listen(having(run_dir(uid=0), read_only={str(UNIX.path.parent)}), UNIX, OWN), FAILED, "uid 1000 may not write in .*, which is uid 0's", "chown 1000"),  # type: ignore[union-attr]
+    ("a file instead", lambda: addresses.listen(having(run_dir(), nodes={**run_dir().nodes, str(UNIX.path): Node(FILE, 1000, 1000)}), UNIX, OWN), FAILED, "is there and is no socket", "move it away"),
+    ("socket taken", lambda: addresses.listen(having(run_dir(), nodes={**run_dir().nodes, str(UNIX.path): Node(SOCKET, 1000, 1000)}, connecting={str(UNIX): 0}), UNIX, OWN), FAILED, "is in use", "stop what"),
+    ("socket of the service itself", lambda: addresses.listen(having(run_dir(), nodes={**run_dir().nodes, str(UNIX.path): Node(SOCKET, 1000, 1000)}, connecting={str(UNIX): 0}, serving={str(UNIX): OWN.service}), UNIX, OWN), OK, "in use by the running daemon", ""),
+    ("socket left over", lambda: addresses.listen(having(run_dir(), nodes={**run_dir().nodes, str(UNIX.path): Node(SOCKET, 1000, 1000)}, connecting={str(UNIX): errno.ECONNREFUSED}), UNIX, OWN), OK, "left over", ""),
+    ("folder for everybody", lambda: addresses.listen(run_dir(mode=0o777), UNIX, OWN), WARNING, "other users may replace .*mode 0777", "chmod 700"),
+    ("folder sticky", lambda: addresses.listen(run_dir(mode=0o1777), UNIX, OWN), OK, "is free", ""),
+    ("folder of another user", lambda: addresses.listen(run_dir(uid=33), UNIX, OWN), WARNING, "uid 33", "chmod 700"),
     ("daemon there", lambda: addresses.call(having(M(), connecting={str(UNIX): 0}), UNIX, "--kvcache", "start it"), OK, "answers", ""),
     ("daemon not there", lambda: addresses.call(M(), UNIX, "--kvcache", "start it"), FAILED, "No such file", "start it, or correct --kvcache"),
     ("daemon of another user", lambda: addresses.call(having(M(), connecting={str(UNIX): errno.EACCES}), UNIX, "--kvcache", "start it"), FAILED, "uid 1000 may not connect", "one user"),

@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import trustme
 
 from services.doctor.check import Status, run
 from services.kvcache import doctor
 from services.kvcache.config import Config
 from tests.doctor.fakes import ROCM, FakeMachine
-from tests.processes import ROOT, Service, kvcache
+from tests.processes import ROOT, Service, engine, kvcache
 
 GPU_CHECKS = ["GPU device nodes", "GPUs that are visible", "CuPy", "GPU runtime", "GPU memory", "sharing of GPU memory"]
 
@@ -110,13 +112,56 @@ def test_json_is_an_object_a_check(tmp_path: Path) -> None:
     assert {one["status"] for one in told} <= {"ok", "warning", "skipped"}
 
 
-def test_what_is_in_use_fails(tmp_path: Path) -> None:
-    with kvcache(tmp_path) as daemon:
-        done = doctored("--listen", daemon.address, "--arena-dir", f"{tmp_path}/arena")
-        assert done.returncode == 1
+def addresses_of(*told: str) -> list[str]:
+    return [word for address in told for word in ("--listen", address)]
+
+
+def test_what_its_own_running_service_holds_is_no_failure(tmp_path: Path) -> None:
+    with kvcache(tmp_path, "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0") as daemon:
+        tcp = daemon.tcp()
+        metrics = daemon.events("kvcache_serving")[0]["metrics"]
+        words = [*addresses_of(daemon.address, tcp), "--metrics", metrics, "--arena-dir", f"{tmp_path}/arena"]
+        done = doctored(*words, "--memory", "1MiB")
         said = " ".join(done.stdout.split())  # lines break where the terminal ends
-        assert "kvcache.sock is in use" in said and "-> stop what listens there" in said
+        assert done.returncode == 0, done.stdout
+        for address in (daemon.address, tcp, metrics):
+            assert f"{address} is in use by the running KV-cache daemon" in said
         assert alive(daemon)
+
+
+def test_what_another_holds_fails(tmp_path: Path) -> None:
+    """Another program, and the other service, on the address that this one is to have."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        engine(tmp_path, "local", "--metrics", "127.0.0.1:0", model=ROOT / "models" / "shakespeare") as other,
+    ):
+        silent = f"127.0.0.1:{server.getsockname()[1]}"
+        while not (started := other.events("engine_serving")):
+            assert other.process.poll() is None, other.log()
+        metrics = started[0]["metrics"]
+        words = [*addresses_of(other.address, silent), "--metrics", metrics, "--arena-dir", f"{tmp_path}/arena"]
+        done = doctored(*words, "--memory", "1MiB", "--json")
+        told = [json.loads(line) for line in done.stdout.splitlines()]
+        found = [one["found"] for one in told if one["status"] == "failed"]
+        assert done.returncode == 1
+        assert found == [f"{address} is in use" for address in (other.address, silent, metrics)]
+
+
+def test_a_service_that_takes_certificates_is_known_by_its_own(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    pairs = {}
+    for name in ("own", "another"):
+        issued = authority.issue_cert("127.0.0.1")
+        issued.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.pem")
+        issued.private_key_pem.write_to_path(tmp_path / f"{name}.key")
+        pairs[name] = ["--tls-cert", f"{tmp_path}/{name}.pem", "--tls-key", f"{tmp_path}/{name}.key"]
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    ca = ["--tls-client-ca", f"{tmp_path}/ca.pem"]
+    with kvcache(tmp_path, "--listen", "127.0.0.1:0", *pairs["own"], *ca) as daemon:
+        words = [*addresses_of(daemon.tcp()), "--arena-dir", f"{tmp_path}/arena", "--memory", "1MiB"]
+        done = doctored(*words, *pairs["own"], *ca)
+        assert done.returncode == 0 and "in use by the running KV-cache daemon" in " ".join(done.stdout.split())
+        assert doctored(*words, *pairs["another"], *ca).returncode == 1
 
 
 def alive(daemon: Service) -> bool:
