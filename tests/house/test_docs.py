@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from services.common import errors
 from services.engine.scheduling.retry_after import LEAST_S, MOST_S
@@ -79,3 +85,108 @@ def test_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+#: What a line of a block without prompts, or a piece of a sentence, begins with when it is to be typed.
+PROGRAMS = r"(?:python -m|make|grpcurl|ghz|buf|docker|hf|pip|curl|git|cd|mount) "
+
+
+def lines_of(first: str, rest: Iterator[str]) -> str:
+    """A command with the lines that it goes on in: after a backslash, or within quotes."""
+    typed = first
+    while typed.endswith("\\") or is_open(typed):
+        following = next(rest, None)
+        if following is None:
+            break
+        typed += f"\n{following}"
+    return typed
+
+
+def is_open(typed: str) -> bool:
+    """Whether a quotation is still to be closed."""
+    try:
+        shlex.split(typed, comments=True)
+    except ValueError:
+        return True
+    return False
+
+
+def commands(page: str) -> list[str]:
+    """All that a page gives its reader to type: blocks, with or without prompts, and pieces of sentences."""
+    found: list[str] = []
+    fence = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+    for language, block in fence.findall(page):
+        if language not in ("", "sh", "bash", "console"):
+            continue
+        begin = r"\$ " if re.search(r"^\$ ", block, re.MULTILINE) else rf"(?={PROGRAMS})"
+        lines = iter(block.splitlines())
+        for line in lines:
+            if started := re.match(begin, line):
+                found.append(lines_of(line[started.end() :], lines))
+    prose = fence.sub("", page)
+    return found + [one for one in re.findall(r"`([^`]+)`", prose) if re.match(PROGRAMS, one)]
+
+
+def not_typable(command: str) -> str:
+    """What of a command its reader would have to know better; nothing when all of it can be typed as it stands.
+
+    Words in capitals are for the reader to replace.
+    """
+    if found := re.search(r"\.\.\.|…", command):
+        return f"{found[0]!r} is not all of it"
+    if found := re.search(r"<[a-z][\w -]*>", command):
+        return f"{found[0]} is not in capitals"
+    try:
+        words = shlex.split(command.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        return str(error)
+    if found := re.search(r"\w\|\w", re.sub(r"'[^']*'|\"[^\"]*\"", "", command)):
+        return f"a shell takes {found[0]!r} for a pipe"
+    for option, value in itertools.pairwise(words):
+        if option == "-d" and "grpcurl" in words:
+            try:
+                json.loads(value)
+            except ValueError as error:
+                return f"-d {value}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_every_command_can_be_typed_as_it_stands(page: str) -> None:
+    problems = {typed: problem for typed in commands((ROOT / page).read_text()) if (problem := not_typable(typed))}
+    assert not problems
+
+
+def test_the_pages_have_commands() -> None:
+    assert len(commands((ROOT / "README.md").read_text())) > 5
+    told = commands((ROOT / "docs" / "daemon.md").read_text())
+    assert any(one.startswith("grpcurl") and "814, 26" in one and one.endswith("AllocatePages") for one in told)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("grpcurl -plaintext -d '{\"prompt\": [641, 418, ...]}' HOST:PORT", "not all of it"),
+        ('make run PROMPT="..."', "not all of it"),
+        ("python -m services.engine watch <id>", "<id> is not in capitals"),
+        ("python -m services.engine get|watch ID", "pipe"),
+        ("grpcurl -d '{\"a\": [1, ID]}' HOST:PORT", "-d"),
+        ('grpcurl -d \'{"a"', "No closing quotation"),
+    ],
+)
+def test_a_command_that_cannot_be_typed_is_found(command: str, words: str) -> None:
+    assert words in not_typable(command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m services.engine watch ID --target HOST:PORT  # from its beginning",
+        "python -m services.engine generate - <LICENSE | head -3",
+        'grpcurl -plaintext -d \'{"prompt": {"text": "a|b"}}\' \\\n    HOST:PORT a.B/C',
+    ],
+)
+def test_a_command_that_can_be_typed_is_let_be(command: str) -> None:
+    assert not_typable(command) == ""

@@ -134,8 +134,8 @@ def _check_logprobs(sampling: SamplingParams, prompt_tokens: int, max_tokens: in
     for name, (top, tokens, whose, limit) in of.items():
         if top is not None and tokens * (top + 1) > limit:
             raise FieldInvalid(
-                f"{name} is {top} and {whose} {tokens} tokens, which makes {tokens * (top + 1)} log probabilities to "
-                f"tell; they may be {limit}",
+                f"{name} is {top} and {whose} {tokens} tokens, which makes {tokens * (top + 1)} log probabilities; "
+                f"at most {limit} can be returned",
                 field=f"sampling.{name}",
                 limit=limit,
             )

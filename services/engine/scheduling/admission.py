@@ -74,28 +74,28 @@ class Admission:
         limits = self._limits
         most = limits.max_batch + limits.max_queue
         if count > most:
-            raise FieldInvalid(
-                f"n is {count}, and as many requests as may run and wait here are {most}", field="n", limit=most
-            )
+            raise FieldInvalid(f"n is {count}; at most {most} requests can run or wait here", field="n", limit=most)
         slots = limits.max_batch - running if self._clock() >= self.opens_at else 0
         if len(waiting) + count <= slots:
             return
+        behind = max(0, len(waiting) - slots)
         excess = len(waiting) + count - slots - limits.max_queue
         if excess > 0:
+            room = "is full" if count == 1 else f"has no room for {count} samples"
             raise QueueFull(
-                f"{len(waiting)} requests are waiting and the limit is {limits.max_queue}",
+                f"the queue {room}: {behind} requests are waiting, and at most {limits.max_queue} can",
                 retry_after_s=self.retry_after.wait_for(excess),
                 limit=limits.max_queue,
             )
-        behind, tokens = max(0, len(waiting) - slots), tokens * count
+        tokens *= count
         if not behind or waiting.tokens + tokens <= limits.max_queue_tokens:
             return
         queued = waiting.tokens_behind(slots)
         if queued + tokens > limits.max_queue_tokens:
             places = (queued + tokens - limits.max_queue_tokens) * behind / queued
             raise QueueFull(
-                f"requests of {queued} tokens are waiting and the limit is {limits.max_queue_tokens} tokens, with "
-                f"this one's {tokens}",
+                f"the queue is full: requests of {queued} tokens are waiting, at most {limits.max_queue_tokens} tokens "
+                f"can, and this request has {tokens}",
                 retry_after_s=self.retry_after.wait_for(places),
                 limit_tokens=limits.max_queue_tokens,
                 queued_tokens=queued,

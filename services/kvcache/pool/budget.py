@@ -116,11 +116,12 @@ class Pools:
             key=lambda pool: pool.last_used,
         )
         room = self.budget_bytes - sum(pool.arena.size_bytes for pool in there)
-        if wanted > room + sum(pool.arena.size_bytes for pool in idle):
+        most = room + sum(pool.arena.size_bytes for pool in idle)
+        if wanted > most:
             raise ExceedsBudget(
                 f"pool {pool_id!r} wants {wanted} bytes ({pages} pages of {layout.page_bytes} and {canaries} for "
-                f"canaries); of the memory budget of {self.budget_bytes}, {room} are left and no idle pool makes room; "
-                "start the daemon with more --memory",
+                f"canaries); of the memory budget of {self.budget_bytes}, {most} are free or an idle pool's; start the "
+                "daemon with more --memory",
                 field="pool_pages",
                 wanted_bytes=wanted,
                 budget_bytes=self.budget_bytes,

@@ -274,10 +274,24 @@ def test_the_queue_is_bounded_beyond_what_can_run() -> None:
     with pytest.raises(QueueFull) as caught:
         scheduler.submit(make_request("r5"))
     assert caught.value.retry_after_s
+    full = "the queue is full: 3 requests are waiting, and at most 3 can"
+    assert caught.value.message == full, "the two that run from the next step on do not count"
     serve(scheduler)
     assert (len(scheduler.running), len(scheduler.waiting)) == (2, 3)
-    with pytest.raises(QueueFull):
+    with pytest.raises(QueueFull) as caught:
         scheduler.submit(make_request("r5"))
+    assert caught.value.message == full
+
+
+def test_a_request_of_several_samples_is_not_counted_among_those_that_wait() -> None:
+    scheduler, _ = started(max_batch=2, max_queue=3)
+    for at in range(4):
+        scheduler.submit(make_request(f"r{at}"))
+    with pytest.raises(QueueFull) as caught:
+        scheduler.submit(make_request("family", n=2))
+    assert caught.value.message == "the queue has no room for 2 samples: 2 requests are waiting, and at most 3 can"
+    with pytest.raises(FieldInvalid, match=r"^n is 6; at most 5 requests can run or wait here$"):
+        scheduler.submit(make_request("family", n=6))
 
 
 def test_the_queue_is_bounded_in_tokens_too() -> None:

@@ -353,9 +353,11 @@ def test_an_arena_beyond_the_budget_is_refused_before_it_is_made() -> None:
 def test_an_idle_pool_gives_way_to_a_new_one_and_a_used_one_does_not() -> None:
     world = World(400, budget_bytes=100_000)  # an arena of 400 pages is 67584 bytes
     session = world.attached("old")
-    with pytest.raises(ExceedsBudget):
+    with pytest.raises(ExceedsBudget, match="memory budget of 100000, 32416 are free or an idle pool's"):
         world.attached("new")
     world.cache.close_session(session.id)
+    with pytest.raises(ExceedsBudget, match="memory budget of 100000, 100000 are free or an idle pool's"):
+        world.cache.open_session("test", "large", LAYOUT, pool_pages=4_000_000)
     world.attached("new")
     world.sound()
     assert [pool.id for pool in world.cache.pools] == ["new"]

@@ -170,7 +170,7 @@ class _Header:
         """How many things follow: no more than ``most``, of ``item_bytes`` at least, and they fit what is left."""
         count: int = self._number(form, what)
         if count > most:
-            self._fail(f"has {what} be {count}, read are {most} at most")
+            self._fail(f"has a value of {count} for {what}; at most {most} can be read")
         if count * item_bytes > self._size - self._at:
             self._fail(f"is truncated: {what} is {count}, and {self._size - self._at} bytes are left")
         return count
