@@ -261,7 +261,7 @@ def add_serving_flags(flags: FlagParser, socket_name: str, port: int) -> None:
     flags.add("--insecure", switch, False, "allow addresses beyond this host without mutual TLS")
     flags.add(
         "--metrics",
-        metrics_address,
+        Listener.parse_tcp,
         None,
         "host:port where Prometheus finds metrics, without TLS; default: none",
         metavar="ADDR",
@@ -274,17 +274,6 @@ def add_serving_flags(flags: FlagParser, socket_name: str, port: int) -> None:
         f"the lowest level of events that are logged: {', '.join(LOG_LEVELS)}; debug has every call",
         metavar="L",
     )
-
-
-def metrics_address(text: str) -> Listener:
-    """A TCP address. Raises ValueError."""
-    try:
-        listener = Listener.parse(text)
-    except InvalidConfiguration:
-        listener = Listener(path=Path("/"))
-    if listener.path is not None:
-        raise ValueError("want host:port with a port of 0 to 65535")
-    return listener
 
 
 def tls_of(values: Mapping[str, Any]) -> Tls | None:

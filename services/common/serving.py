@@ -30,6 +30,7 @@ log = structlog.get_logger()
 #: Enough for 4096 demands with prompts; a request beyond it is refused by gRPC itself.
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 
+_TCP = "host:port with a port of 0 to 65535"
 _UNIX_PATH_LIMIT = 107  # bytes of sockaddr_un.sun_path, less the terminator
 
 
@@ -77,9 +78,18 @@ class Listener:
                     field="--listen",
                 )
             return cls(path=path)
+        try:
+            return cls.parse_tcp(text)
+        except ValueError as error:
+            raise InvalidConfiguration(f"want unix:/path or {_TCP}", field="--listen") from error
+
+    @classmethod
+    def parse_tcp(cls, text: str) -> Listener:
+        """Read ``host:port`` or ``[v6]:port`` alone. Raises ValueError, saying what is wanted."""
         host, colon, port = text.rpartition(":")
-        if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            raise InvalidConfiguration("want unix:/path or host:port with a port of 0 to 65535", field="--listen")
+        numbered = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
+        if not colon or not host or not numbered or text.startswith("unix:"):
+            raise ValueError(f"want {_TCP}")
         return cls(host=host.removeprefix("[").removesuffix("]"), port=int(port))
 
     @property
