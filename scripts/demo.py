@@ -27,7 +27,7 @@ import grpc
 from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from services.common import rpc
-from services.common.flags import runtime_dir
+from services.common.listening import runtime_dir
 from services.healthcheck import wait_serving
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.common import settings
 from services.common.errors import InvalidConfiguration, ModelInvalid
-from services.common.flags import FlagParser, add_serving_flags, byte_size, one_of, runtime_dir, seconds, tls_of, whole
-from services.common.serving import Listener, Tls, check_exposure
+from services.common.listening import Listening, file_path, listen, runtime_dir
+from services.common.serving import Listener
+from services.common.settings import Program, setting
+from services.common.values import Kind, byte_size, one_of, seconds, whole
 from services.engine.checkpoint.gguf.model import is_gguf
 from services.engine.checkpoint.gguf.shards import files_of, name_of
 from services.engine.cli import COMMANDS
@@ -31,201 +34,13 @@ _SAMPLE_BYTES = 64 << 10
 _SAMPLES = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """Everything that can be set. Times in seconds; ``kvcache`` is ``local`` or the daemon's address."""
-
-    listeners: list[Listener]
-    tls: Tls | None
-    insecure: bool
-    metrics: Listener | None
-    grace_s: float
-    log_level: str
-    model: Path
-    max_context: int | None
-    kvcache: str
-    patience_s: float
-    pool_id: str | None
-    cpu_threads: int
-    device: str
-    gpu: int
-    dtype: str | None
-    kv_dtype: str | None
-    replay: str | None
-    page_size: int
-    pool_pages: int | None
-    local_pages: int
-    limits: Limits
-    messages_per_s: int
-    retention: RegistryLimits
-    echo: dict[str, Any]
-
-    @classmethod
-    def read(cls, arguments: list[str] | None, environ: Mapping[str, str]) -> Config:
-        """Flags over environment over file over defaults. Raises InvalidConfiguration."""
-        flags = FlagParser(
-            "python -m services.engine [serve]",
-            "The inference engine: text in, text out, its K and V in pages of the KV-cache daemon.\n"
-            f"Its clients are `python -m services.engine` {', '.join(COMMANDS)}; each has --help.\n"
-            "`python -m services.engine doctor` checks whether this machine can run it.",
-            "ROCMFORGE_ENGINE",
-        )
-        add_serving_flags(flags, "engine.sock", PORT)
-        flags.add(
-            "--model",
-            Path,
-            BUNDLED_MODEL,
-            "folder of a Hugging Face checkpoint, or a GGUF file, of several the first",
-            metavar="PATH",
-        )
-        flags.add(
-            "--max-context",
-            whole(1, 1 << 24),
-            None,
-            "tokens of a request, prompt and completion together, at most; default: what the model was trained for",
-            metavar="N",
-        )
-        flags.add(
-            "--kvcache",
-            kvcache_target,
-            f"unix:{runtime_dir() / 'kvcache.sock'}",
-            "the KV-cache daemon, on this host: unix:/path, host:port, or `local` for pages of the engine's own",
-            metavar="ADDR",
-        )
-        flags.add(
-            "--kvcache-patience",
-            seconds(0, 86400),
-            60.0,
-            "seconds that requests wait for a daemon that is gone before they fail",
-            metavar="S",
-        )
-        flags.add(
-            "--pool-id",
-            _pool_id,
-            None,
-            "engines that name the same pool share cached pages, and must have the same weights; "
-            "default: the model's name and a hash of its files",
-            metavar="ID",
-        )
-        # BLAS's threads spin while they wait for each other: a small model loses by a second one, several times over on
-        # busy cores. And with some kernels the bits of a product depend on their number.
-        flags.add(
-            "--cpu-threads",
-            whole(1, 1024),
-            1,
-            "threads of the linear algebra library; more are worth it from about 100 M parameters on",
-            metavar="N",
-        )
-        flags.add(
-            "--device",
-            one_of(*DEVICES),
-            CPU,
-            "what computes: `cpu` or `gpu`; the daemon's must be the same",
-            metavar="D",
-        )
-        flags.add("--gpu", whole(0, 255), 0, "which GPU, as the runtime numbers them", metavar="N")
-        flags.add(
-            "--dtype",
-            one_of(*DTYPES),
-            None,
-            f"weights and activations: {', '.join(DTYPES)}; default: f32 on a CPU, on a GPU as the checkpoint is",
-            metavar="T",
-        )
-        flags.add(
-            "--kv-dtype",
-            one_of(*KV_DTYPES),
-            None,
-            f"K and V in pages: {', '.join(KV_DTYPES)}; default: as --dtype",
-            metavar="T",
-        )
-        flags.add(
-            "--replay",
-            one_of(*REPLAYS),
-            None,
-            f"how a GPU's steps that come again are queued, {', '.join(REPLAYS)}: less work for the host, which bounds "
-            "small models; graphs are for NVIDIA's alone; default: tapes, off for int8 pages",
-            metavar="HOW",
-        )
-        flags.add("--page-size", whole(1, 4096), 16, "tokens in a page", metavar="N")
-        flags.add("--max-batch", whole(1, 1024), 32, "requests that run at a time", metavar="N")
-        flags.add("--max-step-tokens", whole(1, 1 << 20), 512, "tokens computed in one step", metavar="N")
-        flags.add("--max-queue", whole(0, 1 << 20), 1024, "requests that may wait beyond those running", metavar="N")
-        flags.add("--max-queue-tokens", whole(1, 1 << 40), 1 << 20, "tokens that these may have together", metavar="N")
-        flags.add(
-            "--priority-step",
-            seconds(0, 86400),
-            1.0,
-            "seconds of having come earlier that a point of priority is worth: so much later may come who overtakes, "
-            "for each point that it is above; 0 ignores priorities",
-            metavar="S",
-        )
-        flags.add(
-            "--messages-per-s",
-            whole(1, 1 << 20),
-            4000,
-            "streamed responses a second, over all streams: beyond, several tokens of a stream share one; none waits "
-            "for more than 0.1 s, first tokens and ends for nothing",
-            metavar="N",
-        )
-        flags.add(
-            "--generation-ttl",
-            seconds(1, 30 * 86400),
-            3600.0,
-            "seconds that a submitted generation is kept when it is over",
-            metavar="S",
-        )
-        flags.add("--generation-count", whole(1, 1 << 20), 1024, "such generations kept, the newest", metavar="N")
-        flags.add(
-            "--generation-memory",
-            byte_size,
-            "64MiB",
-            "what the output of submitted generations may take, live ones included; the oldest go first",
-            metavar="SIZE",
-        )
-        flags.add(
-            "--pool-pages",
-            whole(1, 1 << 24),
-            None,
-            "pages of the daemon's pool, if this engine is the first to name it; default: what the daemon says",
-            metavar="N",
-        )
-        flags.add("--local-pages", whole(1, 1 << 24), 512, "pages of an engine with --kvcache local", metavar="N")
-        values = flags.parse(arguments, environ)
-        _check_budget(values["max-batch"], values["max-step-tokens"])
-        config = cls(
-            listeners=values["listen"],
-            tls=tls_of(values),
-            insecure=values["insecure"],
-            metrics=values["metrics"],
-            grace_s=values["grace"],
-            log_level=values["log-level"],
-            model=values["model"],
-            max_context=values["max-context"],
-            kvcache=values["kvcache"],
-            patience_s=values["kvcache-patience"],
-            pool_id=values["pool-id"],
-            cpu_threads=values["cpu-threads"],
-            device=values["device"],
-            gpu=values["gpu"],
-            dtype=values["dtype"],
-            kv_dtype=values["kv-dtype"],
-            replay=values["replay"],
-            page_size=values["page-size"],
-            pool_pages=values["pool-pages"],
-            local_pages=values["local-pages"],
-            limits=Limits(
-                max_batch=values["max-batch"],
-                max_step_tokens=values["max-step-tokens"],
-                max_queue=values["max-queue"],
-                max_queue_tokens=values["max-queue-tokens"],
-                priority_step_s=values["priority-step"],
-            ),
-            messages_per_s=values["messages-per-s"],
-            retention=RegistryLimits(values["generation-ttl"], values["generation-count"], values["generation-memory"]),
-            echo=values.echo(),
-        )
-        check_exposure(config.listeners, config.tls, config.insecure, config.metrics)
-        return config
+PROGRAM = Program(
+    "python -m services.engine [serve]",
+    "The inference engine: text in, text out, its K and V in pages of the KV-cache daemon.\n"
+    f"Its clients are `python -m services.engine` {', '.join(COMMANDS)}; each has --help.\n"
+    "`python -m services.engine doctor` checks whether this machine can run it.",
+    "ROCMFORGE_ENGINE",
+)
 
 
 def kvcache_target(text: str) -> str:
@@ -241,6 +56,148 @@ def kvcache_target(text: str) -> str:
     return str(listener)
 
 
+def _pool_id(text: str) -> str:
+    if not 1 <= len(text) <= 128:
+        raise ValueError("want 1 to 128 characters")
+    return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(Listening):
+    """Everything that can be set. Times in seconds; ``kvcache`` is ``local`` or the daemon's address; ``echo`` is all
+    of it for a log event.
+    """
+
+    listeners: list[Listener] = listen("engine.sock", PORT)
+    model: Path = setting(
+        file_path,
+        BUNDLED_MODEL,
+        "folder of a Hugging Face checkpoint, or a GGUF file, of several the first",
+        metavar="PATH",
+    )
+    max_context: int | None = setting(
+        whole(1, 1 << 24),
+        None,
+        "tokens of a request, prompt and completion together, at most; default: what the model was trained for",
+        metavar="N",
+    )
+    kvcache: str = setting(
+        Kind(kvcache_target, "local, unix:/path or host:port"),
+        lambda: f"unix:{runtime_dir() / 'kvcache.sock'}",
+        "the KV-cache daemon, on this host: unix:/path, host:port, or `local` for pages of the engine's own",
+        metavar="ADDR",
+    )
+    patience_s: float = setting(
+        seconds(0, 86400),
+        60.0,
+        "seconds that requests wait for a daemon that is gone before they fail",
+        name="kvcache-patience",
+        metavar="S",
+    )
+    pool_id: str | None = setting(
+        Kind(_pool_id, "1 to 128 characters"),
+        None,
+        "engines that name the same pool share cached pages, and must have the same weights; "
+        "default: the model's name and a hash of its files",
+        metavar="ID",
+    )
+    # BLAS's threads spin while they wait for each other: a small model loses by a second one, several times over on
+    # busy cores. And with some kernels the bits of a product depend on their number.
+    cpu_threads: int = setting(
+        whole(1, 1024),
+        1,
+        "threads of the linear algebra library; more are worth it from about 100 M parameters on",
+        metavar="N",
+    )
+    device: str = setting(
+        one_of(*DEVICES), CPU, "what computes: `cpu` or `gpu`; the daemon's must be the same", metavar="D"
+    )
+    gpu: int = setting(whole(0, 255), 0, "which GPU, as the runtime numbers them", metavar="N")
+    dtype: str | None = setting(
+        one_of(*DTYPES),
+        None,
+        f"weights and activations: {', '.join(DTYPES)}; default: f32 on a CPU, on a GPU as the checkpoint is",
+        metavar="T",
+    )
+    kv_dtype: str | None = setting(
+        one_of(*KV_DTYPES), None, f"K and V in pages: {', '.join(KV_DTYPES)}; default: as --dtype", metavar="T"
+    )
+    replay: str | None = setting(
+        one_of(*REPLAYS),
+        None,
+        f"how a GPU's steps that come again are queued, {', '.join(REPLAYS)}: less work for the host, which bounds "
+        "small models; graphs are for NVIDIA's alone; default: tapes, off for int8 pages",
+        metavar="HOW",
+    )
+    page_size: int = setting(whole(1, 4096), 16, "tokens in a page", metavar="N")
+    max_batch: int = setting(whole(1, 1024), 32, "requests that run at a time", metavar="N")
+    max_step_tokens: int = setting(whole(1, 1 << 20), 512, "tokens computed in one step", metavar="N")
+    max_queue: int = setting(whole(0, 1 << 20), 1024, "requests that may wait beyond those running", metavar="N")
+    max_queue_tokens: int = setting(whole(1, 1 << 40), 1 << 20, "tokens that these may have together", metavar="N")
+    priority_step_s: float = setting(
+        seconds(0, 86400),
+        1.0,
+        "seconds of having come earlier that a point of priority is worth: so much later may come who overtakes, "
+        "for each point that it is above; 0 ignores priorities",
+        name="priority-step",
+        metavar="S",
+    )
+    messages_per_s: int = setting(
+        whole(1, 1 << 20),
+        4000,
+        "streamed responses a second, over all streams: beyond, several tokens of a stream share one; none waits "
+        "for more than 0.1 s, first tokens and ends for nothing",
+        metavar="N",
+    )
+    generation_ttl_s: float = setting(
+        seconds(1, 30 * 86400),
+        3600.0,
+        "seconds that a submitted generation is kept when it is over",
+        name="generation-ttl",
+        metavar="S",
+    )
+    generation_count: int = setting(whole(1, 1 << 20), 1024, "such generations kept, the newest", metavar="N")
+    generation_memory: int = setting(
+        byte_size,
+        "64MiB",
+        "what the output of submitted generations may take, live ones included; the oldest go first",
+        metavar="SIZE",
+    )
+    pool_pages: int | None = setting(
+        whole(1, 1 << 24),
+        None,
+        "pages of the daemon's pool, if this engine is the first to name it; default: what the daemon says",
+        metavar="N",
+    )
+    local_pages: int = setting(whole(1, 1 << 24), 512, "pages of an engine with --kvcache local", metavar="N")
+    echo: dict[str, Any]
+
+    @classmethod
+    def read(cls, arguments: list[str] | None, environ: Mapping[str, str]) -> Config:
+        """Flags over environment over file over defaults. Raises InvalidConfiguration."""
+        values = settings.read(cls, PROGRAM, arguments, environ)
+        config = cls(**values.fields, echo=values.echo())
+        _check_budget(config.max_batch, config.max_step_tokens)
+        config.check_exposure()
+        return config
+
+    @property
+    def limits(self) -> Limits:
+        """What of these the scheduler goes by."""
+        return Limits(
+            max_batch=self.max_batch,
+            max_step_tokens=self.max_step_tokens,
+            max_queue=self.max_queue,
+            max_queue_tokens=self.max_queue_tokens,
+            priority_step_s=self.priority_step_s,
+        )
+
+    @property
+    def retention(self) -> RegistryLimits:
+        """What of these submitted generations are kept by."""
+        return RegistryLimits(self.generation_ttl_s, self.generation_count, self.generation_memory)
+
+
 def _check_budget(max_batch: int, max_step_tokens: int) -> None:
     if max_step_tokens <= max_batch:
         raise InvalidConfiguration(
@@ -249,12 +206,6 @@ def _check_budget(max_batch: int, max_step_tokens: int) -> None:
             field="--max-step-tokens",
             limit=max_batch,
         )
-
-
-def _pool_id(text: str) -> str:
-    if not 1 <= len(text) <= 128:
-        raise ValueError("want 1 to 128 characters")
-    return text
 
 
 def model_id(path: Path) -> str:

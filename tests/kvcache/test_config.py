@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from services.common.configfile import MAX_BYTES
 from services.common.errors import InvalidConfiguration
+from services.common.settings import MAX_FILE_BYTES as MAX_BYTES
 from services.kvcache.cache.cache import Limits
 from services.kvcache.config import Config
 from services.kvcache.room import Room

@@ -16,7 +16,7 @@ from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from services import healthcheck
 from services.common import rpc
 from services.common.errors import ServiceError
-from services.common.flags import runtime_dir
+from services.common.listening import runtime_dir
 from services.common.parser import Parser
 from services.common.serving import MAX_MESSAGE_BYTES
 
