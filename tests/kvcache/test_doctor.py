@@ -121,11 +121,12 @@ def test_what_its_own_running_service_holds_is_no_failure(tmp_path: Path) -> Non
         tcp = daemon.tcp()
         metrics = daemon.events("kvcache_serving")[0]["metrics"]
         words = [*addresses_of(daemon.address, tcp), "--metrics", metrics, "--arena-dir", f"{tmp_path}/arena"]
-        done = doctored(*words, "--memory", "1MiB")
-        said = " ".join(done.stdout.split())  # lines break where the terminal ends
+        done = doctored(*words, "--memory", "1MiB", "--json")
         assert done.returncode == 0, done.stdout
-        for address in (daemon.address, tcp, metrics):
-            assert f"{address} is in use by the running KV-cache daemon" in said
+        found = [json.loads(line)["found"] for line in done.stdout.splitlines()]
+        assert [one for one in found if "in use" in one] == [
+            f"{address} is in use by the running KV-cache daemon" for address in (daemon.address, tcp, metrics)
+        ]
         assert alive(daemon)
 
 

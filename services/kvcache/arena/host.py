@@ -47,10 +47,10 @@ class FileArena:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 room = Room.of(directory)
-                told = f"{room.free} of its {room.total} bytes are free" if room else str(error.strerror)
+                told = f", with {room.free} of its {room.total} bytes free" if room else ""
                 raise ExceedsBudget(
-                    f"the arena of {self._size} bytes does not fit the file system of {directory}: {told}; make room "
-                    f"there, or for the daemon {REMEDY}",
+                    f"the arena of {self._size} bytes does not fit the file system of {directory}: {error.strerror}"
+                    f"{told}; make room there, or for the daemon {REMEDY}",
                     field="pool_pages",
                     wanted_bytes=self._size,
                     **({"free_bytes": room.free, "total_bytes": room.total} if room else {}),
