@@ -14,10 +14,10 @@ from services.common.serving import Listener
 from services.common.settings import Program, setting
 from services.common.values import Kind, byte_size, one_of, seconds, share, whole
 from services.kvcache.arena.host import default_directory
+from services.kvcache.arena.room import Room, default_memory
 from services.kvcache.cache.cache import MAX_TTL_S, MIN_TTL_S, Limits
 from services.kvcache.eviction.policy import POLICIES, policy_name
 from services.kvcache.pool.budget import MAX_PAGES
-from services.kvcache.room import Room, default_memory
 
 PORT = 50052
 CPU, GPU = "cpu", "gpu"

@@ -22,13 +22,13 @@ from services.common.serving import Serving
 from services.kvcache.api.servicer import SERVICE, KvCacheServicer
 from services.kvcache.arena.device import DeviceArena
 from services.kvcache.arena.host import FileArena, prepare_directory
+from services.kvcache.arena.room import Room, check_directory, check_gpus
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.config import GPU, Config
 from services.kvcache.lease.process import ProcessTable
 from services.kvcache.metrics import KvCacheMetrics
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import Arena
-from services.kvcache.room import Room, check_directory, check_gpus
 
 log = structlog.get_logger()
 

@@ -14,9 +14,9 @@ import pytest
 
 from services.common.errors import InvalidConfiguration
 from services.common.settings import MAX_FILE_BYTES as MAX_BYTES
+from services.kvcache.arena.room import Room
 from services.kvcache.cache.cache import Limits
 from services.kvcache.config import Config
-from services.kvcache.room import Room
 from tests.processes import ROOT, kvcache
 
 LISTEN = ["--listen", "unix:/run/k.sock"]

@@ -16,9 +16,9 @@ import stat
 from pathlib import Path
 
 from services.common.errors import ExceedsBudget, InvalidConfiguration
+from services.kvcache.arena.room import REMEDY, Room
 from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES
 from services.kvcache.pool.layout import PageLayout
-from services.kvcache.room import REMEDY, Room
 
 _SUFFIX = ".arena"
 

@@ -20,11 +20,9 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
 from services.common.errors import ExceedsBudget, InvalidConfiguration
-from services.kvcache import room
-from services.kvcache.arena import host as arenas
 from services.kvcache.arena.host import FileArena
+from services.kvcache.arena.room import Room, check_directory, check_gpus, default_memory
 from services.kvcache.config import MEMORY, Config
-from services.kvcache.room import Room, check_directory, check_gpus, default_memory
 from tests.fakegpu import Machine
 from tests.kvcache.conftest import LAYOUT_PB
 from tests.kvcache.fakes import LAYOUT
@@ -34,7 +32,7 @@ from tests.processes import Service
 MIB = 1 << 20
 
 
-def statvfs(blocks: int, free: int) -> Callable[[str], Any]:
+def statvfs(blocks: int, free: int) -> Callable[[Path], Any]:
     """A file system of so many MiB."""
 
     def told(path: Path) -> Any:
@@ -58,7 +56,7 @@ def test_a_file_system_without_bounds_or_that_tells_nothing_has_no_room_to_compa
         raise PermissionError(path)
 
     for answer in (statvfs(0, 0), refused):
-        monkeypatch.setattr(room.os, "statvfs", answer)
+        monkeypatch.setattr(os, "statvfs", answer)
         assert Room.of(tmp_path) is None
     check_directory(tmp_path, 1 << 60, None)
     assert default_memory(256 * MIB, None) == 256 * MIB
@@ -92,9 +90,9 @@ def test_the_default_is_three_quarters_of_a_small_file_system(tmp_path: Path, mo
         return Config.read(["--arena-dir", str(tmp_path), "--listen", "unix:/k.sock", *flags], {}).limits.budget_bytes
 
     assert MEMORY == "256MiB"
-    monkeypatch.setattr(room.os, "statvfs", statvfs(1024, 0))
+    monkeypatch.setattr(os, "statvfs", statvfs(1024, 0))
     assert read() == 256 * MIB
-    monkeypatch.setattr(room.os, "statvfs", statvfs(64, 64))
+    monkeypatch.setattr(os, "statvfs", statvfs(64, 64))
     assert read() == 48 * MIB
     assert read("--memory", "256MiB") == 256 * MIB, "what is said counts"
     assert read("--device", "gpu") == 256 * MIB, "its pages are not there"
@@ -108,8 +106,8 @@ def test_an_arena_that_does_not_fit_says_what_is_free_and_what_to_do(
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(arenas.os, "posix_fallocate", full)
-    monkeypatch.setattr(room.os, "statvfs", statvfs(64, 3))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "statvfs", statvfs(64, 3))
     with pytest.raises(ExceedsBudget) as caught:
         FileArena(tmp_path, "a", LAYOUT, 8, 1)
     message = caught.value.message
