@@ -6,9 +6,9 @@ kv_head, slot, head_dim]``. Values are float32 and summed in float32; indices ar
 **Exactness.** What a token gets is a function, bit for bit, of its own inputs and of the keys it sees: other rows,
 where a chunk of a prompt begins and ends, the page size and a prefix that was there already change nothing. A plain
 product does not give that: BLAS chooses its kernel, and with it the order of the sum, by the number of rows, and some
-kernels even by the place of a row. So `linear` multiplies tiles of `TILE_ROWS` rows by blocks of outputs of one shape,
-more rows at once only where BLAS was seen to give the same bits, and `paged_attention` gives every query its place by
-its position, in products of one shape, over tiles of `TILE_KEYS` keys taken in order. All else here is elementwise, or
+kernels even by the place of a row. So `linear` multiplies only numbers of rows for which BLAS was seen to give the same
+bits (`linear_numpy`), and `paged_attention` gives every query its place by its position, in products of one shape, over
+tiles of `TILE_KEYS` keys taken in order. All else here is elementwise, or
 a sum over a length that is always the same. The bits may differ between machines, builds of NumPy and settings of BLAS
 (its number of threads, too); within one process they do not.
 """
@@ -16,7 +16,6 @@ a sum over a length that is always the same. The bits may differ between machine
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
@@ -26,20 +25,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.linear_numpy import Packed, linear, prepared
+
 F32: TypeAlias = NDArray[np.float32]
 I8: TypeAlias = NDArray[np.int8]
 I64: TypeAlias = NDArray[np.int64]
 
-#: Rows of the one product `linear` is made of.
-TILE_ROWS = 8
-#: Rows that `linear` multiplies at once, at most.
-MOST_ROWS = 512
-#: Outputs that `linear` computes at once, at most; a multiple of `BLOCK_STEP`.
-BLOCK_OUTPUTS = 3072
-#: What the weights of those outputs take, at most; `BLOCK_STEP` of them may take more.
-BLOCK_BYTES = 8 << 20
-#: Outputs of a block are a multiple of this wherever a weight has as many: BLAS's kernels take 4 to 24 at once.
-BLOCK_STEP = 48
 #: Keys that `paged_attention` takes at once, whatever the page size; a power of two.
 TILE_KEYS = 128
 #: Queries of one kv head in a product, more only if more heads share it.
@@ -50,14 +41,16 @@ _TABLE_ROWS = 1 << 14
 GATHERED_ROWS = 16
 
 
-def weight(tensor: NDArray[Any], dtype: str) -> F32:
+def weight(tensor: NDArray[Any], dtype: str) -> F32 | Packed:
     """A weight as the functions below take it; ``tensor`` is float32, float16 or bfloat16.
 
-    Who calls gives the tensor up: the weight may be the same memory. ``dtype`` is ``f32``; ValueError for others.
+    Who calls gives the tensor up: the weight may be the same memory, in another order. ``dtype`` is ``f32``; ValueError
+    for others.
     """
     if dtype != "f32":
         raise ValueError(f"weights of {dtype} are not computed with on a CPU, only f32")
-    return np.ascontiguousarray(tensor, np.float32)
+    tensor = np.ascontiguousarray(tensor, np.float32)
+    return prepared(tensor) if tensor.ndim == 2 else tensor
 
 
 def step(lengths: I64) -> AbstractContextManager[None]:
@@ -95,9 +88,9 @@ def extent(pages: F32) -> tuple[int, int]:
     return pages.shape[0], pages.shape[4]
 
 
-def take(x: F32, rows: I64) -> F32:
+def take(x: F32 | Packed, rows: I64) -> F32:
     """Those rows of ``x`` ``[n, ...]``: tokens of an embedding, or the tokens whose logits are wanted."""
-    return x[rows]
+    return x.take(rows) if isinstance(x, Packed) else x[rows]
 
 
 def rms_norm(x: F32, weight: F32, eps: float, residual: F32 | None = None) -> tuple[F32, F32]:
@@ -226,13 +219,13 @@ def silu_mul(gate_up: F32) -> F32:
     return product
 
 
-def norm_linear(x: F32, norm: F32, eps: float, weight: F32, residual: F32 | None = None) -> tuple[F32, F32]:
+def norm_linear(x: F32, norm: F32, eps: float, weight: F32 | Packed, residual: F32 | None = None) -> tuple[F32, F32]:
     """`linear` of the first that `rms_norm` returns, and the second: ``[n, outputs]``, and the sum ``[n, inputs]``."""
     normed, total = rms_norm(x, norm, eps, residual)
     return linear(normed, weight), total
 
 
-def norm_gated(x: F32, norm: F32, eps: float, weight: F32, residual: F32 | None = None) -> tuple[F32, F32]:
+def norm_gated(x: F32, norm: F32, eps: float, weight: F32 | Packed, residual: F32 | None = None) -> tuple[F32, F32]:
     """The same, and `silu_mul` of the product: ``[n, outputs]`` for ``weight`` ``[2 outputs, inputs]``, and the sum."""
     product, total = norm_linear(x, norm, eps, weight, residual)
     return silu_mul(product), total
@@ -256,75 +249,6 @@ def pack_pages(pages: F32, numbers: I64) -> F32:
 def unpack_pages(pages: F32, numbers: I64, packed: F32) -> None:
     """Make the pages ``numbers``, no two alike, those of ``packed``."""
     pages[numbers] = packed
-
-
-# --- linear ----------------------------------------------------------------------------------------------------------
-
-
-def linear(x: F32, weight: F32, widen: bool = False) -> F32:
-    """``x @ weight.T`` ``[n, outputs]`` for ``x`` ``[n, inputs]``, ``weight`` ``[outputs, inputs]``, C-contiguous.
-
-    ``widen`` asks for float32 whatever the type of ``x``, which here it always is.
-    """
-    n, outputs = len(x), len(weight)
-    y = np.empty((n, outputs), np.float32)
-    size = _block_outputs(*weight.shape)
-    *larger, tile = _product_rows(size, weight.shape[1])
-    padded = np.concatenate([x, np.zeros((-n % tile, x.shape[1]), np.float32)]) if n % tile else x
-    product = np.empty((size, tile), np.float32)
-    for first in range(0, outputs, size):
-        first = min(first, outputs - size)  # the last block may overlap the one before: all have one shape
-        block, out = weight[first : first + size], y[:, first : first + size]
-        done = 0
-        for rows in larger:
-            while n - done >= rows:
-                np.matmul(x[done : done + rows], block.T, out=out[done : done + rows])
-                done += rows
-        for at in range(done, n, tile):
-            out[at : at + tile] = _tile(padded[at : at + tile], block, product).T[: n - at]
-    return y
-
-
-def _block_outputs(outputs: int, inputs: int) -> int:
-    """How many outputs `linear` computes at once: as even a share of them as the bounds on a block allow."""
-    most = max(BLOCK_BYTES // (4 * inputs * BLOCK_STEP), 1) * BLOCK_STEP
-    blocks = -(-outputs // min(most, BLOCK_OUTPUTS))
-    share = -(-outputs // blocks)
-    return min(-(-share // BLOCK_STEP) * BLOCK_STEP, outputs)
-
-
-def _tile(x: F32, weight: F32, out: F32 | None = None) -> F32:
-    """The one product all of `linear` is made of: ``[outputs, rows]``. This way round BLAS is faster for few rows."""
-    return np.matmul(weight, x.T, out=out)
-
-
-@functools.cache
-def _product_rows(outputs: int, inputs: int) -> tuple[int, ...]:
-    """Numbers of rows, falling, that may be multiplied at once by a block with the same bits for each row.
-
-    The last is the tile: `TILE_ROWS` if BLAS treats the rows of a tile alike, else 1, each row by itself, which is
-    exact by construction. Those before it, powers of two, are plain products seen to have the bits of their tiles.
-
-    BLAS chooses the order of a sum by the shapes and the layout of a product, never by values, and two orders give the
-    same bits all over a product of random matrices only by a miracle. So one comparison settles a size, provided that
-    it is made of the very products that `linear` makes: a smaller weight would have another kernel, other edges or
-    another split over threads. That is why `linear` multiplies by blocks of one shape, and never by a whole weight.
-    """
-    generator = np.random.Generator(np.random.PCG64(0))
-    weight = generator.standard_normal((outputs, inputs), np.float32)
-    x = generator.standard_normal((TILE_ROWS, inputs), np.float32)
-    same = _tile(np.repeat(x[:1], TILE_ROWS, axis=0), weight)
-    if not np.array_equal(same, np.repeat(same[:, :1], TILE_ROWS, axis=1)):
-        return (1,)
-    sizes = [TILE_ROWS]
-    while (rows := 2 * sizes[-1]) <= MOST_ROWS:
-        x = np.concatenate([x, generator.standard_normal((rows - len(x), inputs), np.float32)])
-        product = x @ weight.T
-        for at in range(0, rows, TILE_ROWS):
-            if not np.array_equal(product[at : at + TILE_ROWS], _tile(x[at : at + TILE_ROWS], weight).T):
-                return tuple(reversed(sizes))
-        sizes.append(rows)
-    return tuple(reversed(sizes))
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
