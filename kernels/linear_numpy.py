@@ -13,13 +13,13 @@ rows than in one of few. There are two ways around that, chosen for each shape o
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_info
 
 F32: TypeAlias = NDArray[np.float32]
 I64: TypeAlias = NDArray[np.int64]
@@ -242,10 +242,9 @@ def _share(tiled: F32, weight: Packed, y: F32, first: int, last: int) -> None:
 
 @functools.cache
 def threads() -> int:
-    """How many threads multiply: the CPUs of this process, or what limits BLAS's threads in the environment."""
-    cpus = len(os.sched_getaffinity(0))
-    limits = [os.environ.get(name, "") for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")]
-    return next((min(int(limit), cpus) for limit in limits if limit.isdecimal() and int(limit) > 0), cpus)
+    """How many threads multiply: as many as BLAS had when the first product was computed."""
+    counts = [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
+    return max(counts, default=1)
 
 
 @functools.cache

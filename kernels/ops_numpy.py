@@ -25,7 +25,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.linear_numpy import Packed, linear, prepared
+from kernels.linear_numpy import Packed, prepared
+from kernels.linear_numpy import linear as linear
 
 F32: TypeAlias = NDArray[np.float32]
 I8: TypeAlias = NDArray[np.int8]
