@@ -123,7 +123,7 @@ def test_a_window_is_served_as_far_as_it_hides_nothing(tmp_path: Path) -> None:
     ("metadata", "said"),
     [
         ({"general.architecture": "mamba"}, 'general.architecture is "mamba": served are llama, qwen2, qwen3'),
-        ({"llama.embedding_length": None}, "llama.embedding_length is null: it must be a whole number"),
+        ({"llama.embedding_length": None}, "llama.embedding_length is missing: it must be a whole number"),
         ({"llama.block_count": 1 << 20}, "block_count is 1048576: .* from 1 to 1024"),
         ({"llama.block_count": "2"}, 'block_count is "2": it must be a whole number'),
         ({"llama.block_count": 3}, "missing 9 tensors, the first model.layers.2.input_layernorm.weight"),
@@ -137,7 +137,7 @@ def test_a_window_is_served_as_far_as_it_hides_nothing(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "expert_count is 8: only 0 is served"),
         ({"llama.vocab_size": 1000}, "vocab_size is 1000: only 128 is served"),
         ({"llama.feed_forward_length": 97}, r"ffn_gate.weight has shape \[96, 64\], .* asks for \[97, 64\]"),
-        ({"llama.attention.layer_norm_rms_epsilon": None}, "rms_epsilon is null: it must be a number"),
+        ({"llama.attention.layer_norm_rms_epsilon": None}, "rms_epsilon is missing: it must be a number"),
         ({"llama.rope.freq_base": float("nan")}, "freq_base is NaN: it must be a number"),
         ({"llama.rope.scaling.type": "yarn"}, 'scaling.type is "yarn": served are none and linear'),
         ({"general.sampling.temp": -1.0}, "sampling.temp is -1.0: it must be a number from 0 to 100"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from services.common.errors import ModelInvalid
+from services.engine.placeholders import HEAD_BYTES, refuse_placeholder
 
 _MAX_FILE_BYTES = 1 << 20
 _MAX_SIZE = 1 << 24  # of any one dimension; keeps products far from 64 bits
@@ -28,10 +29,13 @@ class Fields:
         try:
             if path.stat().st_size > _MAX_FILE_BYTES:
                 raise ModelInvalid(f"{path} is larger than {_MAX_FILE_BYTES} bytes")
-            values = json.loads(path.read_text(encoding="utf-8"))
+            raw = path.read_bytes()
         except OSError as error:
             raise ModelInvalid(f"{path} cannot be read: {error.strerror or error}") from error
+        try:
+            values = json.loads(raw.decode("utf-8"))
         except (ValueError, RecursionError) as error:
+            refuse_placeholder(path, raw[:HEAD_BYTES])
             raise ModelInvalid(f"{path} is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise ModelInvalid(f"{path} is not a JSON object")
@@ -43,8 +47,8 @@ class Fields:
 
     def refuse(self, key: str, why: str) -> NoReturn:
         """Raise ``ModelInvalid`` about a key."""
-        value = shortened(self.values.get(key))
-        raise ModelInvalid(f"{self.path}: {self.prefix}{key} is {value}: {why}")
+        found = shortened(self.values[key]) if key in self.values else "missing"
+        raise ModelInvalid(f"{self.path}: {self.prefix}{key[:100]} is {found}: {why}")
 
     def require(self, key: str, only: Any, default: Any) -> None:
         """Refuse every value but ``only``; without the key it is ``default``."""

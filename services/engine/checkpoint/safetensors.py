@@ -15,6 +15,7 @@ from typing import Any
 
 from services.common.errors import ModelInvalid
 from services.engine.checkpoint.tensor import BF16, F16, F32, StoredTensor
+from services.engine.placeholders import HEAD_BYTES, refuse_placeholder
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_INDEX_BYTES = 100_000_000
@@ -68,9 +69,12 @@ def _header(file: Path) -> list[StoredTensor]:
     """Read and check the header: 8 bytes of length, JSON, then the tensors' bytes without gap or overlap."""
     size = file_size(file)
     with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
+        head = stream.read(HEAD_BYTES)
+        length = int.from_bytes(head[:8], "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            refuse_placeholder(file, head)
             raise ModelInvalid(f"{file}: a header of {length} bytes does not fit the file of {size} bytes")
+        stream.seek(8)
         header = _parse(stream.read(length), file)
     header.pop("__metadata__", None)
     tensors = []
@@ -126,6 +130,7 @@ def _parse(raw: bytes, file: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
+        refuse_placeholder(file, raw[:HEAD_BYTES])
         raise ModelInvalid(f"{file}: its header is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise ModelInvalid(f"{file}: its header is not a JSON object")

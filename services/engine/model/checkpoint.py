@@ -16,6 +16,7 @@ from services.engine.checkpoint.gguf.model import config_of, is_gguf, tensors_of
 from services.engine.checkpoint.gguf.shards import read_parts
 from services.engine.checkpoint.safetensors import read_headers
 from services.engine.checkpoint.weights import Weights
+from services.engine.placeholders import missing_model
 from services.engine.text import chat_files
 from services.engine.text.chat import Chat
 from services.engine.text.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -39,7 +40,7 @@ class Checkpoint:
         """
         path = Path(path)
         if not path.exists():
-            raise ModelInvalid(f"--model {path}: there is no such folder or file")
+            raise missing_model(path)
         gguf = read_parts(path) if is_gguf(path) else None
         config = ModelConfig.from_folder(path, max_context) if gguf is None else config_of(gguf, max_context)
         for key, value in config.unserved_sampling:

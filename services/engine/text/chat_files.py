@@ -11,6 +11,7 @@ from services.common.errors import ModelInvalid
 from services.engine.checkpoint.fields import Fields
 from services.engine.checkpoint.gguf.header import GgufFile
 from services.engine.checkpoint.gguf.vocabulary import unsaid_id
+from services.engine.placeholders import HEAD_BYTES, refuse_placeholder
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -81,7 +82,9 @@ def _read(file: Path) -> str:
     try:
         if file.stat().st_size > MAX_TEMPLATE_BYTES:
             raise ModelInvalid(f"{file} is larger than {MAX_TEMPLATE_BYTES} bytes")
-        return file.read_text(encoding="utf-8")
+        raw = file.read_bytes()
+        refuse_placeholder(file, raw[:HEAD_BYTES])
+        return raw.decode("utf-8")
     except OSError as error:
         raise ModelInvalid(f"{file} cannot be read: {error.strerror or error}") from error
     except UnicodeError as error:

@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from services.common.errors import ModelInvalid
+from services.engine.placeholders import HEAD_BYTES, refuse_placeholder
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -28,10 +29,13 @@ class Tokenizer:
         """
         file = Path(folder) / TOKENIZER_FILE
         try:
-            inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+            raw = file.read_bytes()
         except OSError as error:
             raise ModelInvalid(f"{file} cannot be read: {error.strerror or error}") from error
+        try:
+            inner = tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
         except Exception as error:  # the library raises nothing more specific
+            refuse_placeholder(file, raw[:HEAD_BYTES])
             raise ModelInvalid(f"{file} is not a tokenizer: {error}") from error
         return cls.of(inner, vocab_size, str(file))
 

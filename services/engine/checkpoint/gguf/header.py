@@ -19,6 +19,7 @@ from services.common.errors import ModelInvalid
 from services.engine.checkpoint.gguf.quants import ENCODINGS, OTHERS
 from services.engine.checkpoint.safetensors import file_size
 from services.engine.checkpoint.tensor import StoredTensor
+from services.engine.placeholders import HEAD_BYTES, refuse_placeholder
 
 _MAX_KEYS, _MAX_TENSORS = 1 << 16, 1 << 16
 _MAX_STRING_BYTES = 16 << 20
@@ -63,6 +64,11 @@ class _Header:
     def read(self) -> GgufFile:
         magic = self._take(4, "its first bytes")
         if magic != b"GGUF":
+            refuse_placeholder(self._path, magic + self._stream.read(HEAD_BYTES))
+            if self._path.suffix != ".gguf":
+                self._fail(
+                    "is not GGUF: give a GGUF file, or the folder of a model whose tensors are safetensors files"
+                )
             self._fail(f"is not GGUF: it begins with {magic!r}")
         version = self._number("I", "its version")
         if version not in (2, 3):

@@ -79,5 +79,5 @@ def _part(path: Path, number: int, first: GgufFile) -> GgufFile:
     for key, value in part.metadata.items():
         # What a file is laid out by, and its own description.
         if key != _PART and not key.startswith("general.") and first.metadata.get(key) != value:
-            keys.refuse(key[:100], f"{first.path.name} says otherwise, or nothing")
+            keys.refuse(key, f"{first.path.name} says otherwise, or nothing")
     return part

@@ -352,7 +352,7 @@ LETTER = PLAIN.piece_to_id("t")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"scores": None}, f"scores is null: it must be a list as long as that of tokens, {COUNT}"),
+        ({"scores": None}, f"scores is missing: it must be a list as long as that of tokens, {COUNT}"),
         ({"scores": lambda values: values[1:]}, f"scores is .*: it must be a list as long as that of tokens, {COUNT}"),
         ({"scores": replaced(300, float("nan"))}, "scores is .*: that of token 300 is nan, it must be a finite number"),
         ({"scores": replaced(9, float("-inf"))}, "that of token 9 is -inf, it must be a finite number"),
@@ -361,11 +361,11 @@ LETTER = PLAIN.piece_to_id("t")
             {"scores": lambda values: [-1000.0] * COUNT},
             "the same score, -1000, .*put the model's tokenizer.json beside",
         ),
-        ({"tokens": None}, "tokens is null: it must be a list of strings"),
+        ({"tokens": None}, "tokens is missing: it must be a list of strings"),
         ({"tokens": replaced(300, "<0x41>")}, "tokens is .*: a token comes twice: '<0x41>'"),
         ({"tokens": replaced(70, "<0x4g>")}, "'<0x4g>' is of the type of bytes, and names none"),
         ({"token_type": replaced(70, NORMAL)}, "of the bytes 1 are missing, first <0x43>"),
-        ({"token_type": None}, f"token_type is null: it must be a list as long as that of tokens, {COUNT}"),
+        ({"token_type": None}, f"token_type is missing: it must be a list as long as that of tokens, {COUNT}"),
         ({"token_type": replaced(70, 7)}, "that of token 70 is 7, it must be from 1 to 6"),
         ({"tokens": replaced(LETTER, "§")}, "tokens is .*: 't' is missing, of which '.*' is merged"),
         (
@@ -416,7 +416,9 @@ def test_without_bytes_something_must_stand_for_the_unknown() -> None:
     keys = metadata_of(trained(byte_fallback=False))
     assert built(keys, unknown_token_id=None).encode("§") == built(keys).encode("§")
     kinds = [CONTROL, *keys["tokenizer.ggml.token_type"][1:]]
-    with pytest.raises(ModelInvalid, match="unknown_token_id is null: there are no tokens for bytes, so there must be"):
+    with pytest.raises(
+        ModelInvalid, match="unknown_token_id is missing: there are no tokens for bytes, so there must be"
+    ):
         built(keys, unknown_token_id=None, token_type=kinds)
 
 

@@ -79,7 +79,7 @@ ONE = {"a": np.ones(1, np.float32)}
         (lambda parts: parts[2].unlink(), r"it-00003-of-00004\.gguf is missing, a part of .*it-00001-of-00004\.gguf"),
         (lambda parts: parts[2].write_bytes(b"no"), r"it-00003-of-00004\.gguf is truncated"),
         (lambda parts: shutil.copy(parts[1], parts[2]), r"it-00003-of-00004\.gguf: split\.no is 1: only 2 is served"),
-        (lambda parts: written(parts[2], {}), r"it-00003-of-00004\.gguf: split\.no is null: only 2 is served"),
+        (lambda parts: written(parts[2], {}), r"it-00003-of-00004\.gguf: split\.no is missing: only 2 is served"),
         (
             lambda parts: written(parts[2], {}, split__no=2, split__count=3),
             r"it-00003-of-00004\.gguf: split\.count is 3: only 4 is served",
