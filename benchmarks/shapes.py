@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kernels.ops_cupy import CupyOps
 from services.engine.checkpoint.config import ModelConfig
 from services.engine.checkpoint.tensor import BF16, StoredTensor
-from services.engine.checkpoint.weights import Weights, shapes
+from services.engine.checkpoint.weights import HEAD, Weights, shapes
 from services.engine.model.checkpoint import Checkpoint
 
 #: Random numbers that all tensors are cut from; prime, so that rows of a matrix are not alike.
@@ -58,17 +58,26 @@ def _tile(out: Any, bits: Any) -> None:
 
 
 class RandomTensor(StoredTensor):
-    """A tensor that is in no file: a norm's numbers are 1, a matrix keeps the size of what it multiplies."""
+    """A tensor that is in no file: a norm's numbers are 1, a matrix keeps the size of what it multiplies.
+
+    A head begins with a 1, so that it is not the embedding.
+    """
 
     def read_into(self, out: NDArray[Any], progress: Callable[[int], None] = lambda size: None) -> None:
         """Fill ``out``."""
         values = np.ones(1, np.float32) if len(self.shape) == 1 else _bits(self.shape[1] ** -0.5)
         numbers = values if values.dtype == np.float32 else (values.astype(np.uint32) << 16).view(np.float32)
-        _tile(out.reshape(-1), numbers)
+        flat = out.reshape(-1)
+        flat[0] = 1
+        _tile(flat[1:] if self.name == HEAD else flat, numbers)
         progress(self.stored_bytes)
 
+    def equals(self, other: StoredTensor) -> bool:
+        """No two are, least of all a head and its embedding."""
+        return False
 
-class UnreadTensor(StoredTensor):
+
+class UnreadTensor(RandomTensor):
     """A tensor for `RandomOps`, which looks at its shape alone: its memory is never touched."""
 
     def read_into(self, out: NDArray[Any], progress: Callable[[int], None] = lambda size: None) -> None:
@@ -157,7 +166,7 @@ def write_folder(config: ModelConfig, folder: Path, tokenizer: Path) -> None:
     blocks = dict[float, bytes]()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for shape in shapes(config).values():
+        for name, shape in shapes(config).items():
             if len(shape) == 1:
                 file.write(_ONE.to_bytes(2, "little") * shape[0])
                 continue
@@ -166,5 +175,7 @@ def write_folder(config: ModelConfig, folder: Path, tokenizer: Path) -> None:
                 blocks[scale] = _bits(scale).tobytes()
             block = blocks[scale]
             left = 2 * shape[0] * shape[1]
+            if name == HEAD:
+                left -= file.write(_ONE.to_bytes(2, "little"))
             while left:
                 left -= file.write(block[:left])

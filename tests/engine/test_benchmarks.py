@@ -131,12 +131,16 @@ def test_what_reading_costs_in_real_processes() -> None:
     assert found[0].ratio == 1 and all(0 < row.value < 6 / 0.001 for row in found)
 
 
-def test_a_written_checkpoint_is_read_as_it_was_made(tmp_path: Path) -> None:
-    shapes.write_folder(TINY, tmp_path / "tiny", ROOT / "models" / "shakespeare" / "tokenizer.json")
-    read, made = Checkpoint.open(tmp_path / "tiny"), shapes.RandomCheckpoint.of(TINY)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_written_checkpoint_is_read_as_it_was_made(tmp_path: Path, tied: bool) -> None:
+    config = dataclasses.replace(TINY, tied_embeddings=tied)
+    shapes.write_folder(config, tmp_path / "tiny", ROOT / "models" / "shakespeare" / "tokenizer.json")
+    read, made = Checkpoint.open(tmp_path / "tiny"), shapes.RandomCheckpoint.of(config)
     assert read.config == made.config
     one, other = Model(read), Model(made)
     assert one.parameters == other.parameters
+    assert (one._head is one._embedding) == (other._head is other._embedding) == tied
+    assert (one._head == other._head).all()
     assert (one._embedding == other._embedding).all() and (one._layers[1].down == other._layers[1].down).all()
 
 
