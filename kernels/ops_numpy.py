@@ -7,7 +7,7 @@ kv_head, slot, head_dim]``. Values are float32 and summed in float32; indices ar
 where a chunk of a prompt begins and ends, the page size and a prefix that was there already change nothing. A plain
 product does not give that: BLAS chooses its kernel, and with it the order of the sum, by the number of rows, and some
 kernels even by the place of a row. So `linear` multiplies only numbers of rows for which BLAS was seen to give the same
-bits (`linear_numpy`), and `paged_attention` gives every query its place by its position, in products of one shape, over
+bits (`linear.cpu`), and `paged_attention` gives every query its place by its position, in products of one shape, over
 tiles of `TILE_KEYS` keys taken in order. All else here is elementwise, or
 a sum over a length that is always the same. The bits may differ between machines, builds of NumPy and settings of BLAS
 (its number of threads, too); within one process they do not.
@@ -25,8 +25,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.linear_numpy import Packed, prepared
-from kernels.linear_numpy import linear as linear
+from kernels.linear.cpu import Packed, prepared
+from kernels.linear.cpu import linear as linear
 
 F32: TypeAlias = NDArray[np.float32]
 I8: TypeAlias = NDArray[np.int8]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from services.common.errors import ModelInvalid
-from services.engine.placeholders import HEAD_BYTES, refuse_placeholder
+from services.engine.checkpoint.placeholders import HEAD_BYTES, refuse_placeholder
 
 _MAX_FILE_BYTES = 1 << 20
 _MAX_SIZE = 1 << 24  # of any one dimension; keeps products far from 64 bits

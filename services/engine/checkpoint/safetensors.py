@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ModelInvalid
+from services.engine.checkpoint.placeholders import HEAD_BYTES, refuse_placeholder
 from services.engine.checkpoint.tensor import BF16, F16, F32, StoredTensor
-from services.engine.placeholders import HEAD_BYTES, refuse_placeholder
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_INDEX_BYTES = 100_000_000

@@ -14,9 +14,9 @@ from services.engine.checkpoint.gguf import tokenizer as gguftokenizer
 from services.engine.checkpoint.gguf.header import GgufFile
 from services.engine.checkpoint.gguf.model import config_of, is_gguf, tensors_of
 from services.engine.checkpoint.gguf.shards import read_parts
+from services.engine.checkpoint.placeholders import missing_model
 from services.engine.checkpoint.safetensors import read_headers
 from services.engine.checkpoint.weights import Weights
-from services.engine.placeholders import missing_model
 from services.engine.text import chat_files
 from services.engine.text.chat import Chat
 from services.engine.text.tokenizer import TOKENIZER_FILE, Tokenizer

@@ -11,7 +11,7 @@ from services.common.errors import ModelInvalid
 from services.engine.checkpoint.fields import Fields
 from services.engine.checkpoint.gguf.header import GgufFile
 from services.engine.checkpoint.gguf.vocabulary import unsaid_id
-from services.engine.placeholders import HEAD_BYTES, refuse_placeholder
+from services.engine.checkpoint.placeholders import HEAD_BYTES, refuse_placeholder
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"

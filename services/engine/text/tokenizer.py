@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from services.common.errors import ModelInvalid
-from services.engine.placeholders import HEAD_BYTES, refuse_placeholder
+from services.engine.checkpoint.placeholders import HEAD_BYTES, refuse_placeholder
 
 TOKENIZER_FILE = "tokenizer.json"
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from services.common.errors import ModelInvalid
 from services.engine.checkpoint.gguf.quants import ENCODINGS, OTHERS
+from services.engine.checkpoint.placeholders import HEAD_BYTES, refuse_placeholder
 from services.engine.checkpoint.safetensors import file_size
 from services.engine.checkpoint.tensor import StoredTensor
-from services.engine.placeholders import HEAD_BYTES, refuse_placeholder
 
 _MAX_KEYS, _MAX_TENSORS = 1 << 16, 1 << 16
 _MAX_STRING_BYTES = 16 << 20

@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from kernels import linear_numpy as linear_module
 from kernels import ops_numpy as ops
-from kernels.linear_numpy import Packed, linear
+from kernels.linear import cpu as linear_module
+from kernels.linear.cpu import Packed, linear
 
 F32 = NDArray[np.float32]
 

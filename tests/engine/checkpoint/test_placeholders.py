@@ -14,7 +14,7 @@ from services.engine.text import chat_files
 from tests.models.checkpoints import llama_config, random_tensors, write_checkpoint
 from tests.models.gguf_files import write_gguf
 
-BUNDLED = Path(__file__).parents[2] / "models/shakespeare"
+BUNDLED = Path(__file__).parents[3] / "models/shakespeare"
 CONFIG = llama_config(vocab=1024)
 
 POINTER = (
