@@ -1,7 +1,7 @@
 # The same targets serve a newcomer, a developer and .ci/run. `make` alone lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench-cache bench-engine bench-kernels bench-metrics buf clients help setup protos protos-bundle release-protos run up down smollm2 test test-gpu lint lint-style lint-types lint-protos bench-step tools clean
+.PHONY: bench-cache bench-engine bench-kernels bench-metrics buf clients help setup protos protos-bundle release-protos run up down smollm2 test test-fast test-gpu lint lint-style lint-types lint-protos bench-step tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -72,6 +72,9 @@ test: $(if $(INSTALL),tools) setup ## Run the tests; INSTALL=1, as root: install
 	@$(PY) -m tests.simulators.rocm.standin build
 	@# Whole files to a process: many share an engine, or what was compiled, among their tests.
 	@$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder tests
+
+test-fast: setup ## Run the tests that start no process and compile nothing, in a minute
+	@$(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --fast tests
 
 test-gpu: setup ## Run the tests that a GPU is for, on this machine's; fails when it has none
 	@# Compiling for AMD needs no GPU, but a clang that a machine with one may not have: CI does that.

@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 
 from tests import tools
+from tests.fast import is_fast
 
 # Whatever else the profile says that hypothesis has chosen, in CI or elsewhere.
 hypothesis.settings.register_profile("any pace", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -42,8 +43,24 @@ FIRST = ("gpu", "rocm", "simulators", "models", "e2e", "kernels", "kvcache")
 FOLDER = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the files, and leave the order within each."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --fast."""
+    parser.addoption("--fast", action="store_true", help="only what starts no process, compiles and searches nothing")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --fast, leave files out by the rule of tests/fast.py."""
+    if config.getoption("--fast") and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        return None if is_fast(collection_path) else True
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Sort the files, and leave the order within each; with --fast, leave out what hypothesis runs."""
+    if config.getoption("--fast"):
+        searches = [item for item in items if item.get_closest_marker("hypothesis")]
+        config.hook.pytest_deselected(items=searches)
+        items[:] = [item for item in items if item not in searches]
     rank = {name: at for at, name in enumerate(FIRST)}
     items.sort(key=lambda item: rank.get(item.path.relative_to(FOLDER).parts[0], len(FIRST)))
 

@@ -1,0 +1,48 @@
+"""Which tests `make test-fast` runs: those that start no process, compile no kernel and search no histories.
+
+The rule reads imports. A file that reaches one of `SLOW` itself, or through modules of tests/ and benchmarks/, is left
+out; of the others, so is each test that hypothesis runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SLOW = frozenset({"subprocess", "multiprocessing", "hypothesis.stateful"})
+#: Where imports are followed: what the product itself may start is for its tests to avoid.
+FOLLOWED = ("tests", "benchmarks")
+
+
+def imported(source: str) -> Iterator[str]:
+    """The modules that a source imports, anywhere in it; ``from a import b`` gives a and a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@functools.cache
+def _names(path: Path) -> frozenset[str]:
+    return frozenset(imported(path.read_text(encoding="utf-8")))
+
+
+def is_fast(path: Path, root: Path = ROOT) -> bool:
+    """Whether neither it nor what it imports of `FOLLOWED`, nor a conftest.py beside it, reaches one of `SLOW`."""
+    todo = [path, *([path.with_name("conftest.py")] if path.parent != root / "tests" else [])]
+    seen = set[Path]()
+    while todo:
+        one = todo.pop()
+        if one in seen or not one.is_file():
+            continue
+        seen.add(one)
+        names = _names(one)
+        if names & SLOW:
+            return False
+        todo += [root / f"{name.replace('.', '/')}.py" for name in names if name.split(".")[0] in FOLLOWED]
+    return True
