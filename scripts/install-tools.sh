@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Install what of scripts/tools.txt is missing: packages of Debian (as root), the rest below build/. Ends with 1, and says
-# what is missing, if not all of it could be installed. Called by .ci/run, `make tools` and `make test INSTALL=1`.
+# Install what of scripts/tools.txt is missing: packages of Debian (as root), the rest below build/. Says what is still
+# missing, and ends with 1 then for root, who could have installed all of it. Called by .ci/run, `make tools` and
+# `make test INSTALL=1`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export DEBIAN_FRONTEND=noninteractive PIP_DEFAULT_TIMEOUT=60
@@ -75,5 +76,6 @@ absent() { absent+=("$1"); }
 for kind in apt go make; do missing $kind absent; done
 if [ ${#absent[@]} -gt 0 ]; then
     echo "still missing: ${absent[*]}" >&2
-    exit 1
+    # Who is not root has been told what to install, and may do without.
+    [ "$(id -u)" != 0 ]
 fi

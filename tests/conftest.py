@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -55,6 +56,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(trylast=True)  # hypothesis marks its tests in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     """Sort the files, and leave the order within each; with --fast, leave out what hypothesis runs."""
     if config.getoption("--fast"):
@@ -107,8 +109,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List those skips, as errors where they are errors."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """List those skips where they are errors; last, behind pytest's own list, say what was not shown."""
+    yield
     if _unexplained and _strict():
         where = "a run for the GPU" if os.environ.get(WANTED) else "CI"
         terminalreporter.section(f'skipped, and not for "{ALLOWED}": {where} fails on these', red=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,16 @@ def test_a_file_is_as_fast_as_what_it_imports(tmp_path: Path, source: str, fast:
     assert is_fast(tmp_path / "tests/engine/test_it.py", tmp_path) == fast
     (tmp_path / "tests/engine/conftest.py").write_text("import subprocess")
     assert not is_fast(tmp_path / "tests/engine/test_it.py", tmp_path)
+
+
+def test_what_hypothesis_runs_is_left_out_and_so_are_files_that_are_slow() -> None:
+    files = ["tests/engine/checkpoint/gguf/test_merges.py", "tests/engine/test_engine_process.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q", "--fast", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    names = [line.split("::")[1] for line in done.stdout.splitlines() if "::" in line]
+    source = (ROOT / files[0]).read_text(encoding="utf-8")
+    given = re.findall(r"^@given.*\ndef (\w+)", source, re.MULTILINE)
+    assert done.returncode == 0 and names and given and not set(names) & set(given), done.stdout
 
 
 def test_the_rule_knows_the_suite() -> None:
