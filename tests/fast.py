@@ -33,8 +33,8 @@ def _names(path: Path) -> frozenset[str]:
 
 
 def is_fast(path: Path, root: Path = ROOT) -> bool:
-    """Whether neither it nor what it imports of `FOLLOWED`, nor a conftest.py beside it, reaches one of `SLOW`."""
-    todo = [path, *([path.with_name("conftest.py")] if path.parent != root / "tests" else [])]
+    """Whether neither it nor what it imports of `FOLLOWED`, nor a conftest.py above it, reaches one of `SLOW`."""
+    todo = [path, *(folder / "conftest.py" for folder in path.parents if root / "tests" in folder.parents)]
     seen = set[Path]()
     while todo:
         one = todo.pop()
