@@ -23,7 +23,6 @@ from services.common.call_stats import CallStats
 from services.common.histogram import Histogram
 from services.engine.api.served import Served
 from services.engine.delivery.registry import GenerationRegistry, RegistryLimits
-from services.engine.delivery.streams import Streams
 from services.engine.metrics import EngineMetrics
 from services.engine.pages.local import LocalPageSource
 from services.engine.pages.source import PageCopy
@@ -83,7 +82,7 @@ def scrape_ms(loop: EngineLoop, count: int = 50) -> float:
     """Milliseconds of one scrape of an engine, its text included; it is no thread's of the engine."""
     served = mock.create_autospec(Served, instance=True, model_id="none", backend="none", loop=loop)
     served.limits, served.epoch = Limits(1, 2, 1), lambda: 0
-    metrics = EngineMetrics(Streams(), GenerationRegistry(RegistryLimits()), CallStats(), CallStats(), lambda: False)
+    metrics = EngineMetrics(GenerationRegistry(RegistryLimits()), CallStats(), CallStats(), lambda: False)
     metrics.serve(served)
     registry = CollectorRegistry()
     registry.register(metrics)

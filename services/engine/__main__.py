@@ -40,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if words[:1] == ["doctor"]:
             return doctor.main(words[1:], os.environ)
-        config = Config.read(words[1:] if words[:1] == ["serve"] else words, os.environ)
+        clients = f"\nClient commands, each with its own --help: {', '.join(cli.COMMANDS)}."
+        config = Config.read(words[1:] if words[:1] == ["serve"] else words, os.environ, clients)
         configure_logging(config.log_level)
         run_until_signal(lambda stop: _serve(config, stop))
     except ServiceError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from services.common.settings import Program, setting
 from services.common.values import Kind, byte_size, one_of, seconds, whole
 from services.engine.checkpoint.gguf.model import is_gguf
 from services.engine.checkpoint.gguf.shards import files_of, name_of
-from services.engine.cli import COMMANDS
 from services.engine.delivery.registry import RegistryLimits
 from services.engine.model.backend import CPU, DEVICES, DTYPES, KV_DTYPES, REPLAYS
 from services.engine.scheduling.admission import Limits
@@ -37,7 +37,6 @@ _SAMPLES = 64
 PROGRAM = Program(
     "python -m services.engine [serve]",
     "The inference engine: text in, text out, its K and V in pages of the KV-cache daemon.\n"
-    f"Its clients are `python -m services.engine` {', '.join(COMMANDS)}; each has --help.\n"
     "`python -m services.engine doctor` checks whether this machine can run it.",
     "ROCMFORGE_ENGINE",
 )
@@ -173,9 +172,13 @@ class Config(Listening):
     echo: dict[str, Any]
 
     @classmethod
-    def read(cls, arguments: list[str] | None, environ: Mapping[str, str]) -> Config:
-        """Flags over environment over file over defaults. Raises InvalidConfiguration."""
-        values = settings.read(cls, PROGRAM, arguments, environ)
+    def read(cls, arguments: list[str] | None, environ: Mapping[str, str], more_help: str = "") -> Config:
+        """Flags over environment over file over defaults; ``more_help`` ends what --help says of the engine.
+
+        Raises InvalidConfiguration.
+        """
+        program = dataclasses.replace(PROGRAM, description=PROGRAM.description + more_help)
+        values = settings.read(cls, program, arguments, environ)
         config = cls(**values.fields, echo=values.echo())
         _check_budget(config.max_batch, config.max_step_tokens)
         config.check_exposure()

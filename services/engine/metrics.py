@@ -12,9 +12,9 @@ from services.common.histogram import Histogram
 from services.common.prometheus import Families, Rows
 from services.engine.api.served import Served
 from services.engine.delivery.registry import GenerationRegistry
-from services.engine.delivery.streams import Streams
 from services.engine.scheduling.loop import EngineLoop
 from services.engine.scheduling.sequence import FinishReason
+from services.engine.scheduling.stats import Snapshot
 
 PREFIX = "rocmforge_engine_"
 
@@ -27,13 +27,11 @@ class EngineMetrics(Collector):
 
     def __init__(
         self,
-        streams: Streams,
         generations: GenerationRegistry,
         served_calls: CallStats,
         made_calls: CallStats,
         draining: Callable[[], bool],
     ) -> None:
-        self._streams = streams
         self._generations = generations
         self._served_calls = served_calls
         self._made_calls = made_calls
@@ -55,37 +53,32 @@ class EngineMetrics(Collector):
         families.calls("rpc", "Calls that the engine served", self._served_calls)
         families.calls("kvcache_rpc", "Calls that the engine made to the KV-cache daemon", self._made_calls)
         if self._served is not None:
-            self._tell_served(families, self._served)
-            _tell_loop(families, self._served.loop)
+            now = self._served.loop.snapshot()
+            self._tell_served(families, self._served, now)
+            _tell_loop(families, self._served.loop, now)
         return families.metrics
 
-    def _tell_served(self, families: Families, served: Served) -> None:
-        scheduler = served.loop.scheduler
-        running = len(scheduler.running) + len(scheduler.leaving)
-        waiting = max(0, len(self._streams) - running)
+    def _tell_served(self, families: Families, served: Served, now: Snapshot) -> None:
         families.info("model_info", "What is served.", model=served.model_id, backend=served.backend)
         families.info("lease_info", "The daemon's run that the session is of.", epoch=f"{served.epoch():016x}")
-        families.gauge("num_requests_running", "Requests that have pages.", running)
-        families.gauge("num_requests_waiting", "Requests that wait for a place or for pages.", waiting)
-        families.gauge("num_tokens_waiting", "Tokens that these have to be computed.", scheduler.waiting.tokens)
+        families.gauge("num_requests_running", "Requests that hold pages.", now.running_requests)
+        families.gauge("num_requests_waiting", "Requests waiting for a place or for pages.", now.waiting_requests)
+        families.gauge("num_tokens_waiting", "Tokens that waiting requests start with.", now.waiting_tokens)
         families.gauge("queue_limit_requests", "Requests that may wait.", served.limits.max_queue)
         families.gauge("queue_limit_tokens", "Tokens that may wait.", served.limits.max_queue_tokens)
-        families.gauge("kv_pages_held", "Distinct pages that live requests of this engine have.", scheduler.held_pages)
-        usage = scheduler.held_pages / max(1, scheduler.total_pages)
-        families.gauge("kv_cache_usage_perc", "Part of the pool that these are, 0 to 1.", usage)
+        families.gauge("kv_pages_held", "Distinct pages that live requests of this engine hold.", now.held_pages)
+        usage = now.held_pages / max(1, now.total_pages)
+        families.gauge("kv_cache_usage_perc", "Their share of the pool, 0 to 1.", usage)
 
 
-def _tell_loop(families: Families, loop: EngineLoop) -> None:
-    totals, scheduler, seen = loop.totals, loop.scheduler, loop.stats
-    stalled_s = loop.watchdog.stalled_s
-    families.gauge("stalled_seconds", "Seconds since the last step while requests run or wait; else 0.", stalled_s)
+def _tell_loop(families: Families, loop: EngineLoop, now: Snapshot) -> None:
+    totals, seen = loop.totals, loop.stats
+    families.gauge("stalled_seconds", "Seconds since the last step while requests run or wait; else 0.", now.stalled_s)
     families.counter("prompt_tokens_total", "Tokens of prompts that were queued.", totals.prompt_tokens)
     families.counter("generation_tokens_total", "Tokens sampled.", totals.generated_tokens)
-    families.counter("num_preemptions_total", "Requests that gave their pages up for others.", scheduler.preemptions)
-    families.counter(
-        "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", scheduler.looked_up_tokens
-    )
-    families.counter("prefix_cache_hits_total", "Prompt tokens found there.", scheduler.cached_tokens)
+    families.counter("num_preemptions_total", "Requests that gave their pages up for others.", now.preemptions)
+    families.counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", now.looked_up_tokens)
+    families.counter("prefix_cache_hits_total", "Prompt tokens found there.", now.cached_tokens)
     ended: Rows = {(reason.name.lower(),): totals.ended[reason] for reason in FinishReason}
     families.counters("request_success_total", "Requests that ended without an error.", ("finished_reason",), ended)
     families.counters(

@@ -67,9 +67,7 @@ class Engine:
         self.generations = GenerationRegistry(config.retention)
         self.servicer = EngineServicer(self.streams, self.generations, throttle=Throttle(config.messages_per_s))
         self.calls, self.kvcache_calls = CallStats(), CallStats()
-        self.metrics = EngineMetrics(
-            self.streams, self.generations, self.calls, self.kvcache_calls, lambda: self.servicer.draining
-        )
+        self.metrics = EngineMetrics(self.generations, self.calls, self.kvcache_calls, lambda: self.servicer.draining)
         self._endpoint = Endpoint(config.metrics, self.metrics) if config.metrics is not None else None
         self.loop: EngineLoop | None = None
         self.pool_id = ""

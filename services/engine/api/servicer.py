@@ -303,27 +303,26 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """See the proto."""
         served = self._model()
         self.generations.expire()
-        totals, scheduler = served.loop.totals, served.loop.scheduler
-        running = len(scheduler.running) + len(scheduler.leaving)
+        totals, now = served.loop.totals, served.loop.snapshot()
         return pb.GetStatsResponse(
-            running_requests=running,
-            queued_requests=max(0, self.streams.samples - running),
+            running_requests=now.running_requests,
+            queued_requests=now.waiting_requests,
             queue_limit=served.limits.max_queue,
             finished_requests=totals.finished_requests,
             failed_requests=totals.failed_requests,
             cancelled_requests=totals.cancelled_requests,
             prompt_tokens=totals.prompt_tokens,
-            cached_tokens=scheduler.cached_tokens,
+            cached_tokens=now.cached_tokens,
             generated_tokens=totals.generated_tokens,
-            preemptions=scheduler.preemptions,
+            preemptions=now.preemptions,
             steps=totals.steps,
             page_calls=totals.page_calls,
             page_wait=duration_of(totals.page_wait_s),
-            held_pages=scheduler.held_pages,
+            held_pages=now.held_pages,
             recoveries=totals.recoveries,
             draining=self.draining,
             kvcache_epoch=served.epoch(),
-            queued_tokens=scheduler.waiting.tokens,
+            queued_tokens=now.waiting_tokens,
             queue_token_limit=served.limits.max_queue_tokens,
             retained_generations=self.generations.retained,
             generation_bytes=self.generations.bytes,

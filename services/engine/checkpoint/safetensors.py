@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from services.common.errors import ModelInvalid
+from services.engine.checkpoint.files import file_size
 from services.engine.checkpoint.placeholders import HEAD_BYTES, refuse_placeholder
 from services.engine.checkpoint.tensor import BF16, F16, F32, StoredTensor
 
@@ -105,17 +105,6 @@ def _header(file: Path) -> list[StoredTensor]:
 
 def _is_size(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 1 << 63
-
-
-def file_size(file: Path) -> int:
-    """Bytes of a file. Raises ``ModelInvalid`` when it is missing, or not a regular one."""
-    try:
-        status = file.stat()
-    except OSError as error:
-        raise ModelInvalid(f"{file} cannot be read: {error.strerror or error}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise ModelInvalid(f"{file} is not a regular file")
-    return status.st_size
 
 
 def _parse(raw: bytes, file: Path) -> dict[str, Any]:

@@ -178,11 +178,6 @@ class Streams:
     def __len__(self) -> int:
         return len(self._live)
 
-    @property
-    def samples(self) -> int:
-        """Samples of live requests that have not ended."""
-        return sum(samples for _, samples in self._live.values())
-
     def check_free(self, request_id: str) -> None:
         """Raises RequestExists when a request with this id is live."""
         if request_id in self._live:

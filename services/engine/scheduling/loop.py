@@ -24,8 +24,8 @@ from services.engine.sampling.result import Result
 from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.scheduler import Advance, Scheduler
-from services.engine.scheduling.sequence import FinishReason, Outcome, Request, Sequence
-from services.engine.scheduling.stats import EngineStats
+from services.engine.scheduling.sequence import FinishReason, Outcome, Request, Sequence, State
+from services.engine.scheduling.stats import EngineStats, Snapshot
 from services.engine.scheduling.step import Chunk
 from services.engine.scheduling.watchdog import Watchdog
 
@@ -82,7 +82,7 @@ class Totals:
 class EngineLoop:
     """Drives a scheduler, a runner and a page source.
 
-    ``submit``, ``cancel``, ``drain`` and ``stop`` may be called from any thread; ``run``, or ``iterate``
+    ``submit``, ``snapshot``, ``cancel``, ``drain`` and ``stop`` may be called from any thread; ``run``, or ``iterate``
     by hand, from one. ``on_serving`` hears whether requests can be served at all: False after ``patience_s`` seconds
     without a page source, and for good after an unexpected failure.
     """
@@ -106,6 +106,7 @@ class EngineLoop:
         self._on_serving = on_serving
         self._clock = clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._arriving: dict[int, int] = {}  # samples of each request that is still in the inbox
         self._events: list[Event] = []
         self._draining = self._stopping = False
         self._refusal: ServiceError | None = None  # what new requests are told, when nothing can serve them
@@ -127,7 +128,26 @@ class EngineLoop:
 
     def submit(self, request: Request) -> None:
         """Queue a request; its events, exactly one of them with an outcome, go to the outbox."""
+        self._arriving[id(request)] = 1 + len(request.others)
         self._inbox.put(partial(self._submit, request))
+
+    def snapshot(self) -> Snapshot:
+        """Return the counts of this moment. The engine's thread is not waited for, however long its step takes."""
+        scheduler = self.scheduler
+        # One copy of all live sequences, which nothing interrupts: none is counted twice, or between two states.
+        states = [sequence.state for sequence in list(scheduler.live.values())]
+        waiting = states.count(State.WAITING)
+        return Snapshot(
+            running_requests=len(states) - waiting,
+            waiting_requests=waiting + sum(list(self._arriving.values())),
+            waiting_tokens=scheduler.waiting.tokens,
+            held_pages=scheduler.held_pages,
+            total_pages=scheduler.total_pages,
+            preemptions=scheduler.preemptions,
+            looked_up_tokens=scheduler.looked_up_tokens,
+            cached_tokens=scheduler.cached_tokens,
+            stalled_s=self.watchdog.stalled_s,
+        )
 
     def cancel(self, request_id: str) -> None:
         """End a request as cancelled; one that is over or unknown stays so."""
@@ -310,6 +330,7 @@ class EngineLoop:
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _submit(self, request: Request) -> None:
+        del self._arriving[id(request)]
         refusal = self._refusal
         if refusal is None:
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from services.common.histogram import Histogram
 from services.engine.scheduling.sequence import Usage
 
@@ -24,6 +26,25 @@ STEP_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """An engine at one moment. A request with n samples counts n times, as it does against the queue's limit.
+
+    Running requests hold pages, those that have ended and are giving them back included; every other live request is
+    waiting, those that the engine's thread has yet to take up included.
+    """
+
+    running_requests: int
+    waiting_requests: int
+    waiting_tokens: int
+    held_pages: int
+    total_pages: int
+    preemptions: int
+    looked_up_tokens: int
+    cached_tokens: int
+    stalled_s: float
 
 
 class EngineStats:

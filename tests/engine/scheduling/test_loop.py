@@ -666,3 +666,32 @@ def test_an_unexpected_failure_ends_everything_loudly_and_refuses_what_comes() -
     assert threaded.thread.is_alive() and not threaded.loop.scheduler.live
     assert threaded.local.live_sequences == 0
     threaded.stop()
+
+
+def test_a_snapshot_counts_samples_and_what_is_still_in_the_inbox() -> None:
+    harness = Harness(pages=64, max_batch=4)
+
+    def counted() -> tuple[int, int]:
+        now = harness.loop.snapshot()
+        return now.running_requests, now.waiting_requests
+
+    assert counted() == (0, 0)
+    harness.submit(make_request("four", max_tokens=9, n=4))
+    harness.submit(make_request("one", max_tokens=9))
+    assert counted() == (0, 5)  # the engine's thread has seen neither
+    harness.iterate(4)
+    assert counted() == (4, 1)
+    harness.loop.cancel("four")
+    harness.iterate(4)
+    assert counted() == (1, 0)
+    harness.until_idle()
+    assert counted() == (0, 0)
+
+
+def test_a_refused_request_is_no_longer_counted() -> None:
+    harness = Harness(pages=2)
+    harness.submit(make_request("large", [1] * 99))
+    assert harness.loop.snapshot().waiting_requests == 1
+    harness.iterate()
+    assert harness.loop.snapshot().waiting_requests == 0
+    assert error_of(harness, "large") is not None

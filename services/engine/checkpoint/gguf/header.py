@@ -16,9 +16,9 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from services.common.errors import ModelInvalid
+from services.engine.checkpoint.files import file_size
 from services.engine.checkpoint.gguf.quants import ENCODINGS, OTHERS
 from services.engine.checkpoint.placeholders import HEAD_BYTES, refuse_placeholder
-from services.engine.checkpoint.safetensors import file_size
 from services.engine.checkpoint.tensor import StoredTensor
 
 _MAX_KEYS, _MAX_TENSORS = 1 << 16, 1 << 16
