@@ -14,6 +14,7 @@ import structlog
 from google.protobuf import duration_pb2
 
 from rocmforge.engine.v1 import engine_pb2 as pb
+from services.engine.pages import daemon
 from tests.engine.running import RunningEngine
 
 
@@ -21,6 +22,13 @@ from tests.engine.running import RunningEngine
 def logged() -> Iterator[list[MutableMapping[str, Any]]]:
     with structlog.testing.capture_logs() as events:
         yield events
+
+
+@pytest.fixture
+def patient_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls to the daemon are waited for however slow this machine is."""
+    for name in ("MAX_CALL_S", "CLOSE_S"):
+        monkeypatch.setattr(daemon, name, 60.0)
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ VOCABULARY = 6
 EOS = 5
 POISON = -1
 #: Rounds without a step that an engine may need although its page source answers and nobody else uses the pool: a last
-#: report, a removal, an opening that is refused, its next try, and a deadline that cuts the wait for it short.
-FRUITLESS_ROUNDS = 5
+#: report, a removal, an opening that is refused, and its next try.
+FRUITLESS_ROUNDS = 4
 
 
 class Clock:
@@ -310,11 +310,11 @@ class Harness:
     def iterate(self, times: int = 1) -> None:
         for _ in range(times):
             loop, before = self.loop, (len(self.memory.steps), self.source.failures)
-            silent = loop._lost or self.clock.now < loop._retry_at
+            waits = loop._lost or self.clock.now < max(loop._retry_at, loop.scheduler.admits_at or 0.0)
             delay = loop.iterate()
             self.clock.now += delay + 0.001
             self.check()
-            moved = silent or loop._lost or before != (len(self.memory.steps), self.source.failures)
+            moved = waits or loop._lost or before != (len(self.memory.steps), self.source.failures)
             idle = not (loop.scheduler.running or loop.scheduler.waiting)
             self.fruitless = 0 if moved or idle or self.shared else self.fruitless + 1
             assert self.fruitless <= FRUITLESS_ROUNDS, f"nothing runs in a pool of one's own: {loop.scheduler}"

@@ -23,6 +23,8 @@ from tests.engine.fakes import Clock, Harness, Scripted, TokenMemory, alone, mak
 from tests.engine.scheduling.test_workload import prompts
 from tests.kvcache.conftest import Running
 
+pytestmark = pytest.mark.usefixtures("patient_calls")
+
 PAGE_SIZE = 4
 names = itertools.count()
 

@@ -22,6 +22,8 @@ from tests.engine.scheduling.test_daemon_workload import DaemonHarness
 from tests.engine.scheduling.test_workload import prompts
 from tests.kvcache.conftest import Running
 
+pytestmark = pytest.mark.usefixtures("patient_calls")
+
 Made = Callable[..., Harness]
 
 
