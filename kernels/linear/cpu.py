@@ -59,8 +59,8 @@ class Packed:
         self.blocks: F32 = tensor[:whole].reshape(-1, inputs, BLOCK_STEP)
         self.rest: F32 = tensor[whole:].reshape(inputs, outputs - whole)
         for block, its_rows in zip(self.blocks, rows, strict=True):
-            block[...] = its_rows.T.copy()
-        self.rest[...] = tensor[whole:].T.copy()
+            block[...] = its_rows.T  # NumPy sees that they overlap
+        self.rest[...] = tensor[whole:].T
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -126,20 +126,31 @@ def product_rows(outputs: int, inputs: int) -> tuple[int, ...]:
     """
     generator = np.random.Generator(np.random.PCG64(0))
     weight = generator.standard_normal((outputs, inputs), np.float32)
-    x = generator.standard_normal((LEAST_ROWS, inputs), np.float32)
-    same = multiply(np.repeat(x[:1], LEAST_ROWS, axis=0), weight)
-    if not np.array_equal(same, np.repeat(same[:1], LEAST_ROWS, axis=0)):
-        return ()
-    sizes, product = [LEAST_ROWS], multiply(x, weight)
+    least = LEAST_ROWS
+    while least <= THIN_ROWS:  # products of fewer may have a kernel of their own
+        sizes = _alike(weight, least, generator)
+        if sizes[-1] > THIN_ROWS:
+            return sizes
+        least *= 2
+    return ()
+
+
+def _alike(weight: F32, least: int, generator: np.random.Generator) -> tuple[int, ...]:
+    """Numbers of rows from ``least`` on with the bits of products of ``least`` rows; (0,) if not even those agree."""
+    x = generator.standard_normal((least, weight.shape[1]), np.float32)
+    same = multiply(np.repeat(x[:1], least, axis=0), weight)
+    if not np.array_equal(same, np.repeat(same[:1], least, axis=0)):
+        return (0,)
+    sizes, product = [least], multiply(x, weight)
     while (half := sizes[-1]) < MOST_ROWS:
-        more = generator.standard_normal((half, inputs), np.float32)
+        more = generator.standard_normal((half, weight.shape[1]), np.float32)
         x = np.concatenate([x, more])
         whole = multiply(x, weight)
         if not (np.array_equal(whole[:half], product) and np.array_equal(whole[half:], multiply(more, weight))):
             break
         sizes.append(2 * half)
         product = whole
-    return tuple(sizes) if sizes[-1] > THIN_ROWS else ()
+    return tuple(sizes)
 
 
 def multiply(x: F32, weight: F32) -> F32:
