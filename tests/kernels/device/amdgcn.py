@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NOTES = Path(__file__).parents[3] / "build" / "kernels" / "notes"
+CODE = Path(__file__).parents[3] / "build" / "kernels" / "code"
 CLANG, ASSEMBLER, READELF = "clang++-19", "llvm-as-19", "llvm-readelf-19"
 #: Names of scripts/tools.txt.
 TOOLS = ("clang", "lld", "llvm", "device-libs", "hip")
@@ -48,7 +49,7 @@ class Kernel:
 class Toolchain:
     """clang with device libraries for every GPU of `WAVES`, in a new ``folder``.
 
-    What was compiled before, by any process, is read from `NOTES`.
+    What was compiled before, by any process, is read from `NOTES` and `CODE`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,20 +68,23 @@ class Toolchain:
 
     def compile(self, text: str, defines: Mapping[str, str], gpu: str) -> list[Kernel]:
         """Compile a source for ``gpu``; raises CompileError."""
-        words = [*OPTIONS, f"-DRF_WAVE={WAVES[gpu]}", *(f"-D{key}={value}" for key, value in defines.items())]
-        key = hashlib.sha256("\0".join([self._version, gpu, *words, text]).encode()).hexdigest()[:24]
-        known = NOTES / key
+        known = NOTES / self._key(text, defines, gpu)
+        if not known.exists():
+            _keep(known, _run([READELF, "--notes", str(self.code(text, defines, gpu))]).encode())
+        return read_notes(known.read_text())
+
+    def code(self, text: str, defines: Mapping[str, str], gpu: str) -> Path:
+        """Return the code object of a source for ``gpu``; raises CompileError."""
+        known = CODE / self._key(text, defines, gpu)
         if not known.exists():
             header = ["-Xclang", "-include-pch", "-Xclang", str(self._header(gpu))]
-            code = self._folder / key
-            _run([*self._command(gpu), *words, *header, "-", "-o", str(code)], text)
-            notes = _run([READELF, "--notes", str(code)])
-            NOTES.mkdir(parents=True, exist_ok=True)
-            # Whole, or not at all: another process may look for it now, and what is cut off would be found for ever.
-            with tempfile.NamedTemporaryFile("w", dir=NOTES, prefix=".new-", delete=False) as new:
-                new.write(notes)
-            os.replace(new.name, known)
-        return read_notes(known.read_text())
+            code = self._folder / known.name
+            _run([*self._command(gpu), *_options(defines, gpu), *header, "-", "-o", str(code)], text)
+            _keep(known, code.read_bytes())
+        return known
+
+    def _key(self, text: str, defines: Mapping[str, str], gpu: str) -> str:
+        return hashlib.sha256("\0".join([self._version, gpu, *_options(defines, gpu), text]).encode()).hexdigest()[:24]
 
     def _command(self, gpu: str) -> list[str]:
         libraries = ["--rocm-path=/usr", f"--rocm-device-lib-path={self._libraries}"]
@@ -124,6 +128,18 @@ def read_notes(notes: str) -> list[Kernel]:
             )
         )
     return kernels
+
+
+def _options(defines: Mapping[str, str], gpu: str) -> list[str]:
+    return [*OPTIONS, f"-DRF_WAVE={WAVES[gpu]}", *(f"-D{key}={value}" for key, value in defines.items())]
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """Whole, or not at all: another process may look for it now, and what is cut off would be found for ever."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=".new-", delete=False) as new:
+        new.write(data)
+    os.replace(new.name, path)
 
 
 def _bitcode() -> list[Path]:
