@@ -1,6 +1,7 @@
-"""The devices that tests of kernels run on: CPUs that execute as a GPU does, and the GPU if there is one.
+"""The devices that tests of kernels run on: CPUs that execute as a GPU does, AMD's machine code, a GPU if there is one.
 
-Take the fixture ``device``; a test that takes it runs once on each of `NAMES`. Every device offers::
+Take the fixture ``device``; a test that takes it runs once on each of `NAMES`, and on those of `MACHINES` that
+conftest.py selects. Every device offers::
 
     module = device.compile("norm", {"RF_TYPE": "BF16"})        # kernels/hip/norm.hip; RF_WAVE is the device's own
     module.launch("rms_norm", grid, block, args, shared=0)      # extents: int or tuple; waits for the kernel
@@ -25,6 +26,8 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from kernels.device import module
 from tests import tools
+from tests.kernels.device import amdgcn
+from tests.simulators import amdgpu
 from tests.simulators.cpu.executor import Cpu, Extent, poisoned
 
 
@@ -103,6 +106,13 @@ def _gpu() -> Device:
     return Gpu()
 
 
+def _machine(gpu: str) -> Device:
+    absent = amdgcn.missing() or amdgpu.missing()
+    if absent:
+        pytest.skip(absent)
+    return amdgpu.Amd(gpu)
+
+
 #: By name. Permuted order finds a missing barrier, the sanitised build what is read or written beside an array, the
 #: optimised one what is right for as long as a compiler leaves it alone.
 DEVICES: dict[str, Callable[[], Device]] = {
@@ -115,15 +125,20 @@ DEVICES: dict[str, Callable[[], Device]] = {
     "cpu-w32-optimised": lambda: Cpu(32, optimised=True),
     "cpu-gfx11": lambda: Cpu(32, permuted=True, gfx11=True),
     "cupy": _gpu,
+    **{gpu: functools.partial(_machine, gpu) for gpu in amdgpu.GPUS},
 }
+#: Those that execute what clang makes for AMD's GPUs.
+MACHINES = list(amdgpu.GPUS)
 #: Those that every test of a kernel runs on: the others are for matrix units.
-NAMES = [name for name in DEVICES if name not in ("cpu-w32-optimised", "cpu-gfx11")]
+NAMES = [name for name in DEVICES if name not in ("cpu-w32-optimised", "cpu-gfx11", *MACHINES)]
 
 
 def get(name: str) -> Device:
     """Return the device of that name, the same one every time; skips the test for want of a GPU or a compiler."""
     if name.startswith("cpu"):
         tools.need("g++")
+    if name in MACHINES:
+        tools.need("g++", *amdgcn.TOOLS)
     return _made(name)
 
 

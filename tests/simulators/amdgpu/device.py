@@ -34,7 +34,7 @@ GPUS = ("gfx942", "gfx90a", "gfx1100", "gfx1201")
 #: Of static and dynamic LDS together: what the project's kernels may use, less than any of these GPUs has.
 MOST_SHARED = 48 * 1024
 #: Instructions that a wave may execute in a launch: many times what any launch of the tests takes.
-BOUND = 50_000_000
+BOUND = 20_000_000
 
 
 class Memory:
@@ -122,14 +122,12 @@ class Module:
             found[one.mnemonic] += count
         return found
 
-    def launch(
-        self, name: str, grid: Extent, block: Extent, args: Sequence[Any], shared: int = 0, bound: int = BOUND
-    ) -> None:
+    def launch(self, name: str, grid: Extent, block: Extent, args: Sequence[Any], shared: int = 0) -> None:
         """Run kernel ``name`` and return when it has ended.
 
         ``args`` are arrays, None for a null pointer, or NumPy scalars of exactly the kernel's widths; ``shared`` is the
-        bytes of dynamic LDS, ``bound`` the instructions that a wave may execute. Raises Fault, which names the kernel,
-        the instruction and, if it is about memory, the address.
+        bytes of dynamic LDS. Raises Fault, which names the kernel, the instruction and, if it is about memory, the
+        address.
         """
         kernel = self.code.kernels.get(name)
         if kernel is None:
@@ -143,7 +141,7 @@ class Module:
         arguments = memory.add(_arguments(kernel, args, grid, block, shared, what), "the arguments", writable=False)
         packet = memory.add(_packet(kernel, grid, block, shared, arguments), "the dispatch packet", writable=False)
         launch = Launch(
-            arguments=arguments, packet=packet, bound=bound, entry=kernel.entry, grid=grid, block=block,
+            arguments=arguments, packet=packet, bound=self._device.bound, entry=kernel.entry, grid=grid, block=block,
             shared_bytes=kernel.shared_bytes + shared, private_bytes=kernel.private_bytes, lanes=kernel.lanes,
             vectors=kernel.vectors, accumulators=kernel.accumulators, properties=kernel.properties,
             user_scalars=kernel.user_scalars, ids=kernel.ids, ids_in_traps=self.code.gpu.startswith("gfx12"),
@@ -161,14 +159,16 @@ class Module:
 class Amd:
     """A device of one of `GPUS`: compiles sources, loads code objects, holds arrays, launches kernels.
 
-    Blocks run in a random order, and the waves of a block by turns of random length: ``seed`` says which.
+    Blocks run in a random order, and the waves of a block by turns of random length: ``seed`` says which. ``bound`` is
+    the instructions that a wave may execute in a launch.
     """
 
-    def __init__(self, gpu: str, *, seed: int = 1) -> None:
+    def __init__(self, gpu: str, *, seed: int = 1, bound: int = BOUND) -> None:
         if gpu not in GPUS:
             raise ValueError(f"gpu={gpu!r}: must be one of {', '.join(GPUS)}")
         self.gpu = gpu
         self.wave = WAVES[gpu]
+        self.bound = bound
         self.memory = Memory()
         self._seed = seed
 

@@ -52,6 +52,7 @@ def executor() -> ctypes.CDLL:
         ("program_end", None, [_pointer]),
         ("counts", None, [_pointer, ctypes.POINTER(_u64)]),
         ("launch", ctypes.c_int, [_pointer, _pointer, ctypes.POINTER(Launch)]),
+        ("wave", ctypes.c_int, [_pointer, _pointer, _u32, _u32, *[_pointer] * 4, _u32, _pointer, _u32]),
         ("has", ctypes.c_int, [ctypes.c_char_p]),
     ]:
         function = getattr(library, f"executor_{name}")

@@ -211,6 +211,36 @@ void executor_counts(Program *program, u64 *counts) {
 int executor_launch(Program *program, Memory *memory, const Launch *launch) {
     return guarded([&] { run(*program, *memory, *launch); });
 }
+// One wave from `pc` to its end, with the registers, LDS and private memory that are given; they come back as they are
+// then. For tests of single instructions.
+int executor_wave(Program *program, Memory *memory, u32 pc, u32 lanes, u32 *scalars, u32 *vectors, u8 *scc, u8 *shared,
+                  u32 shared_bytes, u8 *private_bytes, u32 private_each) {
+    return guarded([&] {
+        Block block{memory, program, std::vector<u8>(shared, shared + shared_bytes), private_each, 1};
+        Wave w;
+        w.block = &block;
+        w.lanes = (int)lanes;
+        w.at = program->index_of(program->base + pc, "a launch");
+        w.v = (u32(*)[LANES])vectors;
+        w.scc = *scc;
+        memset(w.mask, 0, sizeof w.mask);
+        memcpy(w.s, scalars, sizeof w.s);
+        w.private_words.resize((u64)private_each * lanes / 4);
+        if (private_each) memcpy(w.private_words.data(), private_bytes, (u64)private_each * lanes);
+        while (!w.ended) {
+            const Instruction &in = program->code[w.at];
+            program->executed[w.at++]++;
+            if (++w.steps > 1000) fault("does not end");
+            in.handler(w, in);
+            if (w.waiting && block.generation <= w.joined) fault("waits for ever");
+            if (w.waiting) w.waiting = w.signalled = false;
+        }
+        *scc = w.scc;
+        memcpy(scalars, w.s, sizeof w.s);
+        std::copy(block.shared.begin(), block.shared.end(), shared);
+        if (private_each) memcpy(private_bytes, w.private_words.data(), (u64)private_each * lanes);
+    });
+}
 // Whether the executor has an instruction of that name.
 int executor_has(const char *name) { return handlers().count(name) != 0; }
 }
