@@ -56,8 +56,12 @@ class Memory:
         """Return the address of a copy of ``data``; ``name`` is for errors."""
         address = ctypes.c_uint64()
         checked(self._library.executor_new(self._handle, len(data), name.encode(), writable, ctypes.byref(address)))
-        ctypes.memmove(self._library.executor_data(self._handle, address.value), data, len(data))
+        self.write(address.value, data)
         return address.value
+
+    def write(self, address: int, data: bytes) -> None:
+        """Overwrite the first bytes of the array at ``address``."""
+        ctypes.memmove(self._library.executor_data(self._handle, address), data, len(data))
 
     def read(self, address: int, count: int) -> bytes:
         """Return the first ``count`` bytes of the array at ``address``."""

@@ -17,11 +17,10 @@ def rounded(exact: Fraction, kind: type[np.floating[Any]], zero_sign: float = 1.
     if exact == 0:
         return kind(math.copysign(0.0, zero_sign))
     magnitude = abs(exact)
-    exponent = max(math.floor(math.log2(float(magnitude))) if float(magnitude) > 0 else -1100, int(info.minexp))
-    while Fraction(2) ** exponent > magnitude and exponent > info.minexp:
+    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+    if Fraction(2) ** exponent > magnitude:
         exponent -= 1
-    while Fraction(2) ** (exponent + 1) <= magnitude:
-        exponent += 1
+    exponent = max(exponent, int(info.minexp))
     unit = Fraction(2) ** (exponent - info.nmant)
     steps = magnitude / unit
     whole = math.floor(steps)

@@ -2,7 +2,8 @@
 
 `LANES`: a pattern of mnemonics without the suffix of their encoding, a form, and a function of arrays, one number a lane.
 A form names the destination's type and the sources': u i f are of 32 bits, U I F of 64, k j h of 16, m is a mask of
-lanes; ``um`` a number and a mask. `SCALARS`: of whole numbers or floats and SCC; a pair is a result and the new SCC.
+lanes, s a small number; ``um`` is a number and a mask, + the destination as a source, # a literal, v VCC without a word
+of it, ~ an approximation.
 
 The functions are written in whole numbers and exact fractions, apart from the executor and its names.
 """
@@ -36,10 +37,6 @@ def signed(value: int, bits: int) -> int:
 def whole(function: Callable[..., int], kind: Any = np.uint32) -> Callable[..., Values]:
     """Return a function of whole numbers for arrays."""
     return lanewise(function, kind)
-
-
-def _of_floats(function: Callable[[Values, Values], Values]) -> Callable[[Values, Values], Values]:
-    return function
 
 
 def most(a: Values, b: Values) -> Values:
@@ -205,16 +202,8 @@ def _wide_sum(low: int, high: int) -> Callable[..., tuple[Values, Values]]:
     return over
 
 
-def _clipped(function: Callable[[int], int]) -> Callable[[Values], Values]:
-    return whole(function)
-
-
 def _half_words(a: Values, b: Values) -> Values:
     return a.astype(np.uint32) | b.astype(np.uint32) << 16
-
-
-def _shifted(value: int, by: int, bits: int) -> int:
-    return value << (by % bits)
 
 
 def _field(value: int, at: int, width: int) -> int:

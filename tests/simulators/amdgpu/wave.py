@@ -21,8 +21,16 @@ VCC, TRAP, M0, EXEC = 106, 108, 124, 126
 ACCUMULATORS = 256
 
 
+#: Where `State.memory` is.
+ADDRESS = 1 << 34
+MEMORY_BYTES = 8192
+
+
 class State:
-    """What a wave has: scalars [128], vectors [512 registers, 64 lanes], SCC, LDS and private bytes [lanes, bytes]."""
+    """What a wave has: scalars [128], vectors [512 registers, 64 lanes], SCC, LDS, private bytes [lanes, bytes].
+
+    And an array of memory, at `ADDRESS`.
+    """
 
     def __init__(self, shared_bytes: int = 0, private_bytes: int = 0, lanes: int = 64) -> None:
         self.s = np.zeros(128, np.uint32)
@@ -30,11 +38,12 @@ class State:
         self.scc = np.zeros(1, np.uint8)
         self.shared = np.zeros(shared_bytes, np.uint8)
         self.private = np.zeros((lanes, private_bytes), np.uint8)
+        self.memory = np.zeros(MEMORY_BYTES, np.uint8)
 
     def copy(self) -> State:
         """Return the same state, of its own."""
         other = State()
-        for name in ("s", "v", "scc", "shared", "private"):
+        for name in ("s", "v", "scc", "shared", "private", "memory"):
             setattr(other, name, getattr(self, name).copy())
         return other
 
@@ -63,6 +72,8 @@ class Snippets:
             assemble(text, gpu, path)
             self.instructions = disassembly.disassembled(path)
         self._memory, self._library = Memory(), executor()
+        if self._memory.add(bytes(MEMORY_BYTES), "the state's memory") != ADDRESS:
+            raise RuntimeError("the first array is not where tests have it")
         program = ctypes.c_void_p()
         encoded = encoding.encoded(self.instructions, gpu)
         checked(self._library.executor_program(encoded.encode(), 0, ctypes.byref(program)))
@@ -73,14 +84,10 @@ class Snippets:
         if hasattr(self, "_program"):
             self._library.executor_program_end(self._program)
 
-    @property
-    def memory(self) -> Memory:
-        """The arrays that the pieces may reach."""
-        return self._memory
-
     def run(self, number: int, state: State) -> State:
         """Return the state behind piece ``number``; raises Fault."""
         after = state.copy()
+        self._memory.write(ADDRESS, state.memory.tobytes())
         pointers = [one.ctypes.data for one in (after.s, after.v, after.scc, after.shared)]
         checked(
             self._library.executor_wave(
@@ -88,15 +95,16 @@ class Snippets:
                 after.private.ctypes.data, after.private.shape[1],
             )
         )  # fmt: skip
+        after.memory = np.frombuffer(self._memory.read(ADDRESS, MEMORY_BYTES), np.uint8).copy()
         return after
 
 
 def assemble(text: str, gpu: str, path: Path) -> None:
-    """Write an object file of assembly; CalledProcessError, with the assembler's words, if there is an error."""
+    """Write an object file of assembly; ValueError, with the assembler's words, if there is an error."""
     command = [ASSEMBLER, "-triple=amdgcn-amd-amdhsa", f"-mcpu={gpu}", "-filetype=obj", "-o", str(path)]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
-        raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr[:2000])
+        raise ValueError(f"{gpu}: {done.stderr[:2000]}")
 
 
 def _pieces(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
