@@ -1,4 +1,7 @@
-"""Every kernel compiles for AMD's GPUs, and its code keeps to what they have: registers, shared memory, lanes."""
+"""Every kernel compiles for AMD's GPUs, and its code keeps to what they have: registers, shared memory, lanes.
+
+And to what the executor of machine code knows, what loops with barriers must be like, and what is meant to be fast.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ import pytest
 
 from kernels.device import source
 from tests import tools
-from tests.kernels.device import amdgcn, hiprtc
+from tests.kernels.device import amdgcn, hiprtc, machine_code
 from tests.kernels.device.amdgcn import Kernel, Toolchain
+from tests.kernels.sampling.test_hang import without_barrier
+from tests.simulators.amdgpu import mnemonics
 
 MOST_SHARED = 48 * 1024
 #: The GPUs among these that HIPRTC 5.2 knows too.
@@ -74,6 +79,8 @@ def test_every_variant_compiles_for_amd(
     for gpu, kernels in zip(gpus, compiled, strict=True):
         assert kernels, f"{gpu}: no kernel"
         found += [fault for kernel in kernels for fault in faults(kernel, gpu)]
+        if gpu in machine_code.GPUS:
+            found += machine_code.faults(name, defines, toolchain.code(text, defines, gpu))
     assert found == []
 
 
@@ -132,6 +139,29 @@ def test_faults_are_found(toolchain: Toolchain) -> None:
         assert "spilled" in found["crowded"]
         assert "53248 bytes of shared memory" in found["hoards"]
         assert all("lanes" in faults(kernel, other)[0] for kernel in kernels)
+
+
+def test_the_sampler_that_hung_is_found(toolchain: Toolchain) -> None:
+    """Without its last barrier the loop of `narrow` is an inner one on AMD, which only one thread leaves."""
+    text = without_barrier(source.read("sampling"))
+    for gpu in machine_code.GPUS:
+        found = machine_code.faults("sampling", {}, toolchain.code(text, {"RF_TYPE": "F32"}, gpu))
+        assert any("sample_tokens: the loop at" in fault and "one by one" in fault for fault in found), (gpu, found)
+
+
+def test_what_machine_code_must_not_be_is_found(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, defines = source.read("gemv"), {"RF_TYPE": "BF16", "RF_ROWS": "1"}
+    path = toolchain.code(text, defines, "gfx942")
+    assert machine_code.faults("gemv", defines, path) == []
+    monkeypatch.setitem(machine_code.FLAT, "gemv", {"RF_ROWS=1": 3})
+    monkeypatch.setitem(machine_code.WAVES_PER_SIMD, "gemv", (9, 9))
+    listed = dict(mnemonics.listed())
+    monkeypatch.setattr(
+        mnemonics, "listed", lambda: {name: gpus for name, gpus in listed.items() if "flat" not in name}
+    )
+    found = machine_code.faults("gemv", defines, path)
+    for words in ("4 flat instructions, of 3", "waves per SIMD, of 9", "flat_load_dwordx4 is not in mnemonics.txt"):
+        assert any(words in fault for fault in found), words
 
 
 def test_what_does_not_compile_is_told(toolchain: Toolchain) -> None:

@@ -149,7 +149,7 @@ class Module:
             shared_bytes=kernel.shared_bytes + shared, private_bytes=kernel.private_bytes, lanes=kernel.lanes,
             vectors=kernel.vectors, accumulators=kernel.accumulators, properties=kernel.properties,
             user_scalars=kernel.user_scalars, ids=kernel.ids, ids_in_traps=self.code.gpu.startswith("gfx12"),
-            seed=self._device.next_seed(),
+            seed=self._device.next_seed(), whole_barriers=self._device.whole_barriers,
         )  # fmt: skip
         try:
             checked(self._library.executor_launch(self._program, memory.handle, ctypes.byref(launch)))
@@ -164,15 +164,16 @@ class Amd:
     """A device of one of `GPUS`: compiles sources, loads code objects, holds arrays, launches kernels.
 
     Blocks run in a random order, and the waves of a block by turns of random length: ``seed`` says which. ``bound`` is
-    the instructions that a wave may execute in a launch.
+    the instructions that a wave may execute in a launch. A barrier that not all threads of a block reach is an error, as
+    the language has it; without ``whole_barriers`` it is what a GPU makes of it: waves are counted, not lanes.
     """
 
-    def __init__(self, gpu: str, *, seed: int = 1, bound: int = BOUND) -> None:
+    def __init__(self, gpu: str, *, seed: int = 1, bound: int = BOUND, whole_barriers: bool = True) -> None:
         if gpu not in GPUS:
             raise ValueError(f"gpu={gpu!r}: must be one of {', '.join(GPUS)}")
         self.gpu = gpu
         self.wave = WAVES[gpu]
-        self.bound = bound
+        self.bound, self.whole_barriers = bound, whole_barriers
         self.memory = Memory()
         self._seed = seed
 

@@ -18,11 +18,15 @@ void nothing(Wave &, const Instruction &) {}
 void end(Wave &w, const Instruction &) {
     w.ended = w.switches = true;
     w.block->alive--;
+    if (w.block->whole && w.block->arrived) fault("the wave ends while others wait for it at a barrier");
     w.block->arrive();
 }
 
 void signal(Wave &w, const Instruction &) {
     if (w.signalled) fault("the wave signals the barrier twice, and waits for neither");
+    if (w.block->whole && w.exec() != w.born)
+        fault("a barrier that not all lanes of the wave reach: EXEC is 0x%llx", (unsigned long long)w.exec());
+    if (w.block->alive < w.block->whole) fault("a barrier after the end of another wave");
     w.signalled = true;
     w.joined = w.block->generation;
     w.block->arrived++;

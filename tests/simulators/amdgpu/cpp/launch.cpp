@@ -20,6 +20,7 @@ struct Launch {
     u32 properties, user_scalars, ids;  // of the descriptor: what is passed in scalars; which ids of the block
     u32 ids_in_traps;                   // the block's are in trap registers, as of gfx12
     u32 seed;
+    u32 whole_barriers;
 };
 
 namespace {
@@ -81,6 +82,7 @@ void start(Wave &w, const Launch &launch, Block &block, const u32 (&id)[3], u32 
         const u32 x = thread % launch.block[0], y = thread / launch.block[0] % launch.block[1];
         w.v[0][lane] = x | y << 10 | thread / launch.block[0] / launch.block[1] << 20;
     }
+    w.born = exec;
     w.s[EXEC] = (u32)exec;
     w.s[EXEC + 1] = (u32)(exec >> 32);
 }
@@ -155,6 +157,7 @@ void run(Program &program, Memory &memory, const Launch &launch) {
         const u32 id[3] = {(u32)(number % launch.grid[0]), (u32)(number / launch.grid[0] % launch.grid[1]),
                            (u32)(number / launch.grid[0] / launch.grid[1])};
         Block block{&memory, &program, {}, launch.private_bytes, (int)count};
+        block.whole = launch.whole_barriers ? (int)count : 0;
         block.shared.resize(launch.shared_bytes);
         for (u32 i = 0; i < launch.shared_bytes; i++) block.shared[i] = (u8)(POISON >> (8 * (i % 4)));
         for (u32 i = 0; i < count; i++) start(waves[i], launch, block, id, i);

@@ -161,6 +161,7 @@ struct Block {
     std::vector<u8> shared;
     u32 private_bytes = 0;  // of a lane
     int alive = 0, arrived = 0;
+    int whole = 0;  // as many waves have to reach every barrier, with all their lanes; 0: what a GPU does
     u64 generation = 0;  // of the barrier: how often all have arrived
     u8 *shared_at(u32 address, u32 bytes) {
         if ((u64)address + bytes > shared.size())
@@ -180,6 +181,7 @@ struct Wave {
     bool signalled = false;
     u64 steps = 0;
     u64 masked = 0;
+    u64 born = 0;  // the lanes that it began with
     u32 s[SCALARS];
     std::vector<u32> private_words;
     u32 (*v)[LANES] = nullptr;

@@ -47,10 +47,8 @@ u64 global_address(const Wave &w, const Instruction &in, const Operand &vector, 
     const u64 by = vector.kind == Kind::VECTOR ? w.v[vector.index][lane] : 0;
     return w.scalar64(base.index) + by + (u64)in.offset;
 }
-u8 *global_at(Wave &w, u64 address, int bytes, bool write) {
-    if (address % (bytes < 4 ? bytes : 4)) fault("global memory: %d bytes at the odd 0x%llx", bytes, (unsigned long long)address);
-    return w.block->memory->at(address, bytes, write);
-}
+// Aligned or not: the runtime switches on what that takes, and LLVM relies on it.
+u8 *global_at(Wave &w, u64 address, int bytes, bool write) { return w.block->memory->at(address, bytes, write); }
 // Of private memory: a lane's own bytes.
 u8 *private_at(Wave &w, u32 address, int bytes, int lane) {
     const u32 each = w.block->private_bytes;
@@ -96,7 +94,9 @@ template <class F, class T> void atomic(Wave &w, const Instruction &in) {
     const Operand &data = in.operands[first + 1], &base = in.operands[first + 2];
     for (int lane = 0; lane < w.lanes; lane++) {
         if (!w.active(lane)) continue;
-        u8 *at = global_at(w, global_address(w, in, in.operands[first], base, lane), sizeof(T), true);
+        const u64 address = global_address(w, in, in.operands[first], base, lane);
+        if (address % sizeof(T)) fault("an atomic at 0x%llx, which is not aligned", (unsigned long long)address);
+        u8 *at = global_at(w, address, sizeof(T), true);
         T old, by;
         memcpy(&old, at, sizeof old);
         for (int i = 0; i < (int)sizeof(T) / 4; i++) memcpy((u8 *)&by + 4 * i, &w.v[data.index + i][lane], 4);
