@@ -80,11 +80,37 @@ def test_alerts_are_on_metrics_that_there_are() -> None:
     assert all(any(name.endswith(one) for name in told) for one in short)
 
 
+def pages() -> list[Path]:
+    """Every page but those of models, which have a licence of their own."""
+    return [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "kernels" / "README.md"]
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of a page ends in."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+    for page in pages():
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
             if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
+                there = page.parent / target if target else page
+                assert there.exists(), f"{page.name}: {target}"
+                assert not anchor or anchor in anchors(there), f"{page.name}: {target}#{anchor}"
+
+
+def test_every_decision_is_in_the_index_and_says_three_things() -> None:
+    folder = ROOT / "docs" / "adr"
+    records = sorted(path.name for path in folder.glob("[0-9]*.md"))
+    assert records
+    listed = re.findall(r"^\| (\d{4}) \| \[(.*)\]\((.*)\) \|$", (folder / "README.md").read_text(), re.MULTILINE)
+    assert [name for _, _, name in listed] == records
+    for at, (number, title, name) in enumerate(listed, 1):
+        lines = (folder / name).read_text().splitlines()
+        assert number == f"{at:04}" == name[:4] and lines[0] == f"# {at}. {title}", name
+        assert [line for line in lines if line.startswith("## ")] == ["## Context", "## Decision", "## Consequences"]
+        assert len(lines) <= 40, f"{name} is long for a record"
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
