@@ -113,6 +113,16 @@ def test_every_decision_is_in_the_index_and_says_three_things() -> None:
         assert len(lines) <= 40, f"{name} is long for a record"
 
 
+def test_contributing_names_what_there_is() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert [name for name in re.findall(r"`make ([a-z-]+)", page) if name not in targets] == []
+    words = {word for quoted in re.findall(r"`([^`]+)`", page) for word in quoted.split()}
+    paths = {word for word in words if "/" in word and not word.startswith(".venv/") and "NAME" not in word}
+    assert len(paths) > 20
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 #: What a line of a block without prompts, or a piece of a sentence, begins with when it is to be typed.
