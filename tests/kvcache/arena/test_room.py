@@ -87,7 +87,7 @@ def test_a_budget_beyond_what_is_free_is_logged_with_the_numbers(tmp_path: Path)
 
 def test_the_default_is_three_quarters_of_a_small_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*flags: str) -> int:
-        return Config.read(["--arena-dir", str(tmp_path), "--listen", "unix:/k.sock", *flags], {}).limits.budget_bytes
+        return Config.read(["--arena-dir", str(tmp_path), "--listen", "unix:/run/k.sock", *flags], {}).limits.budget_bytes
 
     assert MEMORY == "256MiB"
     monkeypatch.setattr(os, "statvfs", statvfs(1024, 0))
@@ -96,7 +96,7 @@ def test_the_default_is_three_quarters_of_a_small_file_system(tmp_path: Path, mo
     assert read() == 48 * MIB
     assert read("--memory", "256MiB") == 256 * MIB, "what is said counts"
     assert read("--device", "gpu") == 256 * MIB, "its pages are not there"
-    told = Config.read(["--arena-dir", str(tmp_path), "--listen", "unix:/k.sock"], {}).echo
+    told = Config.read(["--arena-dir", str(tmp_path), "--listen", "unix:/run/k.sock"], {}).echo
     assert told["settings"]["memory"] == 48 * MIB and "memory" not in told["origins"]
 
 
