@@ -46,7 +46,7 @@ FOLDER = Path(__file__).parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --fast."""
-    parser.addoption("--fast", action="store_true", help="only what starts no process, compiles and searches nothing")
+    parser.addoption("--fast", action="store_true", help="only what tests/fast.py calls fast")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

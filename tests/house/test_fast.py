@@ -24,6 +24,7 @@ from tests.fast import ROOT, is_fast
         ("from tests.engine.middle import start", False),
         ("from tests.engine.plain import start", True),
         ("import benchmarks.peers", False),
+        ("from tests.engine.running import RunningEngine", False),
     ],
 )
 def test_a_file_is_as_fast_as_what_it_imports(tmp_path: Path, source: str, fast: bool) -> None:
@@ -54,6 +55,7 @@ def test_what_hypothesis_runs_is_left_out_and_so_are_files_that_are_slow() -> No
 
 def test_the_rule_knows_the_suite() -> None:
     files = {path.relative_to(ROOT).as_posix(): is_fast(path) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert not files["tests/engine/api/test_servicer.py"]  # which serves an engine
     assert files["tests/engine/scheduling/test_scheduler.py"] and files["tests/kvcache/cache/test_cache.py"]
     for folder in ("e2e", "gpu", "rocm"):
         assert not any(fast for name, fast in files.items() if name.startswith(f"tests/{folder}/")), folder
