@@ -1,7 +1,7 @@
 # The same targets serve a newcomer, a developer and .ci/run. `make` alone lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench-cache bench-engine bench-kernels bench-metrics buf clients help setup protos protos-bundle release-protos run up down smollm2 test test-fast test-gpu lint lint-style lint-types lint-protos bench-step tools clean
+.PHONY: bench-cache bench-engine bench-kernels bench-metrics buf clients help setup protos protos-bundle release-protos run up down smollm2 test test-fast test-gpu test-isa lint lint-style lint-types lint-protos bench-step tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -79,6 +79,9 @@ test-fast: setup ## Run the tests that start no process and compile nothing, in 
 test-gpu: setup ## Run the tests that a GPU is for, on this machine's; fails when it has none
 	@# Compiling for AMD needs no GPU, but a clang that a machine with one may not have: CI does that.
 	@ROCMFORGE_TEST_GPU=1 $(PY) -m pytest tests/gpu tests/kernels --ignore tests/kernels/device/test_targets.py -k "not amd_matrix_units_compile"
+
+test-isa: setup ## Run every test of a kernel on AMD machine code, executed on this machine's CPU: hours on one core
+	@ROCMFORGE_TEST_ISA=1 $(PY) -m pytest -n auto --maxprocesses 4 tests/kernels tests/simulators -k "gfx"
 
 lint: lint-style lint-types lint-protos ## Check style, types and protos (make -k lint: all three, whatever fails)
 

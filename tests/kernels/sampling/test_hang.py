@@ -49,6 +49,6 @@ def test_the_sampler_hung(gpu: str) -> None:
         draw(Old(gpu, bound=bound, whole_barriers=False))
     # Which is seen before: one lane of a wave is not at the barrier where the others are.
     with pytest.raises(
-        amdgpu.Fault, match="a barrier that not all lanes of the wave reach: EXEC is 0x[0-9a-f]*[02468ace]$"
+        amdgpu.Fault, match=r"a barrier that not all lanes of the wave reach: EXEC is 0x[0-9a-f]*[02468ace]$"
     ):
         draw(Old(gpu, bound=bound))

@@ -66,8 +66,9 @@ def numbers(rng: np.random.Generator, letter: str, count: int = 64) -> NDArray[A
         values = np.where(rng.random(count) < 0.5, plain, rng.choice(small, count)).astype(plain.dtype)
         return values.view(kind)
     info = np.finfo(kind)
-    ends_of_floats = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 0.5, 2.5, -3.5, 1e3, float(info.max), float(info.tiny),
-                      float(info.smallest_subnormal), float(info.tiny) / 4, -float(info.tiny), 4294967296.0, -2147483904.0]  # fmt: skip
+    tiny = float(info.tiny)
+    ends_of_floats = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 0.5, 2.5, -3.5, 1e3, 4294967296.0, -2147483904.0]
+    ends_of_floats += [float(info.max), tiny, -tiny, tiny / 4, float(info.smallest_subnormal)]
     with np.errstate(all="ignore"):
         near = (rng.standard_normal(count) * rng.choice([1.0, 1.0, 100.0, 1e-3], count)).astype(kind)
         ends_ = np.array(ends_of_floats, np.float64).astype(kind)
@@ -309,8 +310,7 @@ def _sdwa_cases(mnemonic: str, gpu: str, to: str, from_: str, function: Callable
     """With every part of a register as a source and as the destination, and all that becomes of the rest of it."""
     choices = ["DWORD", "WORD_0", "WORD_1", "BYTE_0", "BYTE_1", "BYTE_2", "BYTE_3"]
     for number in range(14):
-        rng, lanes = rng_of(f"{mnemonic}{number}"), wave_of(gpu)
-        state = random_state(rng, gpu)
+        state = random_state(rng_of(f"{mnemonic}{number}"), gpu)
         into, unused = choices[number % 7], ["UNUSED_PAD", "UNUSED_PRESERVE", "UNUSED_SEXT"][number % 3]
         selects = [choices[(number + 3 * i + 1) % 7] for i in range(len(from_))]
         extended = [letter == "i" and number % 2 == 1 for letter in from_]

@@ -46,6 +46,7 @@ class Memory:
 
     def __del__(self) -> None:
         self._library.executor_memory_end(self._handle)
+        self._handle = None  # garbage of a cycle goes in any order: an array may come later
 
     @property
     def handle(self) -> int:
@@ -69,7 +70,8 @@ class Memory:
 
     def free(self, address: int) -> None:
         """Take an array away: any access to it is an error from here on."""
-        self._library.executor_free(self._handle, address)
+        if self._handle is not None:
+            self._library.executor_free(self._handle, address)
 
 
 class Array:
@@ -164,8 +166,8 @@ class Amd:
     """A device of one of `GPUS`: compiles sources, loads code objects, holds arrays, launches kernels.
 
     Blocks run in a random order, and the waves of a block by turns of random length: ``seed`` says which. ``bound`` is
-    the instructions that a wave may execute in a launch. A barrier that not all threads of a block reach is an error, as
-    the language has it; without ``whole_barriers`` it is what a GPU makes of it: waves are counted, not lanes.
+    the instructions that a wave may execute in a launch. A barrier that not all threads of a block reach is an error,
+    as the language has it; without ``whole_barriers`` it is what a GPU makes of it: waves are counted, not lanes.
     """
 
     def __init__(self, gpu: str, *, seed: int = 1, bound: int = BOUND, whole_barriers: bool = True) -> None:
@@ -213,7 +215,7 @@ class Amd:
 @functools.cache
 def toolchain() -> Toolchain:
     """Return clang for AMD's GPUs; its folder goes with the process."""
-    folder = tempfile.TemporaryDirectory()  # noqa: SIM115 - as long as the process
+    folder = tempfile.TemporaryDirectory()
     made = Toolchain(Path(folder.name))
     made.keep = folder  # type: ignore[attr-defined]
     return made

@@ -86,9 +86,9 @@ _FIRST = {"v": 0, "a": 256, "s": 0, "ttmp": 108}
 _SELECTS = {"DWORD": 0, "BYTE_0": 1, "BYTE_1": 2, "BYTE_2": 3, "BYTE_3": 4, "WORD_0": 5, "WORD_1": 6}
 _UNUSED = {"UNUSED_PAD": 0, "UNUSED_SEXT": 1, "UNUSED_PRESERVE": 2}
 _LANES = {
-    "quad_perm": 1, "row_shl": 2, "row_shr": 3, "row_ror": 4, "wave_shl": 5, "wave_shr": 6, "wave_rol": 7, "wave_ror": 8,
-    "row_mirror": 9, "row_half_mirror": 10, "row_bcast": 11, "row_share": 13, "row_newbcast": 13, "row_xmask": 14,
-    "dpp8": 15,
+    "quad_perm": 1, "row_shl": 2, "row_shr": 3, "row_ror": 4, "wave_shl": 5, "wave_shr": 6, "wave_rol": 7,
+    "wave_ror": 8, "row_mirror": 9, "row_half_mirror": 10, "row_bcast": 11, "row_share": 13, "row_newbcast": 13,
+    "row_xmask": 14, "dpp8": 15,
 }  # fmt: skip
 #: Hints to caches; what an atomic returns is told by its operands.
 _IGNORED = re.compile(r"^(glc|slc|dlc|nt|sc0|sc1|lds|th:\w+|scope:\w+|gds|cbsz:0|abid:0|blgp:0|row_en|nv)$")

@@ -43,7 +43,7 @@ def _fused(a: Any, b: Any, c: Any) -> Any:
     if not (math.isfinite(x) and math.isfinite(y) and math.isfinite(z)):
         product = (
             math.nan
-            if math.isnan(x) or math.isnan(y) or 0.0 in (x, y) and math.inf in (abs(x), abs(y))
+            if math.isnan(x) or math.isnan(y) or (0.0 in (x, y) and math.inf in (abs(x), abs(y)))
             else (math.copysign(math.inf, x) * math.copysign(1, y) if math.inf in (abs(x), abs(y)) else 0.0)
         )
         return kind(product + z)

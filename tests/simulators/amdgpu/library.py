@@ -31,7 +31,8 @@ class Launch(ctypes.Structure):
     """A launch as launch.cpp takes it."""
 
     _fields_ = [
-        ("arguments", _u64), ("packet", _u64), ("bound", _u64), ("entry", _u32), ("grid", _u32 * 3), ("block", _u32 * 3),
+        ("arguments", _u64), ("packet", _u64), ("bound", _u64), ("entry", _u32), ("grid", _u32 * 3),
+        ("block", _u32 * 3),
         ("shared_bytes", _u32), ("private_bytes", _u32), ("lanes", _u32), ("vectors", _u32), ("accumulators", _u32),
         ("properties", _u32), ("user_scalars", _u32), ("ids", _u32), ("ids_in_traps", _u32), ("seed", _u32),
         ("whole_barriers", _u32),

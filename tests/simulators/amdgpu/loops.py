@@ -126,7 +126,6 @@ def faults(instructions: Sequence[Instruction]) -> list[str]:
         branch = left_one_by_one(of, loop)
         if barrier and branch:
             first = of.blocks[loop.header][0]
-            found.append(
-                f"the loop at 0x{first.pc:x} has a barrier at 0x{barrier.pc:x}, and lanes leave it one by one at 0x{branch.pc:x}"
-            )
+            told = f"the loop at 0x{first.pc:x} has a barrier at 0x{barrier.pc:x}"
+            found.append(f"{told}, and lanes leave it one by one at 0x{branch.pc:x}")
     return found

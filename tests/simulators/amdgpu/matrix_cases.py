@@ -40,7 +40,7 @@ def _wide(bits: NDArray[np.uint32], kind: str) -> NDArray[np.float32]:
 
 def _products(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
     """Whole matrices, laid out by the guides' tables; small numbers, whose sums are exact in any order."""
-    unit, rows, depth, kind = match[1], int(match[2]), int(match[4]), match[5]
+    rows, depth, kind = int(match[2]), int(match[4]), match[5]
     lanes = wave_of(gpu)
     for number in range(3):
         rng = rng_of(f"{mnemonic}{number}")
@@ -85,8 +85,9 @@ def _row_of(i: int, lane: int, rows: int, gpu: str) -> int:
 
 
 def _permuted_rows(mnemonic: str, gpu: str) -> Iterator[Case]:
+    lanes = wave_of(gpu)
     for number in range(4):
-        rng, lanes = rng_of(f"{mnemonic}{number}"), wave_of(gpu)
+        rng = rng_of(f"{mnemonic}{number}")
         state = random_state(rng, gpu)
         fetches, zero = number & 1, number >> 1
         text = f"{mnemonic} v{TO}, v{FROM}, s{SCALAR_FROM}, s{SCALAR_FROM + 4} op_sel:[{fetches},{zero}]"
@@ -105,8 +106,8 @@ def _permuted_rows(mnemonic: str, gpu: str) -> Iterator[Case]:
         yield Case(text, state, expect)
 
 
-CONTROLS = ["quad_perm:[1,0,3,2]", "quad_perm:[3,3,0,1]", "row_shl:3", "row_shr:1", "row_shr:15", "row_ror:5", "row_mirror",
-            "row_half_mirror"]  # fmt: skip
+CONTROLS = ["quad_perm:[1,0,3,2]", "quad_perm:[3,3,0,1]", "row_shl:3", "row_shr:1", "row_shr:15", "row_ror:5",
+            "row_mirror", "row_half_mirror"]  # fmt: skip
 OF_CDNA = ["row_bcast:15", "row_bcast:31", "wave_shr:1", "wave_shl:1", "wave_rol:1", "wave_ror:1", "row_newbcast:6"]
 OF_RDNA = ["row_share:6", "row_xmask:9"]
 

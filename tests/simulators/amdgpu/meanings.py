@@ -1,6 +1,6 @@
 """What vector instructions of lanes and scalar instructions give, by AMD's guides to the instruction sets.
 
-`LANES`: a pattern of mnemonics without the suffix of their encoding, a form, and a function of arrays, one number a lane.
+`LANES`: a pattern of mnemonics without the suffix of their encoding, a form, and a function of arrays, a number a lane.
 A form names the destination's type and the sources': u i f are of 32 bits, U I F of 64, k j h of 16, m is a mask of
 lanes, s a small number; ``um`` is a number and a mask, + the destination as a source, # a literal, v VCC without a word
 of it, ~ an approximation.
@@ -328,9 +328,10 @@ LANES += _float_compares()
 LANES += [
     (f"v_cmpx?_{name}_{letter if letter in 'ui' else 'i'}{bits}", f"m {code}{code}", function)
     for name, function in {
-        "lt": np.less, "eq": np.equal, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "ne": np.not_equal,
+        "lt": np.less, "eq": np.equal, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+        "ne": np.not_equal,
     }.items()
-    for letter, bits, code in (("u", 16, "k"), ("i", 16, "j"), ("u", 32, "u"), ("i", 32, "i"), ("u", 64, "U"), ("i", 64, "I"))
+    for letter, bits, code in zip("uiuiui", (16, 16, 32, 32, 64, 64), "kjuiUI", strict=True)
 ]  # fmt: skip
 LANES.append(("v_cmpx?_class_f32", "m fu", class_of))
 

@@ -1,7 +1,8 @@
 """What scalar instructions give, by AMD's guides to the instruction sets: of whole numbers, floats and SCC.
 
 A row: a pattern of mnemonics; a form as in meanings.py, where the destination may be ``-``, + is the destination as the
-last source, and k a literal of 16 bits with its sign; a function of the sources and SCC, which gives the result and the new SCC, None where SCC stays.
+last source, and k a literal of 16 bits with its sign; a function of the sources and SCC, which gives the result and the
+new SCC, None where SCC stays.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ def _of_bits() -> list[Form]:
     found: list[Form] = []
     for bits, letter, sign in ((32, "u", "i"), (64, "U", "I")):
         two = f"{letter} {letter}{letter}"
-        ones = (1 << bits) - 1
         for name, function in {
             "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
             "and(n2|_not1)": lambda a, b: a & ~b, "or(n2|_not1)": lambda a, b: a | ~b,
@@ -56,10 +56,10 @@ def _of_bits() -> list[Form]:
             (f"s_lshr_b{bits}", f"{letter} {letter}u", _nonzero(lambda a, b, n=bits: a >> b % n, bits)),
             (f"s_ashr_i{bits}", f"{sign} {sign}u", _nonzero(lambda a, b, n=bits: a >> b % n, bits)),
             (f"s_bcnt1_i32_b{bits}", f"u {letter}", _nonzero(lambda a: a.bit_count(), 32)),
-            (f"s_(ff1_i32_b|ctz_i32_b){bits}", f"u {letter}", _plain(lambda a: (a & -a).bit_length() - 1 if a else ones)),
+            (f"s_(ff1_i32_b|ctz_i32_b){bits}", f"u {letter}", _plain(lambda a: (a & -a).bit_length() - 1 if a else -1)),
             (
                 f"s_(flbit_i32_b|clz_i32_u){bits}", f"u {letter}",
-                _plain(lambda a, n=bits: n - a.bit_length() if a else ones),
+                _plain(lambda a, n=bits: n - a.bit_length() if a else -1),
             ),
             (f"s_bitset1_b{bits}", f"{letter} u+", _plain(lambda a, old, n=bits: old | 1 << a % n)),
             (f"s_bitcmp1_b{bits}", f"- {letter}u", lambda a, b, scc, n=bits: (None, a >> b % n & 1)),

@@ -28,9 +28,9 @@ from tests.simulators.amdgpu.wave import ADDRESS, EXEC, VCC, State
 
 SHARED = 0x00010000 << 32
 BYTES = {
-    "u8": 1, "ubyte": 1, "b8": 1, "byte": 1, "u16": 2, "ushort": 2, "b16": 2, "short": 2, "d16_b16": 2, "b32": 4, "dword": 4,
-    "b64": 8, "dwordx2": 8, "b96": 12, "dwordx3": 12, "b128": 16, "dwordx4": 16, "b256": 32, "dwordx8": 32, "b512": 64,
-    "dwordx16": 64,
+    "u8": 1, "ubyte": 1, "b8": 1, "byte": 1, "u16": 2, "ushort": 2, "b16": 2, "short": 2, "d16_b16": 2, "b32": 4,
+    "dword": 4, "b64": 8, "dwordx2": 8, "b96": 12, "dwordx3": 12, "b128": 16, "dwordx4": 16, "b256": 32,
+    "dwordx8": 32, "b512": 64, "dwordx16": 64,
 }  # fmt: skip
 HALF = 1024
 
@@ -45,11 +45,11 @@ def special_cases(mnemonic: str, gpu: str) -> Iterator[Case]:
     yield from matrix_cases(mnemonic, gpu)
 
 
-def _start(mnemonic: str, gpu: str, number: int = 0, shared_bytes: int = 0) -> tuple[np.random.Generator, State, int]:
+def _start(mnemonic: str, gpu: str, number: int = 0, shared_bytes: int = 0) -> tuple[np.random.Generator, State]:
     rng = rng_of(f"{mnemonic}{number}")
     state = random_state(rng, gpu, shared_bytes)
     state.memory[:] = rng.integers(0, 256, len(state.memory))
-    return rng, state, wave_of(gpu)
+    return rng, state
 
 
 def _put_address(state: State, at: int, addresses: NDArray[np.uint64]) -> None:
@@ -73,12 +73,13 @@ def _stored(state: State, from_: int, lane: int, count: int) -> NDArray[np.uint8
 
 
 def _global(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
+    lanes = wave_of(gpu)
     space, how, kind = match[1], match[2], match[3]
     count, low_half = BYTES[kind], kind.startswith("d16")
     words = max(1, count // 4)
     forms = ("pair",) if space == "flat" else ("pair", "base")
     for number, form in enumerate(forms):
-        rng, state, lanes = _start(mnemonic, gpu, number, 4 * HALF)
+        rng, state = _start(mnemonic, gpu, number, 4 * HALF)
         # Every lane its own place, in any order, of 16 bytes; some of LDS by a flat instruction.
         places = rng.permutation(64).astype(np.uint64) * np.uint64(16) + np.uint64(32)
         offset = 0 if space == "flat" else 24 if form == "pair" else -16
@@ -114,7 +115,7 @@ def _scalar_load(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case
     count = BYTES[match[1]]
     to = 64
     for number, offset in enumerate(["0x40", "s54", "null" if gpu.startswith("gfx1") else "0x0"]):
-        _, state, _ = _start(mnemonic, gpu, number)
+        _, state = _start(mnemonic, gpu, number)
         state.set_scalar64(SCALAR_FROM, ADDRESS + 128)
         state.s[54] = 32
         by = {"0x40": 64, "s54": 32}.get(offset, 0)
@@ -130,10 +131,11 @@ def _scalar_load(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case
 
 
 def _lds(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
+    lanes = wave_of(gpu)
     loads, count = match[1] in ("read", "load"), BYTES[match[2]]
     words = max(1, count // 4)
     for number, offset in enumerate((0, 40)):
-        rng, state, lanes = _start(mnemonic, gpu, number, 2048)
+        rng, state = _start(mnemonic, gpu, number, 2048)
         places = rng.permutation(64) * 16
         state.v[FROM] = places
         data = register("v", TO if loads else FROM + 4, words)
@@ -153,11 +155,12 @@ def _lds(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
 
 
 def _lds_two(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
+    lanes = wave_of(gpu)
     loads, count = match[1] in ("read2", "load_2addr"), 4 if match[3] == "32" else 8
     step = count * (64 if match[2] else 1)
     words = count // 4
     for number, (first, second) in enumerate(((0, 1), (3, 2))):
-        rng, state, lanes = _start(mnemonic, gpu, number, 8192)
+        rng, state = _start(mnemonic, gpu, number, 8192)
         places = rng.permutation(64) * 48
         state.v[FROM] = places
         if loads:
@@ -179,7 +182,8 @@ def _lds_two(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
 
 
 def _lds_add(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
-    rng, state, lanes = _start(mnemonic, gpu, 0, 512)
+    lanes = wave_of(gpu)
+    rng, state = _start(mnemonic, gpu, 0, 512)
     places = np.arange(64) // 2 * 4 if not match[1] else rng.permutation(64) * 4
     state.v[FROM] = places
     to = f"v{TO}, " if match[1] else ""
@@ -197,8 +201,9 @@ def _lds_add(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
 
 
 def _bpermute(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
+    lanes = wave_of(gpu)
     for number, offset in enumerate((0, 8)):
-        rng, state, lanes = _start(mnemonic, gpu, number)
+        rng, state = _start(mnemonic, gpu, number)
         state.v[FROM] = rng.integers(0, 4 * lanes * 3, 64)
 
         def expect(after: State, offset: int = offset) -> None:
@@ -213,10 +218,11 @@ def _bpermute(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
 def _saveexec(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
     bits = int(match[2])
     function: Callable[[int, int], int] = {
-        "and": lambda a, b: a & b, "or": lambda a, b: a | b, "andn2": lambda a, b: a & ~b, "and_not1": lambda a, b: a & ~b,
+        "and": lambda a, b: a & b, "or": lambda a, b: a | b, "andn2": lambda a, b: a & ~b,
+        "and_not1": lambda a, b: a & ~b,
     }[match[1]]  # fmt: skip
     for number in range(4):
-        _, state, _ = _start(mnemonic, gpu, number)
+        _, state = _start(mnemonic, gpu, number)
         if number == 3:
             state.set_scalar64(SCALAR_FROM, 0)
             state.set_scalar64(EXEC, 0 if bits == 64 else state.scalar64(EXEC) >> 32 << 32)
@@ -239,8 +245,9 @@ def _saveexec(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
 
 def _branch(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
     """Over an instruction if it is taken; and backwards, out of a loop."""
+    lanes = wave_of(gpu)
     for number in range(6):
-        _, state, lanes = _start(mnemonic, gpu, number)
+        _, state = _start(mnemonic, gpu, number)
         if number % 2:
             state.set_scalar64(VCC, 0 if lanes == 64 else state.scalar64(VCC) >> 32 << 32)
             state.set_scalar64(EXEC, 0 if lanes == 64 else state.scalar64(EXEC) >> 32 << 32)
@@ -261,7 +268,7 @@ def _branch(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
 
         yield Case(f"{mnemonic} 1\ns_mov_b32 s{MASK_TO}, 5\ns_mov_b32 s{MASK_TO + 1}, 7", state, expect)
     if mnemonic == "s_branch":
-        _, state, _ = _start(mnemonic, gpu, 9)
+        _, state = _start(mnemonic, gpu, 9)
 
         def back(after: State) -> None:
             after.s[MASK_TO] = 3
@@ -271,7 +278,7 @@ def _branch(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
 
 def _alone(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
     """What changes nothing in a wave that is the only one of its block."""
-    _, state, _ = _start(mnemonic, gpu)
+    _, state = _start(mnemonic, gpu)
     operands = {
         "s_waitcnt": "vmcnt(0) lgkmcnt(0)", "s_waitcnt_depctr": "0xfffe", "s_waitcnt_vscnt": "null, 0x0", "s_nop": "1",
         "s_clause": "0x1", "s_delay_alu": "instid0(VALU_DEP_1)", "s_sendmsg": "sendmsg(MSG_DEALLOC_VGPRS)",
@@ -286,12 +293,13 @@ def _alone(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
 
 
 def _unreachable(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
-    _, state, _ = _start(mnemonic, gpu)
+    _, state = _start(mnemonic, gpu)
     yield Case(f"s_branch 1\n{mnemonic}", state, lambda after: None)
 
 
 def _mbcnt(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
-    rng, state, lanes = _start(mnemonic, gpu)
+    lanes = wave_of(gpu)
+    _, state = _start(mnemonic, gpu)
     first = 0 if match[1] == "lo" else 32
 
     def expect(after: State) -> None:
@@ -305,11 +313,12 @@ def _mbcnt(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
 
 
 def _readlane(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
+    first = mnemonic.startswith("v_readfirst")
+    lanes = wave_of(gpu)
     for number in range(3):
-        _, state, lanes = _start(mnemonic, gpu, number)
+        _, state = _start(mnemonic, gpu, number)
         if number == 2:
             state.set_scalar64(EXEC, 0)
-        first = mnemonic.startswith("v_readfirst")
 
         def expect(after: State) -> None:
             exec_ = after.scalar64(EXEC) & ((1 << lanes) - 1)
@@ -323,10 +332,12 @@ def _readlane(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
 
 def _packed_floats(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
     """Pairs of f32, and of f16: any half of a source for either result, and negative."""
+    lanes = wave_of(gpu)
+    arithmetic: dict[str, Callable[..., Any]] = {"add": np.add, "mul": np.multiply, "fma": fused}
     wide = match[2] == "f32"
     count = 3 if match[1] == "fma" else 2
     for number in range(8):
-        rng, state, lanes = _start(mnemonic, gpu, number)
+        rng, state = _start(mnemonic, gpu, number)
         for i in range(count):
             for half in range(2):
                 if wide:
@@ -344,10 +355,12 @@ def _packed_floats(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Ca
         if number > 3:
             text += f" neg_lo:{_list(negative[0])} neg_hi:{_list(negative[1])}"
 
+        halves = [low, high]
+
         def expect(
             after: State,
-            selected: list[list[int]] = [low, high],
-            negative: list[list[bool]] = negative,  # noqa: B006
+            selected: list[list[int]] = halves,
+            negative: list[list[bool]] = negative,
         ) -> None:
             results = []
             for half in range(2):
@@ -360,11 +373,7 @@ def _packed_floats(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Ca
                         value = (after.v[at] >> (16 * selected[half][i]) & 0xFFFF).astype(np.uint16).view(np.float16)
                     of.append(-value if negative[half][i] else value)
                 with np.errstate(all="ignore"):
-                    results.append(
-                        {"add": lambda: of[0] + of[1], "mul": lambda: of[0] * of[1], "fma": lambda: fused(*of)}[
-                            match[1]
-                        ]()
-                    )
+                    results.append(arithmetic[match[1]](*of))
             active = after.active(lanes)
             if wide:
                 blend(after, TO, results[0], active, gpu)
@@ -381,8 +390,9 @@ def _list(bits: list[Any]) -> str:
 
 
 def _packed_move(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
+    lanes = wave_of(gpu)
     for number in range(6):
-        _, state, lanes = _start(mnemonic, gpu, number)
+        _, state = _start(mnemonic, gpu, number)
         selected = [number & 1, number >> 1 & 1]
         kinds = ["s", "s"] if number == 5 else ["v", "v"]
         places = [SCALAR_FROM if kind == "s" else FROM + 4 * i for i, kind in enumerate(kinds)]
@@ -402,8 +412,9 @@ def _packed_move(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case
 
 def _mixed(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
     """Each source f32, or a half of a register as f16, negative or without its sign."""
+    lanes = wave_of(gpu)
     for number in range(12):
-        rng, state, lanes = _start(mnemonic, gpu, number)
+        rng, state = _start(mnemonic, gpu, number)
         as_half = [(number + i) % 3 != 0 for i in range(3)]
         high = [half and (number >> i & 1) == 1 for i, half in enumerate(as_half)]
         signs = ["-" if (number + i) % 5 == 0 else "" for i in range(3)]
