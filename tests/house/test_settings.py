@@ -84,7 +84,7 @@ def test_a_table_says_all_of_it() -> None:
 
 @SERVICES
 def test_help_and_table_have_the_same_settings(service: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         service.Config.read(["--help"], {})
     told = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
     rows = table(service.Config, service.PROGRAM)

@@ -106,13 +106,6 @@ def _gpu() -> Device:
     return Gpu()
 
 
-def _machine(gpu: str) -> Device:
-    absent = amdgcn.missing() or amdgpu.missing()
-    if absent:
-        pytest.skip(absent)
-    return amdgpu.Amd(gpu)
-
-
 #: By name. Permuted order finds a missing barrier, the sanitised build what is read or written beside an array, the
 #: optimised one what is right for as long as a compiler leaves it alone.
 DEVICES: dict[str, Callable[[], Device]] = {
@@ -125,7 +118,7 @@ DEVICES: dict[str, Callable[[], Device]] = {
     "cpu-w32-optimised": lambda: Cpu(32, optimised=True),
     "cpu-gfx11": lambda: Cpu(32, permuted=True, gfx11=True),
     "cupy": _gpu,
-    **{gpu: functools.partial(_machine, gpu) for gpu in amdgpu.GPUS},
+    **{gpu: functools.partial(amdgpu.Amd, gpu) for gpu in amdgpu.GPUS},
 }
 #: Those that execute what clang makes for AMD's GPUs.
 MACHINES = list(amdgpu.GPUS)

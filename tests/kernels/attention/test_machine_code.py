@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from kernels.attention.plan import HEAD_DIMS, MATRIX_16X16X16, NO_MATRIX, Gpu
+from kernels.attention.plan import HEAD_DIMS
+from kernels.device.gpu import MATRIX_16X16X16, NO_MATRIX, Gpu
 from tests.kernels import devices
 from tests.kernels.attention.test_attention import CASES, HALF, TAILS, Case, check
 

@@ -9,6 +9,7 @@ import pytest
 
 from kernels.device import source
 from kernels.sampling.launch import Batch, Sampler, settings
+from tests import tools
 from tests.kernels.device import amdgcn
 from tests.simulators import amdgpu
 
@@ -38,9 +39,7 @@ def draw(device: amdgpu.Amd) -> None:
 
 @pytest.mark.parametrize("gpu", ["gfx942", "gfx90a", "gfx1100"])
 def test_the_sampler_hung(gpu: str) -> None:
-    absent = amdgcn.missing() or amdgpu.missing()
-    if absent:
-        pytest.skip(absent)
+    tools.need("g++", *amdgcn.TOOLS)
     bound = 100_000
     draw(amdgpu.Amd(gpu, bound=bound))
     with pytest.raises(

@@ -87,7 +87,9 @@ def test_a_budget_beyond_what_is_free_is_logged_with_the_numbers(tmp_path: Path)
 
 def test_the_default_is_three_quarters_of_a_small_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*flags: str) -> int:
-        return Config.read(["--arena-dir", str(tmp_path), "--listen", "unix:/run/k.sock", *flags], {}).limits.budget_bytes
+        return Config.read(
+            ["--arena-dir", str(tmp_path), "--listen", "unix:/run/k.sock", *flags], {}
+        ).limits.budget_bytes
 
     assert MEMORY == "256MiB"
     monkeypatch.setattr(os, "statvfs", statvfs(1024, 0))

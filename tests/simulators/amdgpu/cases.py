@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, assignment, misc"
 """Cases of single instructions: a piece of assembly, the state before it, and the state that has to be behind it.
 
 Destinations are v10 on and s40 on; source i is v[20 + 4 i], s[50 + 4 i] or a constant; a mask that is a source s44.

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="operator"
 """What vector instructions of lanes and scalar instructions give, by AMD's guides to the instruction sets.
 
 `LANES`: a pattern of mnemonics without the suffix of their encoding, a form, and a function of arrays, a number a lane.

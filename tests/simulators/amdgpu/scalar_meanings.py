@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, misc"
 """What scalar instructions give, by AMD's guides to the instruction sets: of whole numbers, floats and SCC.
 
 A row: a pattern of mnemonics; a form as in meanings.py, where the destination may be ``-``, + is the destination as the

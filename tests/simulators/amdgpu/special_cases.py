@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """Cases of the instructions that are no function of a lane's numbers: memory, LDS, lanes, packed numbers, control."""
 
 from __future__ import annotations

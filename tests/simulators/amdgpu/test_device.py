@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.device import source
+from tests import tools
 from tests.kernels.device import amdgcn
 from tests.simulators import amdgpu
 from tests.simulators.amdgpu import encoding
@@ -44,9 +45,7 @@ RF_KERNEL dynamic(float *y) {
 
 @pytest.fixture(params=amdgpu.GPUS)
 def device(request: pytest.FixtureRequest) -> amdgpu.Amd:
-    absent = amdgcn.missing() or amdgpu.missing()
-    if absent:
-        pytest.skip(absent)
+    tools.need("g++", *amdgcn.TOOLS)
     return amdgpu.Amd(request.param, bound=50_000)
 
 

@@ -7,8 +7,8 @@ import functools
 import numpy as np
 import pytest
 
+from tests import tools
 from tests.kernels.device import amdgcn
-from tests.simulators import amdgpu
 from tests.simulators.amdgpu import mnemonics
 from tests.simulators.amdgpu.cases import TO, Case, lane_cases, scalar_cases
 from tests.simulators.amdgpu.special_cases import special_cases
@@ -20,9 +20,7 @@ LISTED = [(name, gpu) for name, gpus in mnemonics.listed().items() for gpu in so
 @functools.cache
 def cases_of(gpu: str) -> tuple[dict[str, list[tuple[int, Case]]], Snippets]:
     """All cases of a GPU, by mnemonic, with their numbers among its pieces of assembly; these are assembled once."""
-    absent = amdgcn.missing() or amdgpu.missing()
-    if absent:
-        pytest.skip(absent)
+    tools.need("g++", *amdgcn.TOOLS)
     found: dict[str, list[tuple[int, Case]]] = {}
     texts: list[str] = []
     for name, gpus in mnemonics.listed().items():
