@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,8 @@ from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common.serving import MAX_MESSAGE_BYTES
 from services.kvcache.arena.host import default_directory
 from services.kvcache.cache.cache import KvCache, Limits
-from services.kvcache.cache.demand import Demand
+from services.kvcache.cache.opening import Opening, Prompt
+from services.kvcache.cache.steps import Steps
 from services.kvcache.pool.layout import PageLayout
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,20 +174,23 @@ class Session:
         """A fresh batch of sequences with so many pages each, or as many as their first step needs."""
         number = next(self._numbers)
         self.names = [f"{number}-{at}" for at in range(batch)]
-        demands = [
-            pb.SequenceDemand(
+        openings = [
+            pb.SequenceOpening(
                 sequence_id=name,
-                opening=pb.SequenceOpening(prompt=[number, at]),
+                prompt=pb.Prompt(tokens=[number, at]),
                 total_pages=pages or (at % PAGE + 1) // PAGE + 1,
             )
             for at, name in enumerate(self.names)
         ]
+        demands = [pb.Demand(opening=opening) for opening in openings]
         self.stub.AllocatePages(pb.AllocatePagesRequest(session_id=self.id, demands=demands))
-        appends = [
-            pb.SequenceTokens(sequence_id=name, tokens=[number, *range(at % PAGE)])
-            for at, name in enumerate(self.names)
-        ]
-        self.stub.AppendTokens(pb.AppendTokensRequest(session_id=self.id, appends=appends))
+        steps = pb.SequenceSteps(
+            sequence_ids=self.names,
+            starts=[0] * batch,
+            token_counts=[at % PAGE + 1 for at in range(batch)],
+            tokens=[token for at in range(batch) for token in (number, *range(at % PAGE))],
+        )
+        self.stub.AppendTokens(pb.AppendTokensRequest(session_id=self.id, steps=steps))
         self._step = 0
 
     def remove(self) -> None:
@@ -200,17 +205,12 @@ class Session:
             return pb.RemoveSequencesRequest(session_id=self.id, sequence_ids=self.names)
         starts = [step + at % PAGE + 1 for at in range(len(self.names))]
         tokens = [step * 7 + at for at in range(len(self.names))]
+        steps = pb.SequenceSteps(sequence_ids=self.names, starts=starts, token_counts=[1] * len(tokens), tokens=tokens)
         if op == "AppendTokens":
-            steps = pb.SequenceSteps(sequence_ids=self.names, starts=starts, tokens=tokens)
             return pb.AppendTokensRequest(session_id=self.id, steps=steps)
-        steps = pb.SequenceSteps(
-            sequence_ids=self.names,
-            starts=starts,
-            tokens=tokens,
-            total_pages=[(start + 1) // PAGE + 1 for start in starts],
-            known_pages=[start // PAGE + 1 for start in starts],
-        )
-        return pb.AllocatePagesRequest(session_id=self.id, steps=steps)
+        steps.total_pages.extend((start + 1) // PAGE + 1 for start in starts)
+        steps.known_pages.extend(start // PAGE + 1 for start in starts)
+        return pb.AllocatePagesRequest(session_id=self.id, demands=[pb.Demand(steps=steps)])
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -298,10 +298,9 @@ def measure_pages(pages: int) -> PageRow:
     def request() -> None:
         """One sequence of ``chunk`` pages: opened, filled, removed."""
         number = next(numbers)
-        name, prompt = str(number), [number]
-        tokens = [number & 0xFFFFFFFF, *range(chunk * PAGE - 1)]
-        cache.allocate(session.id, [Demand(name, prompt, "", 0, [], chunk, 0)], [])
-        cache.allocate(session.id, [Demand(name, None, "", 0, tokens, 0, chunk)], [])
+        name, tokens = str(number), array("I", (number & 0xFFFFFFFF, *range(chunk * PAGE - 1)))
+        cache.allocate(session.id, [Opening(name, Prompt(tokens[:1]), chunk)], [])
+        cache.allocate(session.id, [Steps([name], [0], [len(tokens)], tokens, [0], [chunk])], [])
         cache.remove(session.id, [name])
 
     def five() -> None:

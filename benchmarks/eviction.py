@@ -20,12 +20,15 @@ import itertools
 import json
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from services.kvcache.cache.cache import KvCache, Limits
-from services.kvcache.cache.demand import Demand, Grant
+from services.kvcache.cache.grant import Grant
+from services.kvcache.cache.opening import Opening, Prompt
+from services.kvcache.cache.steps import Steps
 from services.kvcache.eviction.policy import POLICIES
 from services.kvcache.pool.budget import CANARY_BYTES
 from services.kvcache.pool.layout import PageLayout
@@ -106,12 +109,13 @@ def replay(trace: Trace, pages: int, policy: str) -> int:
         blocks = [tokens.setdefault(block, len(tokens)) for block in request[:pages]]
         name = str(number)
         # One more token, because the last one of a prompt is never matched.
-        demand = Demand(name, [*blocks, 0], "", 0, [], len(blocks), 0)
-        [grant], _ = cache.allocate(session.id, [demand], [])
+        prompt = array("I", (*blocks, 0))
+        [(_, grant)], _ = cache.allocate(session.id, [Opening(name, Prompt(prompt), len(blocks))], [])
         if not isinstance(grant, Grant):
             raise grant
         hits += grant.cached_tokens
-        cache.append(session.id, [(name, grant.cached_tokens, blocks[grant.cached_tokens :])])
+        computed = prompt[grant.cached_tokens : -1]
+        cache.append(session.id, Steps([name], [grant.cached_tokens], [len(computed)], computed, [], []))
         cache.remove(session.id, [name])
     return hits
 

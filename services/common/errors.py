@@ -112,7 +112,7 @@ class SequenceRemoved(ServiceError):
 
 
 class SequenceMismatch(ServiceError):
-    """The sequence exists and was opened with another prompt, salt or retention."""
+    """The sequence is open with another prompt, salt, retention or parent."""
 
     code, reason = "FAILED_PRECONDITION", "SEQUENCE_MISMATCH"
 
@@ -145,12 +145,6 @@ class TooManySequences(ServiceError):
     """The session's limit on live sequences is reached."""
 
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "TOO_MANY_SEQUENCES", 1.0
-
-
-class SequenceExists(ServiceError):
-    """A live sequence has this id, and it is not the one asked for."""
-
-    code, reason = "ALREADY_EXISTS", "SEQUENCE_EXISTS"
 
 
 class PoolUnknown(ServiceError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -254,11 +255,26 @@ def test_reporting_tokens_again_is_harmless_and_other_tokens_are_refused(make: M
     assert one(source, opening("b", list(range(9)), 3)).cached_tokens == 8
 
 
-def test_a_sequence_is_opened_with_nothing_resident(make: Maker) -> None:
+def test_a_sequence_that_was_never_opened_is_unknown(make: Maker) -> None:
     source = make(6)
-    bad = Demand("a", start=0, tokens=[1], total_pages=1, known_pages=0, opening=Opening([1, 2]))
-    assert isinstance(one(source, bad).error, FieldInvalid)
     assert isinstance(one(source, more("a", [], 1)).error, SequenceUnknown)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"start": 1}, "nothing is resident"),
+        ({"tokens": [1]}, "nothing is resident"),
+        ({"known_pages": 1}, "nothing is resident"),
+        ({"opening": Opening([1, 2]), "parent": "b"}, "not both"),
+    ],
+)
+@pytest.mark.parametrize("origin", [{"opening": Opening([1, 2])}, {"parent": "b"}], ids=["prompt", "fork"])
+def test_what_opens_a_sequence_tells_nothing_of_it(origin: dict[str, Any], fields: dict[str, Any], words: str) -> None:
+    plain = {"start": 0, "tokens": [], "total_pages": 1, "known_pages": 0}
+    assert Demand("a", **{**plain, **origin}).opens
+    with pytest.raises(ValueError, match=words):
+        Demand("a", **{**plain, **origin, **fields})
 
 
 def test_more_pages_known_than_there_are(make: Maker) -> None:
@@ -384,7 +400,7 @@ def test_a_fork_shares_what_is_reported_in_its_exchange_and_copies_the_tail_it_w
         fork("b", "a", 2),
         more("a", list(range(6)), 2, known=2),
     )
-    assert child.error is None and child.pages[0] == parent.pages[0]
+    assert child.error is None and child.pages[0] == parent.pages[0] and child.cached_tokens == 6
     assert child.copies == (PageCopy(1, parent.pages[1], child.pages[1]),)
     [own] = again.copies
     assert own.index == 1 and own.source == parent.pages[1]
@@ -449,14 +465,10 @@ def test_a_fork_that_cannot_have_its_pages_is_none(make: Maker) -> None:
     assert spare(source, "probe 7") == 0
 
 
-def test_a_fork_needs_a_live_parent_and_reports_nothing(make: Maker) -> None:
+def test_a_fork_needs_a_live_parent(make: Maker) -> None:
     source = make(6)
     assert isinstance(one(source, fork("b", "a", 1)).error, SequenceUnknown)
     ask(source, opening("a", [1, 2], 1))
-    bad = Demand("b", start=0, tokens=[1], total_pages=1, known_pages=0, parent="a")
-    assert isinstance(one(source, bad).error, FieldInvalid)
-    both = Demand("b", start=0, tokens=[], total_pages=1, known_pages=0, opening=Opening([1, 2]), parent="a")
-    assert isinstance(one(source, both).error, FieldInvalid)
     ask(source, removed=("a",))
     assert isinstance(one(source, fork("b", "a", 1)).error, SequenceRemoved)
 

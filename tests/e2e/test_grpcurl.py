@@ -42,7 +42,7 @@ def test_list_and_describe(pair: Pair) -> None:
     assert "rpc Generate" in grpcurl(pair.engine, "describe", ENGINE).stdout
     method = grpcurl(pair.daemon, "describe", f"{CACHE}.AllocatePages").stdout
     assert method.splitlines()[0] == f"{CACHE}.AllocatePages is a method:", method
-    opening = grpcurl(pair.daemon, "describe", "rocmforge.kvcache.v1.SequenceOpening")
+    opening = grpcurl(pair.daemon, "describe", "rocmforge.kvcache.v1.Prompt")
     assert ".rocmforge.kvcache.v1.Retention retention" in opening.stdout, opening.stderr
     for symbol, kind in (
         *(("rocmforge.engine.v1.Finish.seed", "a field"), ("rocmforge.engine.v1.Finish.matched", "a one-of")),

@@ -38,7 +38,7 @@ class Reader:
 
     def kv(self, sequence: kvcache_pb2.Sequence) -> np.ndarray:
         """K and V of the sequence's resident tokens: [layers, 2, tokens, kv_heads, head_dim]."""
-        gathered = self.pages[[page.page_id for page in sequence.pages]]
+        gathered = self.pages[list(sequence.page_ids)]
         layers, heads, head_dim = gathered.shape[1], gathered.shape[3], gathered.shape[5]
         slots = gathered.transpose(1, 2, 0, 4, 3, 5).reshape(layers, 2, -1, heads, head_dim)
         return np.asarray(slots[:, :, : sequence.total_tokens])
@@ -107,7 +107,7 @@ def test_a_second_engine_uses_the_pages_of_the_first_and_writes_none_of_them(dae
         stream = stub.Generate(request(prompt, 400))
         steps.let(250)  # and there it stands until it was seen
         sequence = live_sequence(pair, at_least=whole_pages + 16)
-        shared = [page.page_id for page in sequence.pages][: whole_pages // 16]
+        shared = list(sequence.page_ids)[: whole_pages // 16]
         stream.cancel()
         collect_until_gone(stream)
         steps.close()

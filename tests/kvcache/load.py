@@ -16,9 +16,10 @@ from typing import Any
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
 from services.common.errors import ServiceError
-from tests.kvcache.cache.known_sequence import HALF, PAGE, SLOT, KnownSequence, Ledger
+from tests.kvcache.cache.known_sequence import HALF, PAGE, SLOT, KnownSequence, Ledger, report_of, steps_of
 from tests.kvcache.calls import GivenUp, Line, Tally
 from tests.kvcache.conftest import LAYOUT_PB
+from tests.kvcache.messages import fork
 
 POOL = "load"
 PAGES = 160
@@ -139,9 +140,9 @@ class Client(threading.Thread):
         tokens = random_.choice(TEXTS)[:shared] + [random_.randrange(1000) for _ in range(own)]
         salt, prompt = random_.choice(["", "", "salt"]), random_.randint(1, len(tokens))
         text = KnownSequence(self._new_name(), salt, tokens, prompt)
-        demand = pb.SequenceDemand(sequence_id=text.name, opening=text.opening, total_pages=random_.randrange(6))
-        self._tally.count("lookup_most", len(text.opening.prompt))
-        request = pb.AllocatePagesRequest(session_id=self._session, demands=[demand])
+        wanted = random_.randrange(6)
+        self._tally.count("lookup_most", prompt)
+        request = pb.AllocatePagesRequest(session_id=self._session, demands=[text.opening(wanted)])
         answered = self._answered_or_dropped("AllocatePages", request, [text.name])
         if answered is None:
             return
@@ -152,17 +153,17 @@ class Client(threading.Thread):
             if again:
                 self._remove([text.name])  # the call that was given up may still arrive, and find pages
             return
-        self._tally.count("lookup_least", len(text.opening.prompt))
+        self._tally.count("lookup_least", prompt)
         cached = grant.cached_tokens
-        assert cached % PAGE == 0 and cached < len(text.opening.prompt) and grant.first_index == 0
-        assert len(grant.pages) == max(demand.total_pages, cached // PAGE)
+        assert cached % PAGE == 0 and cached < prompt and grant.first_index == 0
+        assert len(grant.page_ids) == len(grant.generations) == max(wanted, cached // PAGE)
         text.reported = text.run = cached
-        for at, page in enumerate(grant.pages):
+        for at, page in enumerate(grant.page_ids):
             if at < cached // PAGE:
-                self._ledger.enter_shared(page.page_id)
+                self._ledger.enter_shared(page)
             else:
-                self._ledger.enter_new(page.page_id, self.name)
-            text.pages.append(page.page_id)
+                self._ledger.enter_new(page, self.name)
+            text.pages.append(page)
         self._live[text.name] = text
         self._tally.count("hits", cached)
         self._check_content(text)
@@ -173,10 +174,9 @@ class Client(threading.Thread):
         gone = [names.pop()] if len(names) > 1 and self._random.random() < 0.2 else []
         texts = [self._live[name] for name in names]
         more = {name: self._random.randrange(7) for name in names}
+        steps = steps_of(texts, more)
         request = pb.AllocatePagesRequest(
-            session_id=self._session,
-            demands=[text.demand(more[text.name]) for text in texts],
-            remove_sequence_ids=gone,
+            session_id=self._session, demands=[pb.Demand(steps=steps)], remove_sequence_ids=gone
         )
         for name in gone:
             self._let_go(name)
@@ -185,19 +185,23 @@ class Client(threading.Thread):
             return
         response, again = answered
         self._tally.count("removed_in_steps", len(gone))
-        for text, demand, grant in zip(texts, request.demands, response.grants, strict=True):
+        grants = {grant.sequence_id: grant for grant in response.grants}
+        for text, wanted, known in zip(texts, steps.total_pages, steps.known_pages, strict=True):
             text.unsure |= again
+            # One that is not told of has what it asked for.
+            grant = grants.pop(text.name, pb.SequenceGrant(first_index=known))
             if grant.HasField("error"):
                 self._check_refusal(grant.error)
                 continue
-            assert grant.first_index == demand.known_pages
-            assert text.unsure or len(text.pages) + len(grant.pages) == max(demand.total_pages, demand.known_pages)
+            assert grant.first_index == known
+            assert text.unsure or len(text.pages) + len(grant.page_ids) == max(wanted, known)
             text.reported = text.run
-            for page in grant.pages:
-                self._ledger.enter_new(page.page_id, self.name)
-                text.pages.append(page.page_id)
+            for page in grant.page_ids:
+                self._ledger.enter_new(page, self.name)
+                text.pages.append(page)
             self._copy(text, grant.copies)
             self._run(text, more[text.name])
+        assert not grants, f"{grants} were not asked for"
 
     def _copy(self, text: KnownSequence, copies: Any) -> None:
         for copy in copies:
@@ -237,16 +241,11 @@ class Client(threading.Thread):
         texts = [text for text in self._live.values() if text.run > text.reported]
         if not texts:
             return
-        items = [
-            pb.SequenceTokens(sequence_id=text.name, start=text.reported, tokens=text.tokens[text.reported : text.run])
-            for text in texts
-        ]
-        request = pb.AppendTokensRequest(session_id=self._session, appends=items)
+        request = pb.AppendTokensRequest(session_id=self._session, steps=report_of(texts))
         answered = self._answered_or_dropped("AppendTokens", request, [text.name for text in texts])
         if answered is not None:
-            for text, progress in zip(texts, answered[0].progress, strict=True):
-                assert not progress.HasField("error"), progress
-                assert progress.total_tokens == text.run and progress.published_pages == text.run // PAGE
+            assert not answered[0].errors, answered[0]
+            for text in texts:
                 text.reported = text.run
 
     def _fork(self) -> None:
@@ -256,21 +255,19 @@ class Client(threading.Thread):
         parent = self._random.choice(parents)
         tokens = parent.tokens[: parent.run] + [self._random.randrange(1000) for _ in range(8)]
         child = KnownSequence(self._new_name(), parent.salt, tokens, 1)
-        request = pb.ForkSequenceRequest(
-            session_id=self._session, parent_sequence_id=parent.name, child_sequence_id=child.name
-        )
-        try:
-            answered = self._answered_or_dropped("ForkSequence", request, [child.name])
-        except ServiceError as error:
+        request = pb.AllocatePagesRequest(session_id=self._session, demands=[fork(child.name, parent.name)])
+        answered = self._answered_or_dropped("AllocatePages", request, [child.name])
+        if answered is None:
+            return
+        [grant] = answered[0].grants
+        if grant.HasField("error"):
+            error = rpc.error_from_status(grant.error)
             assert error.reason == "QUOTA_EXCEEDED" and self._quota, error
             self._remove([child.name])
             return
-        if answered is None:
-            return
-        grant = answered[0].grant
-        assert answered[0].total_tokens == parent.run and not grant.copies
+        assert grant.cached_tokens == parent.run and not grant.copies
         child.reported = child.run = parent.run
-        child.pages = [page.page_id for page in grant.pages]
+        child.pages = list(grant.page_ids)
         # But for the last one: a tail that the parent was told to copy is shared as it was before.
         assert child.pages[: parent.run // PAGE] == parent.pages[: parent.run // PAGE]
         for page in child.pages:
@@ -288,8 +285,9 @@ class Client(threading.Thread):
         assert text.reported <= told.total_tokens <= text.run
         assert list(told.tokens) == text.tokens[: told.total_tokens]
         assert text.unsure or told.total_tokens == text.reported
-        assert text.unsure or [page.page_id for page in told.pages] == text.pages
-        assert len(told.pages) >= len(text.pages)
+        assert told.total_tokens // PAGE == told.published_pages
+        assert text.unsure or list(told.page_ids) == text.pages
+        assert len(told.page_ids) >= len(text.pages)
 
     def _list(self) -> None:
         answer, _ = self._until_answered("ListSequences", pb.ListSequencesRequest(session_id=self._session))
@@ -314,12 +312,10 @@ class Client(threading.Thread):
         if text is not None:
             self._check_content(text)
             self._ledger.cross_out(text.pages)
-            demand = text.demand(2)
-            opening = pb.SequenceDemand(sequence_id=name, opening=text.opening, total_pages=3)
-            report = pb.SequenceTokens(sequence_id=name, start=demand.start, tokens=demand.tokens)
+            demands = [pb.Demand(steps=steps_of([text], {name: 2})), text.opening(3)]
             self._old += [
-                ("AllocatePages", pb.AllocatePagesRequest(session_id=self._session, demands=[demand, opening])),
-                ("AppendTokens", pb.AppendTokensRequest(session_id=self._session, appends=[report])),
+                ("AllocatePages", pb.AllocatePagesRequest(session_id=self._session, demands=demands)),
+                ("AppendTokens", pb.AppendTokensRequest(session_id=self._session, steps=report_of([text]))),
             ]
             del self._old[:-20]
 
@@ -334,7 +330,9 @@ class Client(threading.Thread):
             assert error.reason == "SESSION_EXPIRED" and request.session_id != self._session, error
             return
         assert request.session_id == self._session
-        for item in response.grants if name == "AllocatePages" else response.progress:
+        told = response.grants if name == "AllocatePages" else response.errors
+        assert len(told) == (2 if name == "AllocatePages" else 1)
+        for item in told:
             assert item.HasField("error"), f"{item.sequence_id} was removed and is back"
             assert rpc.error_from_status(item.error).reason == "SEQUENCE_REMOVED", item
         self._tally.count("too_late")

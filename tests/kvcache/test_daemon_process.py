@@ -32,10 +32,10 @@ with open(o.arena.file_path, "r+b") as f, mmap.mmap(f.fileno(), o.arena.size_byt
     c = m[at : at + 32]
     m[at + 32 : at + 64] = bytes(b ^ 255 for b in c)
 stub.AttachSession(pb.AttachSessionRequest(session_id=o.session_id, seen=c))
-d = pb.SequenceDemand(sequence_id="a", opening=pb.SequenceOpening(prompt=range(6)), total_pages=3)
-stub.AllocatePages(pb.AllocatePagesRequest(session_id=o.session_id, demands=[d]))
-d = pb.SequenceDemand(sequence_id="a", tokens=range(6), total_pages=3)
-stub.AllocatePages(pb.AllocatePagesRequest(session_id=o.session_id, demands=[d]))
+opening = pb.SequenceOpening(sequence_id="a", prompt=pb.Prompt(tokens=range(6)), total_pages=3)
+stub.AllocatePages(pb.AllocatePagesRequest(session_id=o.session_id, demands=[pb.Demand(opening=opening)]))
+steps = pb.SequenceSteps(sequence_ids=["a"], starts=[0], token_counts=[6], tokens=range(6))
+stub.AppendTokens(pb.AppendTokensRequest(session_id=o.session_id, steps=steps))
 print("holding", flush=True)
 sys.stdin.read()
 """

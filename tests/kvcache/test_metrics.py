@@ -23,6 +23,7 @@ from services.common.serving import Listener
 from services.kvcache.config import Config
 from services.kvcache.metrics import PREFIX
 from tests.kvcache.conftest import Running
+from tests.kvcache.messages import opening, report
 from tests.kvcache.ongpus import OnGpus
 from tests.scraping import NOTHING, Scrape, read, scrape, until
 
@@ -50,14 +51,11 @@ class Watched:
         self.sessions.append(self.running.session(pool_id))
 
     def demand(self, name: str, pages: int, prompt: list[int], tokens: int = 0, retention: int = 0) -> None:
-        opening = pb.SequenceOpening(prompt=prompt)
-        if retention:
-            opening.retention.CopyFrom(pb.Retention(ttl=duration_pb2.Duration(seconds=retention), priority=1))
-        demands = [pb.SequenceDemand(sequence_id=name, opening=opening, total_pages=pages)]
-        self.send(demands=demands)
+        kept = pb.Retention(ttl=duration_pb2.Duration(seconds=retention), priority=1) if retention else None
+        self.send(demands=[opening(name, prompt, pages, retention=kept)])
         if tokens:
-            appends = [pb.SequenceTokens(sequence_id=name, tokens=prompt[:tokens])]
-            self.running.stub.AppendTokens(pb.AppendTokensRequest(session_id=self.sessions[0], appends=appends))
+            steps = report(name, 0, prompt[:tokens])
+            self.running.stub.AppendTokens(pb.AppendTokensRequest(session_id=self.sessions[0], steps=steps))
 
     def send(self, **fields: object) -> None:
         self.running.stub.AllocatePages(pb.AllocatePagesRequest(session_id=self.sessions[0], **fields))  # type: ignore[arg-type]

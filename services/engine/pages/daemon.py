@@ -7,16 +7,16 @@ third of its ttl.
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 import structlog
@@ -31,7 +31,7 @@ from services.common.serving import MAX_MESSAGE_BYTES
 from services.engine.pages.device_arena import DevicePages, map_device_pages
 from services.engine.pages.host_arena import Pages, map_pages, process_identity
 from services.engine.pages.lease import Lease, LeaseKeeper
-from services.engine.pages.source import Demand, Exchange, Geometry, Grant, Opening, PageCopy
+from services.engine.pages.source import Demand, Exchange, Geometry, Grant, PageCopy
 
 log = structlog.get_logger()
 
@@ -53,9 +53,6 @@ _CHANNEL_OPTIONS = [
 
 _DATA_TYPES = {"f32": pb.DATA_TYPE_F32, "f16": pb.DATA_TYPE_F16, "bf16": pb.DATA_TYPE_BF16, "int8": pb.DATA_TYPE_INT8}
 
-
-#: Of a demand that is sent as a step: the sequence's id, and the pages that the engine knows of.
-_Step: TypeAlias = tuple[str, int]
 
 Reply = TypeVar("Reply")
 
@@ -158,20 +155,14 @@ class GrpcPageSource:
     def exchange(self, demands: Items[Demand], removed: Items[str]) -> Exchange:
         """Send one AllocatePages. Raises SessionExpired without a session."""
         session = self._live()
-        # The daemon serves steps before demands; the order asked for is kept by taking only those in front.
-        steps = list(takewhile(lambda demand: demand.opening is None and not demand.parent, demands))
         request = pb.AllocatePagesRequest(
-            session_id=session.id,
-            steps=_steps(steps) if steps else None,
-            demands=[_demand(demand) for demand in demands[len(steps) :]],
-            remove_sequence_ids=removed,
-            page_columns=True,
+            session_id=session.id, remove_sequence_ids=removed, demands=_demand_messages(demands)
         )
-        return _Call(self, session, request, [(step.sequence_id, step.known_pages) for step in steps])
+        return _Call(self, session, request, demands)
 
-    def send(self, request: pb.AllocatePagesRequest, session: _Session, steps: list[_Step]) -> Attempt[_Answer]:
-        """Start one attempt at a call of the session, which asks for ``steps``; what is answered is its result."""
-        return Attempt(self._caller, partial(self._answered, request, steps, _call_s(session.lease)))
+    def send(self, request: pb.AllocatePagesRequest, session: _Session, demands: Items[Demand]) -> Attempt[_Answer]:
+        """Start one attempt at a call of the session, which asks for ``demands``; what is answered is its result."""
+        return Attempt(self._caller, partial(self._answered, request, demands, _call_s(session.lease)))
 
     def now(self) -> float:
         """The clock that leases are measured with."""
@@ -276,9 +267,9 @@ class GrpcPageSource:
         except grpc.RpcError as failure:
             raise _error_of(failure, self.target) from failure
 
-    def _answered(self, request: pb.AllocatePagesRequest, steps: list[_Step], timeout_s: float) -> _Answer:
+    def _answered(self, request: pb.AllocatePagesRequest, demands: Items[Demand], timeout_s: float) -> _Answer:
         reply = self._timed("AllocatePages", request, timeout_s)
-        return _Answer(reply.epoch, _grants(reply, steps))  # made here, a step runs meanwhile
+        return _Answer(reply.epoch, _grants(reply, demands))  # made here, a step runs meanwhile
 
     def _timed(self, method: str, request: Any, timeout_s: float) -> Any:
         began, code = self._clock(), "UNKNOWN"
@@ -325,15 +316,15 @@ class _Call:
         source: GrpcPageSource,
         session: _Session,
         request: pb.AllocatePagesRequest,
-        steps: list[_Step],
+        demands: Items[Demand],
     ) -> None:
-        """``steps`` are those of the request."""
-        self._source, self._session, self._request, self._steps = source, session, request, steps
+        """``demands`` are those of the request."""
+        self._source, self._session, self._request, self._demands = source, session, request, demands
         self._send()
 
     def _send(self) -> None:
         self._sent_at = self._source.now()
-        self._future = self._source.send(self._request, self._session, self._steps)
+        self._future = self._source.send(self._request, self._session, self._demands)
 
     def result(self) -> list[Grant]:
         """Wait for the grants. Raises SessionExpired, KvCacheDown and whatever the call is refused with."""
@@ -356,25 +347,26 @@ def _call_s(lease: Lease) -> float:
     return min(MAX_CALL_S, lease.ttl_s / 3)
 
 
-def _demand(demand: Demand) -> pb.SequenceDemand:
+def _demand_messages(demands: Items[Demand]) -> Iterator[pb.Demand]:
+    """In order: one message for each sequence to open, and one for all that go on in a row."""
+    for opens, group in groupby(demands, attrgetter("opens")):
+        if opens:
+            yield from (pb.Demand(opening=_opening(demand)) for demand in group)
+        else:
+            yield pb.Demand(steps=_steps(list(group)))
+
+
+def _opening(demand: Demand) -> pb.SequenceOpening:
+    message = pb.SequenceOpening(sequence_id=demand.sequence_id, total_pages=demand.total_pages)
     opening = demand.opening
-    return pb.SequenceDemand(
-        sequence_id=demand.sequence_id,
-        opening=_opening(opening) if opening else None,
-        start=demand.start,
-        tokens=demand.tokens,
-        total_pages=demand.total_pages,
-        known_pages=demand.known_pages,
-        parent_sequence_id=demand.parent,
-    )
-
-
-def _opening(opening: Opening) -> pb.SequenceOpening:
-    packed, retention = array("I", opening.prompt).tobytes(), opening.retention
-    message = pb.SequenceOpening(prompt_tokens=packed, salt=opening.salt)
-    if retention is not None:
-        message.retention.ttl.FromNanoseconds(round(retention.ttl_s * 1e9))
-        message.retention.priority = retention.priority
+    if opening is None:
+        message.parent_sequence_id = demand.parent
+        return message
+    message.prompt.tokens.extend(opening.prompt)
+    message.prompt.salt = opening.salt
+    if opening.retention is not None:
+        message.prompt.retention.ttl.FromNanoseconds(round(opening.retention.ttl_s * 1e9))
+        message.prompt.retention.priority = opening.retention.priority
     return message
 
 
@@ -382,21 +374,21 @@ def _steps(demands: list[Demand]) -> pb.SequenceSteps:
     return pb.SequenceSteps(
         sequence_ids=[demand.sequence_id for demand in demands],
         starts=[demand.start for demand in demands],
-        tokens=[token for demand in demands for token in demand.tokens],
         token_counts=[len(demand.tokens) for demand in demands],
+        tokens=[token for demand in demands for token in demand.tokens],
         total_pages=[demand.total_pages for demand in demands],
         known_pages=[demand.known_pages for demand in demands],
     )
 
 
-def _grants(reply: pb.AllocatePagesResponse, steps: list[_Step]) -> list[Grant]:
-    told, grants = deque(reply.step_grants), list[Grant]()
-    for sequence_id, known_pages in steps:
-        if told and told[0].sequence_id == sequence_id:
+def _grants(reply: pb.AllocatePagesResponse, demands: Items[Demand]) -> list[Grant]:
+    told, grants = deque(reply.grants), list[Grant]()
+    for demand in demands:
+        if told and told[0].sequence_id == demand.sequence_id:
             grants.append(_grant(told.popleft()))
         else:
-            grants.append(Grant(sequence_id, known_pages))  # nothing to tell: it has what it asked for
-    return grants + [_grant(grant) for grant in reply.grants]
+            grants.append(Grant(demand.sequence_id, demand.known_pages))  # nothing to tell: it has what it asked for
+    return grants
 
 
 def _grant(grant: pb.SequenceGrant) -> Grant:

@@ -195,20 +195,17 @@ class LocalPageSource:
         opening, parent = demand.opening, self._sequences.get(demand.parent)
         if opening is None and not demand.parent:
             raise SequenceUnknown(f"no sequence {demand.sequence_id!r}")
-        if opening is not None and demand.parent:
-            raise FieldInvalid("a sequence is opened or forked, not both", field="parent")
         if opening is not None and opening.retention is not None:
             raise FieldInvalid("pages of a process of its own are kept by their use alone", field="opening.retention")
         if opening is None and parent is None:
             gone = SequenceRemoved if demand.parent in self._removed else SequenceUnknown
             raise gone(f"no sequence {demand.parent!r}")
-        if demand.start or demand.tokens:
-            raise FieldInvalid("nothing can be resident before a sequence is opened", field="tokens")
         if parent is not None:
             pages = parent.pages[: -(-len(parent.tokens) // self._page_size)]
             if parent.copied is not None:  # its engine may not have made the copy yet
                 pages[-1] = parent.copied
-            return _Held(demand.parent, parent.salt, pages, list(parent.tokens), list(parent.path))
+            resident = len(parent.tokens)
+            return _Held(demand.parent, parent.salt, pages, list(parent.tokens), list(parent.path), resident)
         opening = opening or Opening(())
         path = self._match(opening)
         tokens = [token for node in path for token in node.tokens]

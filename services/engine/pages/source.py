@@ -56,7 +56,9 @@ class Demand:
     ``tokens`` are those whose K and V are in the pages as of the last synchronised step, ``tokens[0]`` at position
     ``start``; reporting them again is harmless. ``total_pages`` is a target size. ``known_pages`` says how much of the
     block table the engine has. With a ``parent`` instead of an ``opening`` the sequence is opened as a fork of that
-    live one: it shares the pages of all that is resident there, and is asked for with no tokens.
+    live one: it shares the pages of all that is resident there.
+
+    One that opens or forks has no tokens and no pages to tell of, and does not do both: ValueError otherwise.
 
     A last page that holds tokens and is shared is nobody's to write. Whoever has room behind what is resident in its
     ``total_pages`` is granted a page of its own instead, and told to copy.
@@ -69,6 +71,19 @@ class Demand:
     known_pages: int
     opening: Opening | None = None
     parent: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.opens:
+            return
+        if self.start or self.tokens or self.known_pages:
+            raise ValueError(f"sequence {self.sequence_id!r}: nothing is resident or known before it is opened")
+        if self.opening is not None and self.parent:
+            raise ValueError(f"sequence {self.sequence_id!r} is opened or forked, not both")
+
+    @property
+    def opens(self) -> bool:
+        """Whether a sequence begins with it, by a prompt or as a fork."""
+        return self.opening is not None or bool(self.parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +100,8 @@ class Grant:
     """The answer to one demand. An ``error`` means that nothing of the demand was done.
 
     ``pages`` continue the block table at ``first_index``. ``cached_tokens``, told when a sequence is opened, counts the
-    leading tokens whose K and V are already there, a multiple of the page size. ``copies`` are to be made before
+    leading tokens whose K and V are already there: whole pages of a prompt, or all that the parent of a fork had.
+    ``copies`` are to be made before
     anything is written behind the resident tokens; they are told again until such a token is reported.
     """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from collections.abc import Sequence as Items
 from itertools import islice
 from typing import Any
 
@@ -13,8 +12,9 @@ from google.protobuf import duration_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common.errors import FieldInvalid
 from services.kvcache.cache.cache import KvCache
-from services.kvcache.cache.demand import Demand, Grant
 from services.kvcache.cache.explain import PageAnswer
+from services.kvcache.cache.grant import Grant
+from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from services.kvcache.eviction.retention import Retention
 from services.kvcache.lease.sessions import Process
@@ -82,22 +82,18 @@ def arena_message(pool: Pool, canary_slot: int) -> pb.Arena:
     return message
 
 
-def fill_grant(message: pb.SequenceGrant, grant: Grant, *, columns: bool = False) -> None:
-    """Write what was granted into the message of its sequence, its pages in ``columns`` or one by one."""
-    first_index, pages, cached_tokens, copies = grant
+def fill_grant(message: pb.SequenceGrant, grant: Grant) -> None:
+    """Write what was granted into the message of its sequence."""
     # Setting a field costs more than looking whether there is anything to set.
-    if first_index:
-        message.first_index = first_index
-    if cached_tokens:
-        message.cached_tokens = cached_tokens
-    if columns and pages:
-        ids, generations = zip(*pages, strict=True)
-        message.page_ids.extend(ids)
+    if grant.first_index:
+        message.first_index = grant.first_index
+    if grant.cached_tokens:
+        message.cached_tokens = grant.cached_tokens
+    if grant.pages:
+        page_ids, generations = zip(*grant.pages, strict=True)
+        message.page_ids.extend(page_ids)
         message.generations.extend(generations)
-    else:
-        for page_id, generation in pages:
-            message.pages.add(page_id=page_id, generation=generation)
-    for copy in copies:
+    for copy in grant.copies:
         source, target = page_message(copy.source), page_message(copy.target)
         message.copies.add(index=copy.index, source=source, target=target)
 
@@ -139,74 +135,70 @@ def snapshot_messages(cache: KvCache, pool_id: str) -> Iterator[pb.CacheLinks]:
                 yield links_message(pool.id, chunk)
 
 
-def read_demands(items: Any) -> list[Demand]:
+def read_demands(items: Any) -> list[Steps | Opening]:
     """The demands of AllocatePages. Raises FieldInvalid."""
-    check_items(len(items), "demands")
-    demands: list[Demand] = []
-    for item in items:
-        sequence_id = item.sequence_id
-        if not 1 <= len(sequence_id) <= MAX_NAME:
-            check_name(sequence_id, f"demands[{len(demands)}].sequence_id")
-        prompt: Items[int] | None = None
-        salt, retention = "", None
-        if item.HasField("opening"):
-            opening = item.opening
-            prompt, salt = _read_prompt(opening, len(demands)), opening.salt
-            check_name(salt, f"demands[{len(demands)}].opening.salt", least=0)
-            if opening.HasField("retention"):
-                retention = read_retention(opening.retention)
-        parent = item.parent_sequence_id
-        if len(parent) > MAX_NAME:
-            check_name(parent, f"demands[{len(demands)}].parent_sequence_id")
-        tokens, total, known = item.tokens[:], item.total_pages, item.known_pages
-        demands.append(Demand(sequence_id, prompt, salt, item.start, tokens, total, known, retention, parent))
+    demands: list[Steps | Opening] = []
+    count = 0
+    for at, item in enumerate(items):
+        match item.WhichOneof("demand"):
+            case "steps":
+                demands.append(read_steps(item.steps, f"demands[{at}].steps", growing=True))
+                count += len(item.steps.sequence_ids)
+            case "opening":
+                demands.append(_read_opening(item.opening, f"demands[{at}].opening"))
+                count += 1
+            case _:
+                raise FieldInvalid(f"demands[{at}] has neither steps nor an opening", field=f"demands[{at}]")
+    if count > MAX_ITEMS:
+        raise FieldInvalid(
+            f"demands are of {count} sequences; they may be of {MAX_ITEMS}", field="demands", limit=MAX_ITEMS
+        )
     return demands
 
 
-def _read_prompt(opening: pb.SequenceOpening, at: int) -> Items[int]:
-    """The tokens of ``demands[at].opening``, in whichever of its fields they are. Raises FieldInvalid."""
-    packed = opening.prompt_tokens
-    if not packed:
-        listed: list[int] = opening.prompt[:]
-        return listed
-    field = f"demands[{at}].opening.prompt_tokens"
-    if len(packed) % 4:
-        raise FieldInvalid(f"{field} has {len(packed)} bytes; each token has 4", field=field)
-    if opening.prompt:
-        raise FieldInvalid(f"{field}: the prompt is in opening.prompt, too; give one of them", field=field)
-    return array("I", packed)
+def _read_opening(opening: pb.SequenceOpening, field: str) -> Opening:
+    """One sequence to open. Raises FieldInvalid."""
+    check_name(opening.sequence_id, f"{field}.sequence_id")
+    origin: Prompt | str
+    match opening.WhichOneof("origin"):
+        case "prompt":
+            prompt = opening.prompt
+            check_name(prompt.salt, f"{field}.prompt.salt", least=0)
+            retention = read_retention(prompt.retention) if prompt.HasField("retention") else None
+            origin = Prompt(array("I", prompt.tokens[:]), prompt.salt, retention)
+        case "parent_sequence_id":
+            origin = opening.parent_sequence_id
+            check_name(origin, f"{field}.parent_sequence_id")
+        case _:
+            raise FieldInvalid(f"{field} has neither a prompt nor a parent_sequence_id", field=field)
+    return Opening(opening.sequence_id, origin, opening.total_pages)
 
 
-def read_appends(items: Any) -> list[tuple[str, int, list[int]]]:
-    """(sequence id, start, tokens) of each item of AppendTokens. Raises FieldInvalid."""
-    check_items(len(items), "appends")
-    appends: list[tuple[str, int, list[int]]] = []
-    for item in items:
-        sequence_id = item.sequence_id
-        if not 1 <= len(sequence_id) <= MAX_NAME:
-            check_name(sequence_id, f"appends[{len(appends)}].sequence_id")
-        appends.append((sequence_id, item.start, item.tokens[:]))
-    return appends
-
-
-def read_steps(steps: pb.SequenceSteps, *, growing: bool) -> Steps:
+def read_steps(steps: pb.SequenceSteps, field: str, *, growing: bool) -> Steps:
     """The columns of a step, with those that tell of pages when it is ``growing``. Raises FieldInvalid."""
     ids = steps.sequence_ids[:]
     count = len(ids)
-    check_items(count, "steps.sequence_ids")
-    _check_names(ids, "steps.sequence_ids")
-    starts, tokens, counts = steps.starts[:], steps.tokens[:], steps.token_counts[:]
-    total, known = steps.total_pages[:], steps.known_pages[:]
-    wanted = {"starts": count, "token_counts": count if counts else 0, "tokens": sum(counts) if counts else count}
-    wanted["total_pages"] = wanted["known_pages"] = count if growing else 0
-    for field, length in wanted.items():
-        if len(getattr(steps, field)) != length:
+    check_items(count, f"{field}.sequence_ids")
+    _check_names(ids, f"{field}.sequence_ids")
+    columns = Steps(
+        ids,
+        steps.starts[:],
+        steps.token_counts[:],
+        array("I", steps.tokens[:]),
+        steps.total_pages[:],
+        steps.known_pages[:],
+    )
+    pages = count if growing else 0
+    lengths = (count, count, count, sum(columns.token_counts), pages, pages)
+    for name, length in zip(Steps._fields, lengths, strict=True):
+        has = len(getattr(columns, name))
+        if has != length:
             raise FieldInvalid(
-                f"steps.{field} has {len(getattr(steps, field))} entries; for {count} sequences it must have {length}",
-                field=f"steps.{field}",
+                f"{field}.{name} has {has} entries; for {count} sequences it must have {length}",
+                field=f"{field}.{name}",
                 limit=length,
             )
-    return Steps(ids, starts, tokens, counts, total, known)
+    return columns
 
 
 def read_retention(message: pb.Retention) -> Retention:

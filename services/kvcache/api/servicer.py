@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +13,6 @@ from services.common import rpc
 from services.common.errors import Draining, FieldInvalid, ServiceError
 from services.kvcache.api import messages
 from services.kvcache.cache.cache import KvCache
-from services.kvcache.cache.demand import Grant
 from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.sequence import Sequence
 
@@ -86,33 +86,23 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         """See the proto."""
         demands = messages.read_demands(request.demands)
         removed = messages.read_ids(request.remove_sequence_ids, "remove_sequence_ids")
-        steps = messages.read_steps(request.steps, growing=True) if request.HasField("steps") else None
-        told, pool = self._cache.step(request.session_id, steps, removed)
-        results = self._cache.allocate(request.session_id, demands, [])[0] if demands else []
+        told, pool = self._cache.allocate(request.session_id, demands, removed)
         response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
-        columns = request.page_columns
         for sequence_id, answer in told:
-            _answer(response.step_grants.add(sequence_id=sequence_id), answer, columns)
-        for demand, result in zip(demands, results, strict=True):
-            _answer(response.grants.add(sequence_id=demand.sequence_id), result, columns)
+            grant = response.grants.add(sequence_id=sequence_id)
+            if isinstance(answer, ServiceError):
+                grant.error.CopyFrom(rpc.status_of(answer, DOMAIN))
+            else:
+                messages.fill_grant(grant, answer)
         return response
 
     @maps_errors
     async def AppendTokens(self, request: pb.AppendTokensRequest, context: Any) -> pb.AppendTokensResponse:
         """See the proto."""
-        appends = messages.read_appends(request.appends)
+        steps = messages.read_steps(request.steps, "steps", growing=False)
         response = pb.AppendTokensResponse(epoch=self._cache.epoch)
-        if request.HasField("steps"):
-            steps = messages.read_steps(request.steps, growing=False)
-            for name, error in self._cache.append_steps(request.session_id, steps):
-                response.step_errors.add(sequence_id=name, error=rpc.status_of(error, DOMAIN))
-        results = self._cache.append(request.session_id, appends)
-        add = response.progress.add
-        for (name, _, _), result in zip(appends, results, strict=True):
-            if isinstance(result, ServiceError):
-                add(sequence_id=name, error=rpc.status_of(result, DOMAIN))
-            else:
-                add(sequence_id=name, total_tokens=len(result.tokens), published_pages=result.published)
+        for sequence_id, error in self._cache.append(request.session_id, steps):
+            response.errors.add(sequence_id=sequence_id, error=rpc.status_of(error, DOMAIN))
         return response
 
     @maps_errors
@@ -134,7 +124,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         messages.check_name(request.sequence_id, "sequence_id")
         sequence, pool = self._cache.get_sequence(request.session_id, request.sequence_id)
         answer = self._sequence(sequence, pool)
-        answer.pages.extend(messages.page_message(pool.reference(page)) for page in sequence.pages)
+        answer.page_ids.extend(sequence.pages)
+        answer.generations.extend(pool.table.generations(sequence.pages))
         if request.include_tokens:
             answer.tokens.extend(sequence.tokens)
         return pb.GetSequenceResponse(epoch=self._cache.epoch, sequence=answer)
@@ -180,21 +171,10 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         )
 
     @maps_errors
-    async def ForkSequence(self, request: pb.ForkSequenceRequest, context: Any) -> pb.ForkSequenceResponse:
-        """See the proto."""
-        messages.check_name(request.parent_sequence_id, "parent_sequence_id")
-        messages.check_name(request.child_sequence_id, "child_sequence_id")
-        grant, child = self._cache.fork(request.session_id, request.parent_sequence_id, request.child_sequence_id)
-        response = pb.ForkSequenceResponse(epoch=self._cache.epoch, total_tokens=len(child.tokens))
-        response.grant.sequence_id = child.id
-        messages.fill_grant(response.grant, grant)
-        return response
-
-    @maps_errors
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
         """See the proto."""
         messages.check_name(request.salt, "salt", least=0)
-        answers = self._cache.explain(request.pool_id, list(request.prompt), request.salt)
+        answers = self._cache.explain(request.pool_id, array("I", request.prompt), request.salt)
         return pb.ExplainPrefixResponse(
             epoch=self._cache.epoch, pages=[messages.page_answer_message(answer) for answer in answers]
         )
@@ -272,11 +252,3 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             access_count=sequence.access_count,
             retention=messages.retention_message(sequence.retention),
         )
-
-
-def _answer(message: pb.SequenceGrant, result: Grant | ServiceError, columns: bool) -> None:
-    """Say what was granted, or why nothing was."""
-    if isinstance(result, ServiceError):
-        message.error.CopyFrom(rpc.status_of(result, DOMAIN))
-    else:
-        messages.fill_grant(message, result, columns=columns)

@@ -6,7 +6,8 @@ waiting for anything, so there is nothing to lock. Clients are trusted with no i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -20,10 +21,10 @@ from services.common.errors import (
     ServiceError,
     TooManySessions,
 )
-from services.kvcache.cache import demand
-from services.kvcache.cache.demand import Demand, Grant
 from services.kvcache.cache.explain import PageAnswer, explain
-from services.kvcache.cache.steps import Steps, append_on, grow_on
+from services.kvcache.cache.grant import Grant
+from services.kvcache.cache.opening import Opening, check_prompt, open_sequence
+from services.kvcache.cache.steps import Steps, advance
 from services.kvcache.lease.quarantine import Aliveness, Quarantine
 from services.kvcache.lease.sessions import Process, Session, Sessions
 from services.kvcache.pool.budget import CANARY_BYTES, ArenaMaker, Pools
@@ -228,71 +229,36 @@ class KvCache:
     # --- sequences ---
 
     def allocate(
-        self, session_id: str, demands: list[Demand], removed: list[str]
-    ) -> tuple[list[Grant | ServiceError], Pool]:
-        """The step call: remove, then serve each demand or tell why not; one that fails changes nothing.
-
-        Raises SessionExpired, SessionNotAttached.
-        """
-        session, pool = self._use_attached(session_id)
-        if removed:
-            self._remove(session, removed)
-        now = self._clock()
-        results: list[Grant | ServiceError] = []
-        for item in demands:
-            try:
-                results.append(demand.serve(session, pool, item, now))
-            except ServiceError as error:
-                pool.totals.refused_demands += isinstance(error, CapacityExceeded | QuotaExceeded)
-                results.append(error)
-        return results, pool
-
-    def append(self, session_id: str, appends: list[tuple[str, int, list[int]]]) -> list[Sequence | ServiceError]:
-        """Record resident tokens, (sequence id, start, tokens) each; an item that fails changes nothing.
-
-        Raises SessionExpired, SessionNotAttached.
-        """
-        session, pool = self._use_attached(session_id)
-        now = self._clock()
-        results: list[Sequence | ServiceError] = []
-        for sequence_id, start, tokens in appends:
-            try:
-                results.append(demand.append(session, pool, sequence_id, start, tokens, now))
-            except ServiceError as error:
-                results.append(error)
-        return results
-
-    def step(
-        self, session_id: str, steps: Steps | None, removed: list[str]
+        self, session_id: str, demands: Iterable[Steps | Opening], removed: list[str]
     ) -> tuple[list[tuple[str, Grant | ServiceError]], Pool]:
-        """Remove, then let sequences go on: report and grow. Who has anything to hear, by id.
+        """The step call: remove, then serve the demands in order. One that fails changes nothing.
 
-        Raises SessionExpired, SessionNotAttached.
+        Returns, by sequence id, what each opening was granted or why it was not, and of steps what there is to hear:
+        pages, copies and errors. Raises SessionExpired, SessionNotAttached.
         """
         session, pool = self._use_attached(session_id)
         if removed:
             self._remove(session, removed)
-        told = grow_on(session, pool, steps, self._clock()) if steps is not None else []
-        refused = (isinstance(answer, CapacityExceeded | QuotaExceeded) for _, answer in told)
-        pool.totals.refused_demands += sum(refused)
+        now, told = self._clock(), list[tuple[str, Grant | ServiceError]]()
+        for demand in demands:
+            if isinstance(demand, Steps):
+                told += advance(session, pool, demand, now)
+                continue
+            try:
+                told.append((demand.sequence_id, open_sequence(session, pool, demand, now)))
+            except ServiceError as error:
+                told.append((demand.sequence_id, error))
+        pool.totals.refused_demands += sum(isinstance(one, CapacityExceeded | QuotaExceeded) for _, one in told)
         return told, pool
 
-    def append_steps(self, session_id: str, steps: Steps) -> list[tuple[str, ServiceError]]:
-        """Record resident tokens of sequences that go on; those that failed, by id, changed nothing.
+    def append(self, session_id: str, steps: Steps) -> list[tuple[str, ServiceError]]:
+        """Record resident tokens and grow nothing; those whose report was refused, by id: it changed nothing.
 
         Raises SessionExpired, SessionNotAttached.
         """
         session, pool = self._use_attached(session_id)
-        return append_on(session, pool, steps, self._clock())
-
-    def fork(self, session_id: str, parent_id: str, child_id: str) -> tuple[Grant, Sequence]:
-        """Share a sequence's pages with a new one, copy on write; the new one's grant.
-
-        Raises SessionExpired, SessionNotAttached, SequenceUnknown, SequenceRemoved, SequenceExists, TooManySequences,
-        QuotaExceeded.
-        """
-        session, pool = self._use_attached(session_id)
-        return demand.fork(session, pool, parent_id, child_id, self._clock())
+        told = advance(session, pool, steps, self._clock())
+        return [(name, error) for name, error in told if isinstance(error, ServiceError)]
 
     def remove(self, session_id: str, sequence_ids: list[str]) -> tuple[list[bool], Pool]:
         """Remove sequences; whether each was there. Raises SessionExpired."""
@@ -373,9 +339,11 @@ class KvCache:
         pool.totals.evicted_on_request += evicted
         return evicted, cached.retained_count
 
-    def explain(self, pool_id: str, prompt: list[int], salt: str) -> list[PageAnswer]:
+    def explain(self, pool_id: str, prompt: array[int], salt: str) -> list[PageAnswer]:
         """Why the prompt's pages are cached or not; changes nothing. Raises PoolUnknown, FieldInvalid."""
-        return explain(self.pools.get(pool_id), self.events, demand.prompt_array(prompt, "prompt"), salt)
+        pool = self.pools.get(pool_id)
+        check_prompt(prompt, "prompt")
+        return explain(pool, self.events, prompt, salt)
 
     def drop_pool(self, pool_id: str) -> None:
         """Give the memory of a pool that nobody uses back. Raises PoolUnknown, PoolInUse."""

@@ -1,51 +1,58 @@
-"""Sequences that only go on, many in a call: the decode steps of a large batch.
+"""Steps of sequences that are open: they report the tokens that became resident, and grow.
 
-Nearly all of them have nothing to be decided: a few tokens behind those that are there, in a page that they do not
-fill, and no page asked for. Those are recorded here; every other one is served as a demand of its own (see ``demand``),
-and the outcome is the same as if all had been.
+Of nearly every sequence of a decode step there is nothing to decide: it has one more token, which does not fill its
+page, and asks for no other. `advance` records those at once (`Pool.append_within_page`) and looks closer at the rest.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import NamedTuple
 
-from services.common.errors import ServiceError
-from services.kvcache.cache.demand import Demand, Grant, append, serve
+from services.common.errors import FieldInvalid, ServiceError
+from services.kvcache.cache.grant import Grant, check_quota, grow
 from services.kvcache.lease.sessions import Session
 from services.kvcache.pool.pool import Pool
-from services.kvcache.pool.sequence import Sequence, token_array
+from services.kvcache.pool.sequence import Sequence
 
 
 class Steps(NamedTuple):
     """See SequenceSteps in the proto: columns of one length, but for ``tokens``, whose length is the counts' sum.
 
-    Without ``token_counts`` each sequence has one token. ``total_pages`` and ``known_pages`` are empty where nothing
-    grows.
+    ``total_pages`` and ``known_pages`` are empty where nothing grows.
     """
 
     sequence_ids: list[str]
     starts: list[int]
-    tokens: list[int]
     token_counts: list[int]
+    tokens: array[int]
     total_pages: list[int]
     known_pages: list[int]
 
 
-def grow_on(session: Session, pool: Pool, steps: Steps, now: float) -> list[tuple[str, Grant | ServiceError]]:
+def advance(session: Session, pool: Pool, steps: Steps, now: float) -> list[tuple[str, Grant | ServiceError]]:
     """Report and grow; in order, the sequences with a page, a copy or an error to hear of. An error changed nothing."""
     told: list[tuple[str, Grant | ServiceError]] = []
-    live = session.sequences.get
-    record: Callable[[Sequence, int, Any, float], bool] = pool.record if steps.token_counts else pool.record_one
-    columns = zip(steps.sequence_ids, steps.starts, _new(steps), steps.total_pages, steps.known_pages, strict=True)
-    for name, start, new, wanted, known in columns:
+    live, tokens, at = session.sequences.get, steps.tokens, 0
+    totals, knowns = steps.total_pages or repeat(0), steps.known_pages or repeat(None)
+    for name, start, count, wanted, known in zip(
+        steps.sequence_ids, steps.starts, steps.token_counts, totals, knowns, strict=False
+    ):
+        new = tokens[at : at + count]
+        at += count
         sequence = live(name)
-        if sequence is not None and wanted <= known == len(sequence.pages) and record(sequence, start, new, now):
+        if (
+            sequence is not None
+            and (known is None or wanted <= known == len(sequence.pages))
+            and pool.append_within_page(sequence, start, new, now)
+        ):
             continue
-        tokens = [new] if isinstance(new, int) else new.tolist()
         try:
-            grant = serve(session, pool, Demand(name, None, "", start, tokens, wanted, known), now)
+            sequence = session.sequence(name)
+            grant = step(
+                session, pool, sequence, start, new, wanted, len(sequence.pages) if known is None else known, now
+            )
         except ServiceError as error:
             told.append((name, error))
             continue
@@ -54,30 +61,41 @@ def grow_on(session: Session, pool: Pool, steps: Steps, now: float) -> list[tupl
     return told
 
 
-def append_on(session: Session, pool: Pool, steps: Steps, now: float) -> list[tuple[str, ServiceError]]:
-    """Report without growing; in order, the sequences whose report was refused, which changed nothing."""
-    told: list[tuple[str, ServiceError]] = []
-    live = session.sequences.get
-    record: Callable[[Sequence, int, Any, float], bool] = pool.record if steps.token_counts else pool.record_one
-    for name, start, new in zip(steps.sequence_ids, steps.starts, _new(steps), strict=True):
-        sequence = live(name)
-        if sequence is not None and record(sequence, start, new, now):
-            continue
-        tokens = [new] if isinstance(new, int) else new.tolist()
-        try:
-            append(session, pool, name, start, tokens, now)
-        except ServiceError as error:
-            told.append((name, error))
-    return told
+def step(
+    session: Session,
+    pool: Pool,
+    sequence: Sequence,
+    start: int,
+    tokens: array[int],
+    wanted: int,
+    known: int,
+    now: float,
+) -> Grant:
+    """One sequence reports ``tokens`` at ``start`` and grows to ``wanted`` pages, of which its engine knows ``known``.
 
+    Checked as a whole, then committed as a whole. Raises FieldInvalid, PositionMismatch, CapacityExceeded,
+    QuotaExceeded, ExceedsPool.
+    """
+    new = pool.check_tokens(sequence, start, tokens)
+    held = len(sequence.pages)
+    total = wanted if wanted > held else held
+    if known > total:
+        raise FieldInvalid(f"known_pages is {known} and the sequence has {total} pages", field="known_pages")
+    # Room for more than is resident means that the tail is going to be written: not while others hold it too. New
+    # tokens were found to go into a tail of its own.
+    unshares = (
+        sequence.forked and not new and wanted * pool.page_size > len(sequence.tokens) and pool.tail_is_shared(sequence)
+    )
+    more = total - held + unshares
+    counted = sequence.page_count
+    if more:
+        # A token behind what was copied lets go of the copy's source, before anything is taken.
+        source = sequence.copy[1] if sequence.copy is not None and new else None
+        check_quota(session, more - (source is not None), total)
+        pool.check_growth(sequence.id, total, more - (source is not None and pool.table.holder_count(source) == 1))
 
-def _new(steps: Steps) -> Iterable[Any]:
-    """The token of each sequence, or an array of its tokens where counts are told."""
-    return _arrays(token_array(steps.tokens), steps.token_counts) if steps.token_counts else steps.tokens
-
-
-def _arrays(tokens: array[int], counts: list[int]) -> Iterator[array[int]]:
-    at = 0
-    for count in counts:
-        yield tokens[at : at + count]
-        at += count
+    if new:
+        pool.append(sequence, new)
+    if unshares:
+        pool.unshare_tail(sequence)
+    return grow(session, pool, sequence, total, known, now, counted)

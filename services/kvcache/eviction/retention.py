@@ -52,14 +52,14 @@ class Retention(NamedTuple):
         """Raises FieldInvalid."""
         if not 0 < self.ttl_s <= MAX_RETENTION_S:
             raise FieldInvalid(
-                f"opening.retention.ttl is {self.ttl_s:g} s; it must be above 0 s and at most {MAX_RETENTION_S:g} s",
-                field="opening.retention.ttl",
+                f"prompt.retention.ttl is {self.ttl_s:g} s; it must be above 0 s and at most {MAX_RETENTION_S:g} s",
+                field="prompt.retention.ttl",
                 limit=f"{MAX_RETENTION_S:g}",
             )
         if not 1 <= self.priority <= MAX_PRIORITY:
             raise FieldInvalid(
-                f"opening.retention.priority is {self.priority}; it must be 1 to {MAX_PRIORITY}",
-                field="opening.retention.priority",
+                f"prompt.retention.priority is {self.priority}; it must be 1 to {MAX_PRIORITY}",
+                field="prompt.retention.priority",
                 limit=MAX_PRIORITY,
             )
 

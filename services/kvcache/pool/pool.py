@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.errors import CapacityExceeded, ExceedsPool, FieldInvalid, PositionMismatch
+from services.common.errors import CapacityExceeded, ExceedsPool, PositionMismatch
 from services.kvcache.eviction.policy import make_queue
 from services.kvcache.eviction.retention import RetainingQueue
 from services.kvcache.pool.events import EventKind, EventRing
@@ -110,10 +110,10 @@ class Pool:
         whole = (len(prompt) - 1) // self.page_size
         return self.index.match(salt, (tokens[at : at + width] for at in range(0, whole * width, width)))
 
-    def check_tokens(self, sequence: Sequence, start: int, tokens: list[int]) -> array[int]:
+    def check_tokens(self, sequence: Sequence, start: int, tokens: array[int]) -> array[int]:
         """Those of ``tokens`` that are not recorded yet, if all of them may stand at ``start``.
 
-        Raises PositionMismatch or FieldInvalid.
+        Raises PositionMismatch.
         """
         recorded = sequence.tokens
         resident, end = len(recorded), start + len(tokens)
@@ -127,23 +127,19 @@ class Pool:
             raise PositionMismatch(
                 f"sequence {sequence.id!r}: tokens up to {end} and its pages hold {capacity}", capacity_tokens=capacity
             )
-        try:
-            given = array("I", tokens)
-        except OverflowError as error:
-            raise FieldInvalid("tokens: a token is not a uint32", field="tokens") from error
         if sequence.forked and end > resident and self.tail_is_shared(sequence):
             raise PositionMismatch(
                 f"sequence {sequence.id!r}: its last page is shared; ask for total_pages to have a copy to write in",
                 resident_tokens=resident,
             )
         if start == resident:
-            return given
-        known = given[: resident - start]
+            return tokens
+        known = tokens[: resident - start]
         if known != recorded[start : start + len(known)]:
             raise PositionMismatch(
                 f"sequence {sequence.id!r}: tokens from {start} on differ from those recorded", resident_tokens=resident
             )
-        return given[resident - start :]
+        return tokens[resident - start :]
 
     def check_growth(self, sequence_id: str, total_pages: int, more: int, *, spoken_for: int = 0) -> None:
         """Whether a sequence can have ``more`` pages and so ``total_pages``; ``spoken_for`` cached ones it matched.
@@ -198,7 +194,7 @@ class Pool:
         for page in child.pages:
             self.table.hold(page, child)
         child.published, child.chain_broken = parent.published, parent.chain_broken
-        child.retention = parent.retention
+        child.retention, child.cached_tokens = parent.retention, len(parent.tokens)
         child.tokens.extend(parent.tokens)
 
     def tail_is_shared(self, sequence: Sequence) -> bool:
@@ -235,27 +231,18 @@ class Pool:
             else:
                 sequence.chain_broken = True
 
-    def record(self, sequence: Sequence, start: int, new: array[int], now: float) -> bool:
-        """Record new tokens, as ``check_tokens``, ``append`` and ``touch`` would, if nothing else has to happen.
+    def append_within_page(self, sequence: Sequence, start: int, new: array[int], now: float) -> bool:
+        """Record new tokens as ``check_tokens``, ``append`` and ``touch`` would, if nothing else has to happen.
 
-        That is so when they go right behind the others into the last page, which is the sequence's alone, and do not
-        fill it. Returns false otherwise, and has changed nothing.
+        That is so when they go right behind the others into a page that the sequence has to itself, and do not fill it:
+        what nearly every sequence of a decode step reports. Returns false otherwise, and has changed nothing.
         """
         tokens, size = sequence.tokens, self.page_size
-        index, slot = divmod(start, size)
-        if start != len(tokens) or slot + len(new) >= size or index >= len(sequence.pages) or sequence.forked:
+        page = start // size
+        if start != len(tokens) or (start + len(new)) // size != page or page >= len(sequence.pages) or sequence.forked:
             return False
         tokens.extend(new)
-        self.touch(sequence, now)
-        return True
-
-    def record_one(self, sequence: Sequence, start: int, token: int, now: float) -> bool:
-        """As `record`, of one token, which is a uint32: what nearly every sequence of a decode step has to tell."""
-        tokens, size = sequence.tokens, self.page_size
-        behind = start + 1
-        if start != len(tokens) or behind % size == 0 or behind > len(sequence.pages) * size or sequence.forked:
-            return False
-        tokens.append(token)
+        # As `touch` does: of a large batch this is all there is to do, and a call more would show.
         sequence.last_access = now
         sequence.access_count += 1
         order = self.sequences

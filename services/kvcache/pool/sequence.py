@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence as Items
 
 from services.kvcache.eviction.retention import Retention
-
-
-def token_array(tokens: Items[int]) -> array[int]:
-    """Tokens as an array of uint32. Raises OverflowError when one does not fit."""
-    return array("I", tokens)
 
 
 class Sequence:
@@ -33,7 +27,7 @@ class Sequence:
         "forked",
         "id",
         "last_access",
-        "opening_digest",
+        "origin_digest",
         "pages",
         "published",
         "retention",
@@ -42,11 +36,11 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, session_id: str, sequence_id: str, salt: str, opening_digest: bytes, now: float) -> None:
+    def __init__(self, session_id: str, sequence_id: str, salt: str, origin_digest: bytes, now: float) -> None:
         self.session_id = session_id
         self.id = sequence_id
         self.salt = salt
-        self.opening_digest = opening_digest
+        self.origin_digest = origin_digest
         self.pages: list[int] = []
         self.tokens: array[int] = array("I")
         self.published = 0
@@ -71,7 +65,7 @@ class Sequence:
         return len(self.pages) if self.copy is None else len(self.pages) + 1
 
 
-def digest_opening(prompt: array[int], salt: str) -> bytes:
+def digest_prompt(prompt: array[int], salt: str) -> bytes:
     """What tells a replayed opening from another one with the same id."""
     salted = salt.encode()
     return hashlib.blake2b(len(salted).to_bytes(4, "little") + salted + prompt.tobytes(), digest_size=16).digest()

@@ -25,7 +25,7 @@ from tests.kvcache.cache.intents import (
     LookAt,
     RemoveSequence,
     Report,
-    Step,
+    StepTogether,
     anything,
     opens,
     parts,
@@ -47,8 +47,8 @@ def loop() -> Iterator[Loop]:
 of_one = which.flatmap(
     lambda at: st.lists(
         st.one_of(
-            st.builds(Step, st.just(at), st.lists(parts, min_size=1, max_size=1), st.just(at), st.none()),
-            st.builds(Report, st.just(at), st.integers(1, 5), st.booleans()),
+            st.builds(StepTogether, st.just(at), st.lists(parts, min_size=1, max_size=1), st.just(at), st.none()),
+            st.builds(Report, st.just(at), st.integers(1, 5)),
             st.builds(ForkSequence, st.just(at), st.booleans()),
             st.builds(RemoveSequence, st.just(at)),
             st.builds(LookAt, st.just(at)),

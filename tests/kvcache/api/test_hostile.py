@@ -25,11 +25,12 @@ from services.common.errors import ExceedsBudget, InvalidConfiguration, PoolUnkn
 from services.common.serving import Listener, Serving
 from services.kvcache.arena import host as arenas
 from services.kvcache.arena.host import FileArena, prepare_directory
-from services.kvcache.cache.demand import Demand, Grant
+from services.kvcache.cache.grant import Grant
 from services.kvcache.config import Config
 from services.kvcache.lease.process import ProcessTable
 from services.kvcache.lease.sessions import Process
 from services.kvcache.pool import budget
+from tests.kvcache.cache.demands import Demand, fork, grouped, growth, opening
 from tests.kvcache.conftest import LAYOUT_PB, Running
 from tests.kvcache.fakes import LAYOUT, World
 from tests.processes import ROOT, Service, kvcache
@@ -63,10 +64,10 @@ def test_an_error_about_a_huge_name_still_tells_its_reason(running: Running, len
 def test_no_other_prompt_and_salt_pass_for_a_replayed_opening() -> None:
     world = World(8)
     session = world.attached()
-    [grant], _ = world.cache.allocate(session.id, [Demand("a", [0x007A7978, 5], "s", 0, [], 1, 0)], [])
+    [(_, grant)], _ = world.cache.allocate(session.id, [opening("a", [0x007A7978, 5], 1, "s")], [])
     assert not isinstance(grant, Exception)
     # The same bytes, had they been told apart by a NUL alone: "s", NUL, "xyz", NUL, 5.
-    [error], _ = world.cache.allocate(session.id, [Demand("a", [5], "s\0xyz", 0, [], 1, 0)], [])
+    [(_, error)], _ = world.cache.allocate(session.id, [opening("a", [5], 1, "s\0xyz")], [])
     assert isinstance(error, SequenceMismatch)
 
 
@@ -75,21 +76,22 @@ def test_the_source_of_a_copy_pays_for_the_page_behind_it(pages: int, quota: int
     world = World(pages)
     session = world.attached(max_pages=quota)
 
-    def step(name: str, start: int, tokens: list[int], total: int, prompt: list[int] | None = None) -> object:
-        [answer], _ = world.cache.allocate(session.id, [Demand(name, prompt, "", start, tokens, total, 0)], [])
+    def ask(demand: Demand) -> object:
+        """What is told, if anything."""
+        told, _ = world.cache.allocate(session.id, grouped([demand]), [])
         world.sound()
-        return answer
+        return told[0][1] if told else None
 
-    assert isinstance(step("a", 0, [], 1, [1, 2, 3]), Grant)
-    assert isinstance(step("a", 0, [1, 2], 1), Grant)
-    world.cache.fork(session.id, "a", "b")
-    assert isinstance(step("b", 2, [], 1), Grant)
+    assert isinstance(ask(opening("a", [1, 2, 3], 1)), Grant)
+    assert ask(growth("a", 0, [1, 2], 1, known=1)) is None
+    assert isinstance(ask(fork("b", "a")), Grant)
+    assert isinstance(ask(growth("b", 2, [], 1, known=1)), Grant)
     if quota is None:
         world.cache.remove(session.id, ["a"])
-        assert isinstance(step("c", 0, [], 1, [9]), Grant)
+        assert isinstance(ask(opening("c", [9], 1)), Grant)
     # All is held now, the source of b's copy among it; the same call with nothing to let go of is refused.
-    assert isinstance(step("b", 2, [], 2), ServiceError)
-    assert isinstance(step("b", 2, [3], 2), Grant)
+    assert isinstance(ask(growth("b", 2, [], 2, known=1)), ServiceError)
+    assert isinstance(ask(growth("b", 2, [3], 2, known=1)), Grant)
 
 
 def test_a_pool_that_cannot_be_made_leaves_no_arena(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,15 +19,12 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
 from services.common.errors import ServiceError
 from tests.kvcache.conftest import LAYOUT_PB, Running
+from tests.kvcache.messages import fork, opening, report, step
 
 PROTO = Path(__file__).parents[3] / "protos/rocmforge/kvcache/v1/kvcache.proto"
 
 
-def opening(name: str, prompt: list[int], pages: int, **fields: Any) -> pb.SequenceDemand:
-    return pb.SequenceDemand(sequence_id=name, opening=pb.SequenceOpening(prompt=prompt, **fields), total_pages=pages)
-
-
-def allocate(running: Running, session: str, *demands: pb.SequenceDemand, removed: tuple[str, ...] = ()) -> Any:
+def allocate(running: Running, session: str, *demands: pb.Demand, removed: tuple[str, ...] = ()) -> Any:
     return running.stub.AllocatePages(
         pb.AllocatePagesRequest(session_id=session, demands=demands, remove_sequence_ids=removed)
     )
@@ -42,23 +39,20 @@ def refused(call: Callable[[], Any]) -> ServiceError:
 def test_a_sequence_from_opening_to_removal(running: Running) -> None:
     session = running.session()
     first = allocate(running, session, opening("a", list(range(9)), 3))
-    assert [page.page_id for page in first.grants[0].pages] == [0, 1, 2]
+    assert list(first.grants[0].page_ids) == [0, 1, 2] and list(first.grants[0].generations) == [0, 0, 0]
     assert first.epoch == running.daemon.epoch
-    demand = pb.SequenceDemand(sequence_id="a", tokens=range(9), known_pages=3, total_pages=4)
-    second = allocate(running, session, demand)
-    assert second.grants[0].first_index == 3 and len(second.grants[0].pages) == 1
-    progress = running.stub.AppendTokens(
-        pb.AppendTokensRequest(
-            session_id=session, appends=[pb.SequenceTokens(sequence_id="a", start=9, tokens=[9, 10, 11])]
-        )
-    ).progress[0]
-    assert (progress.total_tokens, progress.published_pages) == (12, 3)
+    [second] = allocate(running, session, step("a", 0, range(9), pages=4, known=3)).grants
+    assert second.first_index == 3 and len(second.page_ids) == len(second.generations) == 1
+    request = pb.AppendTokensRequest(session_id=session, steps=report("a", 9, [9, 10, 11]))
+    assert not running.stub.AppendTokens(request).errors
     got = running.stub.GetSequence(
         pb.GetSequenceRequest(session_id=session, sequence_id="a", include_tokens=True)
     ).sequence
-    assert list(got.tokens) == list(range(12)) and len(got.pages) == 4 and got.pool_id == "pool"
+    assert list(got.tokens) == list(range(12)) and len(got.page_ids) == 4 and got.pool_id == "pool"
+    assert list(got.page_ids) == [*first.grants[0].page_ids, *second.page_ids] and len(got.generations) == 4
+    assert (got.total_tokens, got.published_pages) == (12, 3)
     listed = running.stub.ListSequences(pb.ListSequencesRequest()).sequences
-    assert [item.sequence_id for item in listed] == ["a"] and not listed[0].pages
+    assert [item.sequence_id for item in listed] == ["a"] and not listed[0].page_ids
     reply = running.stub.RemoveSequences(pb.RemoveSequencesRequest(session_id=session, sequence_ids=["a", "b"]))
     assert (reply.removed_sequences, list(reply.absent_sequence_ids)) == (1, ["b"])
     stats = running.stub.GetStats(pb.GetStatsRequest()).pools[0]
@@ -70,43 +64,28 @@ def test_a_sequence_from_opening_to_removal(running: Running) -> None:
     assert fsck.checked_pages == 8 and fsck.checked_sequences == 1 and not fsck.violations
 
 
-def test_a_prompt_as_bytes_is_the_same_prompt(running: Running) -> None:
-    session, prompt = running.session(), [7, 2**32 - 1, *range(9)]
-    packed = b"".join(token.to_bytes(4, "little") for token in prompt)
-    bytewise = pb.SequenceDemand(
-        sequence_id="a", opening=pb.SequenceOpening(prompt_tokens=packed, salt="s"), total_pages=3
-    )
-    listed = opening("a", prompt, 3, salt="s")
-    first = allocate(running, session, bytewise).grants[0]
-    assert len(first.pages) == 3
-    assert allocate(running, session, listed).grants[0] == allocate(running, session, bytewise).grants[0] == first
-    allocate(running, session, pb.SequenceDemand(sequence_id="a", tokens=prompt))
-    for name, demand in (("b", bytewise), ("c", listed)):
-        demand.sequence_id = name
-        assert allocate(running, session, demand).grants[0].cached_tokens == 8
-    bytewise.sequence_id, bytewise.opening.prompt_tokens = "a", packed[:-4]
-    error = rpc.error_from_status(allocate(running, session, bytewise).grants[0].error)
-    assert error.reason == "SEQUENCE_MISMATCH"
-
-
-def test_pages_in_columns_are_the_same_pages(running: Running) -> None:
+def test_a_recycled_page_is_told_apart_by_its_generation(running: Running) -> None:
     session = running.session()
     allocate(running, session, opening("old", [1], 2))
     allocate(running, session, removed=("old",))
-    demands = [opening("a", [1, 2], 3), opening("b", [1], 9), opening("c", [1], 0)]
-    plain = allocate(running, session, *demands).grants
-    request = pb.AllocatePagesRequest(session_id=session, demands=demands, page_columns=True)
-    columns = running.stub.AllocatePages(request).grants
-    assert len(plain[0].pages) == 3 and {page.generation for page in plain[0].pages} == {0, 1}
-    for one, other in zip(plain, columns, strict=True):
-        assert [(page.page_id, page.generation) for page in one.pages] == list(
-            zip(other.page_ids, other.generations, strict=True)
-        )
-        assert not other.pages and not one.page_ids and one.error == other.error
-    steps = pb.SequenceSteps(sequence_ids=["a"], starts=[0], tokens=[1], total_pages=[4], known_pages=[3])
-    request = pb.AllocatePagesRequest(session_id=session, steps=steps, page_columns=True)
-    [grant] = running.stub.AllocatePages(request).step_grants
-    assert len(grant.page_ids) == len(grant.generations) == 1 and not grant.pages
+    [grant] = allocate(running, session, opening("a", [1, 2], 3)).grants
+    assert sorted(zip(grant.page_ids, grant.generations, strict=True)) == [(0, 1), (1, 1), (2, 0)]
+
+
+def test_demands_are_served_in_order_in_one_call(running: Running) -> None:
+    session = running.session()
+    allocate(running, session, opening("a", list(range(5)), 2))
+    reply = allocate(
+        running,
+        session,
+        opening("before", [*range(4), 9]),
+        step("a", 0, range(4), known=2),
+        opening("after", [*range(4), 9]),
+        step("a", 4, [4], pages=3, known=2),
+    )
+    assert [(grant.sequence_id, grant.cached_tokens) for grant in reply.grants[:2]] == [("before", 0), ("after", 4)]
+    assert reply.grants[2].sequence_id == "a" and reply.grants[2].first_index == 2 and len(reply.grants) == 3
+    assert reply.available_pages == 5
 
 
 def test_a_failing_item_leaves_the_others(running: Running) -> None:
@@ -136,17 +115,14 @@ def test_listing_goes_page_by_page(running: Running) -> None:
 def test_a_fork_shares_until_somebody_writes(running: Running) -> None:
     session = running.session()
     allocate(running, session, opening("a", [1, 2, 3, 4, 5], 2))
-    allocate(running, session, pb.SequenceDemand(sequence_id="a", tokens=[1, 2, 3, 4, 5]))
-    request = pb.ForkSequenceRequest(session_id=session, parent_sequence_id="a", child_sequence_id="b")
-    forked = running.stub.ForkSequence(request)
-    assert forked.total_tokens == 5 and [page.page_id for page in forked.grant.pages] == [0, 1]
-    assert running.stub.ForkSequence(request) == forked
-    demand = pb.SequenceDemand(sequence_id="b", start=5, total_pages=2, known_pages=2)
+    allocate(running, session, step("a", 0, [1, 2, 3, 4, 5]))
+    forked = allocate(running, session, fork("b", "a"))
+    assert forked.grants[0].cached_tokens == 5 and list(forked.grants[0].page_ids) == [0, 1]
+    assert allocate(running, session, fork("b", "a")) == forked
     for _ in range(2):
-        [copy] = allocate(running, session, demand).grants[0].copies
+        [copy] = allocate(running, session, step("b", 5, pages=2, known=2)).grants[0].copies
         assert (copy.index, copy.source.page_id, copy.target.page_id) == (1, 1, 2)
-    told = pb.SequenceDemand(sequence_id="b", start=5, tokens=[9], total_pages=2, known_pages=2)
-    assert not allocate(running, session, told).grants[0].copies
+    assert not allocate(running, session, step("b", 5, [9], pages=2, known=2)).grants
     assert not running.stub.Fsck(pb.FsckRequest()).violations
 
 
@@ -163,7 +139,7 @@ def test_a_prompt_is_explained(running: Running) -> None:
 def test_operators_evict_expire_and_drop(running: Running) -> None:
     session = running.session()
     allocate(running, session, opening("a", list(range(9)), 3), opening("idle", [1], 1))
-    allocate(running, session, pb.SequenceDemand(sequence_id="a", tokens=range(9)))
+    allocate(running, session, step("a", 0, range(9)))
     allocate(running, session, removed=("a",))
     assert running.stub.EvictPages(pb.EvictPagesRequest(pool_id="pool", max_pages=1)).evicted_pages == 1
     assert running.stub.EvictPages(pb.EvictPagesRequest(pool_id="pool")).evicted_pages == 1
@@ -192,11 +168,10 @@ def test_a_retained_prefix_survives_until_its_time_is_over(running: Running) -> 
     session, system = running.session(), list(range(8))
     asked = retention(30.001, 80)
     allocate(running, session, opening("system", system, 2, retention=asked))
-    allocate(running, session, pb.SequenceDemand(sequence_id="system", tokens=system))
+    allocate(running, session, step("system", 0, system))
     get = pb.GetSequenceRequest(session_id=session, sequence_id="system")
     assert running.stub.GetSequence(get).sequence.retention == asked
-    fork = pb.ForkSequenceRequest(session_id=session, parent_sequence_id="system", child_sequence_id="child")
-    running.stub.ForkSequence(fork)
+    allocate(running, session, fork("child", "system"))
     get.sequence_id = "child"
     assert running.stub.GetSequence(get).sequence.retention == asked
     allocate(running, session, removed=("system", "child"))
@@ -232,7 +207,7 @@ def test_operators_evict_retained_pages_when_they_say_so(running: Running) -> No
     session = running.session()
     publish(running, session, "other", [7] * 8)
     allocate(running, session, opening("kept", [8] * 5, 2, retention=retention(60, 1)))
-    allocate(running, session, pb.SequenceDemand(sequence_id="kept", tokens=[8] * 5))
+    allocate(running, session, step("kept", 0, [8] * 5))
     allocate(running, session, removed=("kept",))
     told = []
     for fields in ({}, {"include_retained": True}):
@@ -282,8 +257,7 @@ def cached(running: Running) -> set[tuple[str, int]]:
 def publish(running: Running, session: str, name: str, tokens: list[int]) -> None:
     count = len(tokens) // 4 + 1
     allocate(running, session, opening(name, tokens, count))
-    grant = pb.SequenceDemand(sequence_id=name, tokens=tokens)
-    allocate(running, session, grant)
+    allocate(running, session, step(name, 0, tokens))
     allocate(running, session, removed=(name,))
 
 
@@ -343,7 +317,7 @@ def open_with(running: Running, **fields: Any) -> ServiceError:
     return refused(lambda: running.stub.OpenSession(pb.OpenSessionRequest(**{**OPEN, **fields})))
 
 
-def item_error(running: Running, demand: pb.SequenceDemand) -> ServiceError:
+def item_error(running: Running, demand: pb.Demand) -> ServiceError:
     session = running.session()
     allocate(running, session, opening("live", [1, 2], 1), opening("gone", [1], 1))
     [grant] = allocate(running, session, demand, removed=("gone",)).grants
@@ -360,8 +334,8 @@ def append_error(running: Running, name: str, **fields: Any) -> ServiceError:
     session = running.session()
     allocate(running, session, opening("live", [1, 2], 1), opening("gone", [1], 1))
     allocate(running, session, removed=("gone",))
-    request = pb.AppendTokensRequest(session_id=session, appends=[pb.SequenceTokens(sequence_id=name, **fields)])
-    return rpc.error_from_status(running.stub.AppendTokens(request).progress[0].error)
+    request = pb.AppendTokensRequest(session_id=session, steps=report(name, **fields))
+    return rpc.error_from_status(running.stub.AppendTokens(request).errors[0].error)
 
 
 def get_removed(running: Running) -> ServiceError:
@@ -375,16 +349,6 @@ def watch_until_drained(running: Running) -> ServiceError:
     router.read_until(lambda: bool(router.resets))
     running.call(running.drain)
     return refused(lambda: router.read_until(lambda: False))
-
-
-def fork(running: Running, parent: str, child: str, session: str = "", **fields: Any) -> ServiceError:
-    if not session:
-        session = running.session(**fields)
-        allocate(running, session, opening("live", [1, 2, 3, 4, 5], 2))
-        allocate(running, session, pb.SequenceDemand(sequence_id="live", tokens=[1, 2, 3, 4, 5]))
-        allocate(running, session, opening("other", [1], 0), removed=("gone",))
-    request = pb.ForkSequenceRequest(session_id=session, parent_sequence_id=parent, child_sequence_id=child)
-    return refused(lambda: running.stub.ForkSequence(request))
 
 
 def layout(**fields: int) -> pb.PageLayout:
@@ -426,15 +390,15 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
     ("RenewSession", lambda r: refused(lambda: r.stub.RenewSession(pb.RenewSessionRequest())), "FAILED_PRECONDITION", "SESSION_EXPIRED", "", "open a new one"),
     ("AllocatePages", lambda r: refused(lambda: allocate(r, "x")), "FAILED_PRECONDITION", "SESSION_EXPIRED", "", "open a new one"),
     ("AllocatePages", lambda r: refused(lambda: allocate(r, unattached(r))), "FAILED_PRECONDITION", "SESSION_NOT_ATTACHED", "", "AttachSession"),
-    ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", *[pb.SequenceDemand()] * 4097)), "INVALID_ARGUMENT", "FIELD_INVALID", "demands", "4096"),
-    ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", pb.SequenceDemand())), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].sequence_id", "1 to 128"),
+    ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", *[step("a")] * 4000, *[opening("b", [1])] * 97)), "INVALID_ARGUMENT", "FIELD_INVALID", "demands", "4097 sequences; they may be of 4096"),
+    ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", step("a"), opening("", [1]))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[1].opening.sequence_id", "1 to 128"),
+    ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", step("a"), pb.Demand())), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[1]", "neither steps nor an opening"),
+    ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", pb.Demand(opening=pb.SequenceOpening(sequence_id="a")))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].opening", "neither a prompt nor a parent_sequence_id"),
     ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", removed=("",))), "INVALID_ARGUMENT", "FIELD_INVALID", "remove_sequence_ids[0]", "1 to 128"),
-    ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", opening("a", [1], 1, salt="s" * 129))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].opening.salt", "129"),
-    ("AllocatePages", lambda r: item_error(r, opening("n", [], 1)), "INVALID_ARGUMENT", "FIELD_INVALID", "opening.prompt", "at least one"),
-    ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", opening("a", [], 1, prompt_tokens=b"12345"))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].opening.prompt_tokens", "5 bytes"),
-    ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", opening("a", [1], 1, prompt_tokens=b"1234"))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].opening.prompt_tokens", "give one of them"),
+    ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", opening("a", [1], 1, salt="s" * 129))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].opening.prompt.salt", "129"),
+    ("AllocatePages", lambda r: item_error(r, opening("n", [], 1)), "INVALID_ARGUMENT", "FIELD_INVALID", "prompt.tokens", "at least one"),
     *(
-        ("AllocatePages", lambda r, bad=bad: item_error(r, opening("n", [1], 1, retention=bad)), "INVALID_ARGUMENT", "FIELD_INVALID", f"opening.retention.{field}", words)
+        ("AllocatePages", lambda r, bad=bad: item_error(r, opening("n", [1], 1, retention=bad)), "INVALID_ARGUMENT", "FIELD_INVALID", f"prompt.retention.{field}", words)  # type: ignore[misc]
         for bad, field, words in (
             (retention(0, 1), "ttl", "above 0 s"),
             (retention(86400.5, 1), "ttl", "at most 86400 s"),
@@ -443,22 +407,20 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
             (retention(1, 101), "priority", "is 101"),
         )
     ),
-    ("AllocatePages", lambda r: item_error(r, opening("live", [1, 2], 1, retention=retention(1, 1))), "FAILED_PRECONDITION", "SEQUENCE_MISMATCH", "opening", "retention"),
-    ("AllocatePages", lambda r: item_error(r, pb.SequenceDemand(sequence_id="n")), "NOT_FOUND", "SEQUENCE_UNKNOWN", "", "'n'"),
+    ("AllocatePages", lambda r: item_error(r, opening("live", [1, 2], 1, retention=retention(1, 1))), "FAILED_PRECONDITION", "SEQUENCE_MISMATCH", "prompt", "retention"),
+    ("AllocatePages", lambda r: item_error(r, step("n")), "NOT_FOUND", "SEQUENCE_UNKNOWN", "", "'n'"),
     ("AllocatePages", lambda r: item_error(r, opening("gone", [1], 1)), "FAILED_PRECONDITION", "SEQUENCE_REMOVED", "", "'gone'"),
-    ("AllocatePages", lambda r: item_error(r, opening("live", [9], 1)), "FAILED_PRECONDITION", "SEQUENCE_MISMATCH", "opening", "'live'"),
-    ("AllocatePages", lambda r: item_error(r, pb.SequenceDemand(sequence_id="live", start=1)), "FAILED_PRECONDITION", "POSITION_MISMATCH", "", "gap"),
-    ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", pb.SequenceDemand(sequence_id="n", parent_sequence_id="p" * 129))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].parent_sequence_id", "129"),
-    ("AllocatePages", lambda r: item_error(r, pb.SequenceDemand(sequence_id="n", parent_sequence_id="none")), "NOT_FOUND", "SEQUENCE_UNKNOWN", "", "'none'"),
-    ("AllocatePages", lambda r: item_error(r, pb.SequenceDemand(sequence_id="n", parent_sequence_id="gone")), "FAILED_PRECONDITION", "SEQUENCE_REMOVED", "", "'gone'"),
-    ("AllocatePages", lambda r: item_error(r, pb.SequenceDemand(sequence_id="n", parent_sequence_id="live", tokens=[1])), "INVALID_ARGUMENT", "FIELD_INVALID", "tokens", "before it is forked"),
-    ("AllocatePages", lambda r: item_error(r, pb.SequenceDemand(sequence_id="n", parent_sequence_id="live", opening=pb.SequenceOpening(prompt=[1]))), "INVALID_ARGUMENT", "FIELD_INVALID", "parent_sequence_id", "not both"),
-    ("AllocatePages", lambda r: item_error(r, pb.SequenceDemand(sequence_id="live", parent_sequence_id="other")), "FAILED_PRECONDITION", "SEQUENCE_MISMATCH", "parent_sequence_id", "no fork of 'other'"),
+    ("AllocatePages", lambda r: item_error(r, opening("live", [9], 1)), "FAILED_PRECONDITION", "SEQUENCE_MISMATCH", "prompt", "'live'"),
+    ("AllocatePages", lambda r: item_error(r, step("live", 1)), "FAILED_PRECONDITION", "POSITION_MISMATCH", "", "gap"),
+    ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", fork("n", "p" * 129))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].opening.parent_sequence_id", "129"),
+    ("AllocatePages", lambda r: item_error(r, fork("n", "none")), "NOT_FOUND", "SEQUENCE_UNKNOWN", "", "'none'"),
+    ("AllocatePages", lambda r: item_error(r, fork("n", "gone")), "FAILED_PRECONDITION", "SEQUENCE_REMOVED", "", "'gone'"),
+    ("AllocatePages", lambda r: item_error(r, fork("live", "other")), "FAILED_PRECONDITION", "SEQUENCE_MISMATCH", "parent_sequence_id", "no fork of 'other'"),
     ("AllocatePages", lambda r: item_error(r, opening("n", [1], 8)), "RESOURCE_EXHAUSTED", "NO_PAGES", "", "of 8, 7 free"),
     ("AllocatePages", lambda r: item_error(r, opening("n", [1], 9)), "FAILED_PRECONDITION", "EXCEEDS_POOL", "total_pages", "pool has 8"),
     ("AppendTokens", lambda r: refused(lambda: r.stub.AppendTokens(pb.AppendTokensRequest(session_id="x"))), "FAILED_PRECONDITION", "SESSION_EXPIRED", "", "open a new one"),
     ("AppendTokens", lambda r: refused(lambda: r.stub.AppendTokens(pb.AppendTokensRequest(session_id=unattached(r)))), "FAILED_PRECONDITION", "SESSION_NOT_ATTACHED", "", "AttachSession"),
-    ("AppendTokens", lambda r: refused(lambda: r.stub.AppendTokens(pb.AppendTokensRequest(appends=[pb.SequenceTokens()]))), "INVALID_ARGUMENT", "FIELD_INVALID", "appends[0].sequence_id", "1 to 128"),
+    ("AppendTokens", lambda r: refused(lambda: r.stub.AppendTokens(pb.AppendTokensRequest(steps=report("")))), "INVALID_ARGUMENT", "FIELD_INVALID", "steps.sequence_ids[0]", "1 to 128"),
     ("AppendTokens", lambda r: append_error(r, "none"), "NOT_FOUND", "SEQUENCE_UNKNOWN", "", "'none'"),
     ("AppendTokens", lambda r: append_error(r, "gone"), "FAILED_PRECONDITION", "SEQUENCE_REMOVED", "", "'gone'"),
     ("AppendTokens", lambda r: append_error(r, "live", start=1), "FAILED_PRECONDITION", "POSITION_MISMATCH", "", "gap"),
@@ -472,16 +434,10 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
     ("ListSequences", lambda r: refused(lambda: r.stub.ListSequences(pb.ListSequencesRequest(limit=1001))), "INVALID_ARGUMENT", "FIELD_INVALID", "limit", "1000"),
     ("ListSequences", lambda r: refused(lambda: r.stub.ListSequences(pb.ListSequencesRequest(cursor="x"))), "INVALID_ARGUMENT", "FIELD_INVALID", "cursor", "'x'"),
     ("ListSequences", lambda r: refused(lambda: r.stub.ListSequences(pb.ListSequencesRequest(session_id="x"))), "FAILED_PRECONDITION", "SESSION_EXPIRED", "", "open a new one"),
+    ("AllocatePages", lambda r: item_error(r, step("live", 0, known=2)), "INVALID_ARGUMENT", "FIELD_INVALID", "known_pages", "known_pages is 2"),
     ("AllocatePages", lambda r: over_quota(r), "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED", "", "quota is 2"),
     ("OpenSession", lambda r: open_with(r, device_ordinal=0), "INVALID_ARGUMENT", "FIELD_INVALID", "device_ordinal", "leave it unset"),
     ("OpenSession", lambda r: open_with(r, max_pages=0), "INVALID_ARGUMENT", "FIELD_INVALID", "max_pages", "at least one"),
-    ("ForkSequence", lambda r: fork(r, "live", ""), "INVALID_ARGUMENT", "FIELD_INVALID", "child_sequence_id", "1 to 128"),
-    ("ForkSequence", lambda r: fork(r, "live", "other"), "ALREADY_EXISTS", "SEQUENCE_EXISTS", "child_sequence_id", "'other'"),
-    ("ForkSequence", lambda r: fork(r, "none", "new"), "NOT_FOUND", "SEQUENCE_UNKNOWN", "", "'none'"),
-    ("ForkSequence", lambda r: fork(r, "gone", "new"), "FAILED_PRECONDITION", "SEQUENCE_REMOVED", "", "'gone'"),
-    ("ForkSequence", lambda r: fork(r, "live", "new", max_pages=2), "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED", "", "quota is 2"),
-    ("ForkSequence", lambda r: fork(r, "live", "new", session="x"), "FAILED_PRECONDITION", "SESSION_EXPIRED", "", "open a new one"),
-    ("ForkSequence", lambda r: fork(r, "live", "new", session=unattached(r)), "FAILED_PRECONDITION", "SESSION_NOT_ATTACHED", "", "AttachSession"),
     ("ExplainPrefix", lambda r: refused(lambda: r.stub.ExplainPrefix(pb.ExplainPrefixRequest(pool_id="none", prompt=[1]))), "NOT_FOUND", "POOL_UNKNOWN", "pool_id", "'none'"),
     ("ExplainPrefix", lambda r: refused(lambda: r.session() and r.stub.ExplainPrefix(pb.ExplainPrefixRequest(pool_id="pool"))), "INVALID_ARGUMENT", "FIELD_INVALID", "prompt", "at least one"),
     ("EvictPages", lambda r: refused(lambda: r.stub.EvictPages(pb.EvictPagesRequest(pool_id="none"))), "NOT_FOUND", "POOL_UNKNOWN", "pool_id", "'none'"),
@@ -517,7 +473,6 @@ def test_every_documented_reason_is_reached() -> None:
         reached[name].add(reason)
     # Its limit needs tens of thousands of sequences; test_cache reaches it with a small one.
     reached["AllocatePages"].add("TOO_MANY_SEQUENCES")
-    reached["ForkSequence"].add("TOO_MANY_SEQUENCES")
     # test_devicearena provokes these on GPUs.
     reached["OpenSession"] |= {"ATTACH_BUSY", "GPU_ERROR"}
     reached["AttachSession"].add("GPU_ERROR")

@@ -11,7 +11,6 @@ import asyncio
 import concurrent.futures
 import itertools
 import threading
-from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +25,9 @@ from services.common import rpc
 from services.common.serving import Listener, Serving
 from services.kvcache.api.messages import read_retention, retention_message
 from services.kvcache.api.servicer import SERVICE, KvCacheServicer
+from services.kvcache.cache.opening import Opening
+from services.kvcache.cache.steps import Steps
+from tests.kvcache.cache.demands import grouped, in_columns
 from tests.kvcache.cache.machine import UNANSWERED, Unanswered
 from tests.kvcache.cache.transactions import (
     Allocate,
@@ -36,8 +38,6 @@ from tests.kvcache.cache.transactions import (
     Evict,
     Evicted,
     Expire,
-    Fork,
-    Forked,
     Get,
     Grant,
     Granted,
@@ -45,7 +45,6 @@ from tests.kvcache.cache.transactions import (
     Open,
     Operation,
     PassTime,
-    Progress,
     Recorded,
     Refused,
     Remove,
@@ -158,7 +157,7 @@ def _recorded(name: str) -> Any:
 
 
 for _name in (
-    *("OpenSession", "RenewSession", "CloseSession", "AllocatePages", "AppendTokens", "ForkSequence"),
+    *("OpenSession", "RenewSession", "CloseSession", "AllocatePages", "AppendTokens"),
     *("RemoveSequences", "GetSequence", "EvictPages", "ExpireSequences"),
 ):
     setattr(Recording, _name, _recorded(_name))
@@ -281,39 +280,17 @@ class Wire:
 def request_of(operation: Operation) -> tuple[str, Any]:
     """The rpc's name and its request."""
     match operation:
-        case Allocate(session, demands, removed, steps):
+        case Allocate(session, demands, removed):
             request = pb.AllocatePagesRequest(session_id=session, remove_sequence_ids=removed)
-            request.page_columns = len(demands) % 2 == 1  # both ways are told and heard, and mean the same
-            for demand in demands:
-                opening = None
-                if demand.prompt is not None:
-                    opening = pb.SequenceOpening(salt=demand.salt, retention=retention_message(demand.retention))
-                    if demand.prompt[0] % 2:
-                        opening.prompt_tokens = array("I", demand.prompt).tobytes()
-                    else:
-                        opening.prompt.extend(demand.prompt)
-                request.demands.add(
-                    sequence_id=demand.sequence_id,
-                    opening=opening,
-                    start=demand.start,
-                    tokens=demand.tokens,
-                    total_pages=demand.total_pages,
-                    known_pages=demand.known_pages,
-                    parent_sequence_id=demand.parent,
-                )
-            if steps:
-                request.steps.CopyFrom(_columns([(one.sequence_id, one.start, one.tokens) for one in steps]))
-                request.steps.total_pages.extend(one.total_pages for one in steps)
-                request.steps.known_pages.extend(one.known_pages for one in steps)
+            for demand in grouped(demands):
+                if isinstance(demand, Steps):
+                    request.demands.add(steps=steps_message(demand))
+                else:
+                    request.demands.add(opening=opening_message(demand))
             return "AllocatePages", request
-        case Append(session, reports, steps):
-            appends = [pb.SequenceTokens(sequence_id=name, start=at, tokens=tokens) for name, at, tokens in reports]
-            columns = _columns(steps) if steps else None
-            return "AppendTokens", pb.AppendTokensRequest(session_id=session, appends=appends, steps=columns)
-        case Fork(session, parent, child):
-            return "ForkSequence", pb.ForkSequenceRequest(
-                session_id=session, parent_sequence_id=parent, child_sequence_id=child
-            )
+        case Append(session, steps):
+            columns = steps_message(in_columns(steps, growing=False))
+            return "AppendTokens", pb.AppendTokensRequest(session_id=session, steps=columns)
         case Remove(session, names):
             return "RemoveSequences", pb.RemoveSequencesRequest(session_id=session, sequence_ids=names)
         case Get(session, name):
@@ -332,14 +309,18 @@ def request_of(operation: Operation) -> tuple[str, Any]:
             raise TypeError(f"{operation} is no call")
 
 
-def _columns(steps: Sequence[tuple[str, int, Sequence[int]]]) -> pb.SequenceSteps:
-    counts = [len(tokens) for _, _, tokens in steps]
-    return pb.SequenceSteps(
-        sequence_ids=[name for name, _, _ in steps],
-        starts=[at for _, at, _ in steps],
-        tokens=[token for _, _, tokens in steps for token in tokens],
-        token_counts=[] if set(counts) == {1} else counts,
-    )
+def steps_message(steps: Steps) -> pb.SequenceSteps:
+    return pb.SequenceSteps(**steps._asdict())
+
+
+def opening_message(opening: Opening) -> pb.SequenceOpening:
+    message = pb.SequenceOpening(sequence_id=opening.sequence_id, total_pages=opening.total_pages)
+    if isinstance(opening.origin, str):
+        message.parent_sequence_id = opening.origin
+        return message
+    tokens, salt, retention = opening.origin
+    message.prompt.CopyFrom(pb.Prompt(tokens=tokens, salt=salt, retention=retention_message(retention)))
+    return message
 
 
 def answer_of(response: Any) -> Answer:
@@ -348,21 +329,15 @@ def answer_of(response: Any) -> Answer:
         case pb.OpenSessionResponse():
             return str(response.session_id)
         case pb.AllocatePagesResponse():
-            told = tuple((item.sequence_id, _grant(item)) for item in response.step_grants)
-            return Granted(tuple(map(_grant, response.grants)), told, response.available_pages)
+            told = tuple((item.sequence_id, _grant(item)) for item in response.grants)
+            return Granted(told, response.available_pages)
         case pb.AppendTokensResponse():
-            failed = tuple((item.sequence_id, rpc.error_from_status(item.error)) for item in response.step_errors)
-            return Recorded(
-                tuple(map(_progress, response.progress)), tuple((name, Refused.of(error)) for name, error in failed)
-            )
-        case pb.ForkSequenceResponse():
-            grant = _grant(response.grant)
-            return grant if isinstance(grant, Refused) else Forked(grant, response.total_tokens)
+            return Recorded(tuple((item.sequence_id, _error(item)) for item in response.errors))
         case pb.RemoveSequencesResponse():
             return Removed(response.removed_sequences, tuple(response.absent_sequence_ids), response.available_pages)
         case pb.GetSequenceResponse():
             one = response.sequence
-            pages = tuple(map(_reference, one.pages))
+            pages = tuple(zip(one.page_ids, one.generations, strict=True))
             retention = read_retention(one.retention) if one.HasField("retention") else None
             counts = (one.published_pages, one.cached_tokens, one.access_count)
             return Table(pages, tuple(one.tokens), *counts, retention)
@@ -380,16 +355,14 @@ def answer_of(response: Any) -> Answer:
 
 def _grant(item: pb.SequenceGrant) -> Grant | Refused:
     copies = tuple((copy.index, _reference(copy.source), _reference(copy.target)) for copy in item.copies)
-    pages = (*map(_reference, item.pages), *zip(item.page_ids, item.generations, strict=True))
-    return _error(item) or Grant(item.first_index, pages, item.cached_tokens, copies)
+    if item.HasField("error"):
+        return _error(item)
+    pages = tuple(zip(item.page_ids, item.generations, strict=True))
+    return Grant(item.first_index, pages, item.cached_tokens, copies)
 
 
-def _progress(item: pb.SequenceProgress) -> Progress | Refused:
-    return _error(item) or Progress(item.total_tokens, item.published_pages)
-
-
-def _error(item: Any) -> Refused | None:
-    return Refused.of(rpc.error_from_status(item.error)) if item.HasField("error") else None
+def _error(item: Any) -> Refused:
+    return Refused.of(rpc.error_from_status(item.error))
 
 
 def _reference(page: pb.PageRef) -> tuple[int, int]:

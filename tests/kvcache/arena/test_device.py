@@ -27,6 +27,7 @@ from services.kvcache.pool.budget import CANARY_SLOT_BYTES
 from services.kvcache.server import Daemon
 from tests.fakegpu import OUT_OF_MEMORY, Machine
 from tests.kvcache.conftest import LAYOUT_PB
+from tests.kvcache.messages import opening
 from tests.kvcache.ongpus import CANARIES, PAGE, OnGpus
 
 
@@ -93,9 +94,8 @@ def test_the_daemon_makes_the_device_current_before_it_touches_it(running: OnGpu
 def test_pages_are_granted_and_shared_as_ever(running: OnGpus) -> None:
     opened = running.open(0)
     running.attach(opened)
-    demand = pb.SequenceDemand(sequence_id="a", opening=pb.SequenceOpening(prompt=range(9)), total_pages=3)
-    request = pb.AllocatePagesRequest(session_id=opened.session_id, demands=[demand])
-    assert [page.page_id for page in running.stub.AllocatePages(request).grants[0].pages] == [0, 1, 2]
+    request = pb.AllocatePagesRequest(session_id=opened.session_id, demands=[opening("a", range(9), 3)])
+    assert list(running.stub.AllocatePages(request).grants[0].page_ids) == [0, 1, 2]
     explain = pb.ExplainPrefixRequest(pool_id=opened.pool_id, prompt=range(9))
     assert running.stub.ExplainPrefix(explain).pages[0].outcome == pb.PAGE_OUTCOME_NEVER_SEEN
     assert not running.stub.Fsck(pb.FsckRequest()).violations

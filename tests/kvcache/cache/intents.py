@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from hypothesis import strategies as st
 
-from services.kvcache.cache.demand import Demand
+from services.kvcache.cache.opening import Opening
 from services.kvcache.eviction.retention import Retention
+from tests.kvcache.cache.demands import Step, fork, opening
 from tests.kvcache.cache.model import SIZE, Key, Model, ModelSequence
 from tests.kvcache.cache.transactions import (
     Allocate,
@@ -21,7 +22,6 @@ from tests.kvcache.cache.transactions import (
     Close,
     Evict,
     Expire,
-    Fork,
     Get,
     Kill,
     Operation,
@@ -59,10 +59,10 @@ class OpenSequence:
         session = machine.session(self.at)
         return None if session is None else Allocate(session, (self.demand(machine, session),))
 
-    def demand(self, machine: CacheMachine, session: str) -> Demand:
+    def demand(self, machine: CacheMachine, session: str) -> Opening:
         key, text = machine.new_key(session), TEXTS[self.text]
         machine.model.texts[key] = text
-        return Demand(key[1], text[: self.length], self.salt, 0, [], self.pages, 0, self.retention)
+        return opening(key[1], text[: self.length], self.pages, self.salt, self.retention)
 
 
 @dataclass(frozen=True)
@@ -73,26 +73,26 @@ class Part:
     count: int  # tokens that it ran
     more: int  # pages
     overlap: int  # tokens told again
-    in_columns: bool
 
-    def demand(self, sequence: ModelSequence, model: Model) -> Demand:
+    def demand(self, sequence: ModelSequence, model: Model) -> Step:
         held, resident = len(sequence.pages), len(sequence.tokens)
         # No engine writes into a tail that it knows to be shared.
         room = 0 if model.shares_tail(sequence) else held * SIZE - resident
         start = max(0, resident - self.overlap)
         tokens = sequence.tokens[start:] + sequence.ahead(min(self.count, room))
-        return Demand(sequence.key[1], None, "", start, tokens, held + self.more, held)
+        return Step(sequence.key[1], start, tuple(tokens), held + self.more, held)
 
 
 @dataclass(frozen=True)
-class Step:
-    """Of several sequences of one session in one call, which may remove and open others."""
+class StepTogether:
+    """Of several sequences of one session in one call, which may remove others, and open some in between."""
 
     at: int
     parts: list[Part]
     remove: int
     opening: OpenSequence | None = None
     fork: ForkInStep | None = None
+    opens_behind: int = 4  # so many parts
 
     def operation(self, machine: CacheMachine) -> Operation | None:
         first = machine.sequence(self.at)
@@ -100,16 +100,16 @@ class Step:
             return None
         session, mine = first.key[0], machine.model.of_session(first.key[0])
         removed = tuple(sequence.key[1] for sequence in mine[self.remove : self.remove + 1])
-        demands, steps = dict[str, Demand](), dict[str, Demand]()
+        steps = dict[str, Step]()
         for part in self.parts:
             sequence = mine[part.which % len(mine)]
-            if sequence.key[1] not in demands | steps:
-                to = steps if part.in_columns else demands
-                to[sequence.key[1]] = part.demand(sequence, machine.model)
+            if sequence.key[1] not in steps:
+                steps[sequence.key[1]] = part.demand(sequence, machine.model)
         opened = () if self.opening is None else (self.opening.demand(machine, session),)
         if self.fork is not None:
             opened = (self.fork.demand(machine, mine), *opened)
-        return Allocate(session, (*demands.values(), *opened), removed, tuple(steps.values()))
+        before, behind = [*steps.values()][: self.opens_behind], [*steps.values()][self.opens_behind :]
+        return Allocate(session, (*before, *opened, *behind), removed)
 
 
 @dataclass(frozen=True)
@@ -120,19 +120,18 @@ class ForkInStep:
     turn: bool
     more: int  # pages beyond those that it shares
 
-    def demand(self, machine: CacheMachine, mine: list[ModelSequence]) -> Demand:
+    def demand(self, machine: CacheMachine, mine: list[ModelSequence]) -> Opening:
         parent = mine[self.which % len(mine)]
         child = machine.new_key(parent.key[0])
         machine.model.turns[child] = self.turn
         pages = -(-len(parent.tokens) // SIZE) + self.more
-        return Demand(child[1], None, "", 0, [], pages if self.more else 0, 0, parent=parent.key[1])
+        return fork(child[1], parent.key[1], pages if self.more else 0)
 
 
 @dataclass(frozen=True)
 class Report:
     at: int
     count: int
-    in_columns: bool
 
     def operation(self, machine: CacheMachine) -> Operation | None:
         sequence = machine.sequence(self.at)
@@ -140,7 +139,7 @@ class Report:
             return None
         room = len(sequence.pages) * SIZE - len(sequence.tokens)
         tokens = tuple(sequence.ahead(min(self.count, room)))
-        return report(sequence.key, len(sequence.tokens), tokens, self.in_columns)
+        return report(sequence.key, len(sequence.tokens), tokens)
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,6 @@ class Misreport:
 
     at: int
     flip: int
-    in_columns: bool
 
     def operation(self, machine: CacheMachine) -> Operation | None:
         sequence = machine.sequence(self.at)
@@ -162,13 +160,11 @@ class Misreport:
             start, tokens = 0, (9,) * (len(sequence.pages) * SIZE + 1)
         else:
             tokens = (sequence.tokens[start] ^ 1,)
-        return report(sequence.key, start, tokens, self.in_columns)
+        return report(sequence.key, start, tokens)
 
 
-def report(key: Key, start: int, tokens: tuple[int, ...], in_columns: bool) -> Append:
-    """One sequence's, either way."""
-    told = ((key[1], start, tokens),)
-    return Append(key[0], steps=told) if in_columns else Append(key[0], told)
+def report(key: Key, start: int, tokens: tuple[int, ...]) -> Append:
+    return Append(key[0], (Step(key[1], start, tokens),))
 
 
 @dataclass(frozen=True)
@@ -186,7 +182,7 @@ class ForkSequence:
             return None
         child = machine.new_key(parent.key[0])
         machine.model.turns[child] = self.turn
-        return Fork(*parent.key, child[1])
+        return Allocate(parent.key[0], (fork(child[1], parent.key[1]),))
 
 
 @dataclass(frozen=True)
@@ -221,14 +217,14 @@ class UseRemoved:
             return None
         session, name = gone[self.at % len(gone)] if gone and self.how < 6 else (session, "never")
         return [
-            Allocate(session, (Demand(name, [1, 2, 3], "", 0, [], 1, 0),)),
-            Allocate(session, steps=(Demand(name, None, "", 0, [1], 1, 0),)),
-            Allocate(session, (Demand("never-two", None, "", 0, [], 1, 0, parent=name),)),
-            report((session, name), 0, (1,), self.at % 2 == 0),
-            Fork(session, name, "never-too"),
+            Allocate(session, (opening(name, [1, 2, 3], 1),)),
+            Allocate(session, (Step(name, 0, (1,), 1),)),
+            Allocate(session, (fork("never-two", name, 1),)),
+            report((session, name), 0, (1,)),
             Get(session, name),
-            Allocate(session, (Demand(name, None, "", 0, [], 1, 0),)),
-            report((session, name), 0, (), self.at % 2 == 0),
+            Allocate(session, (Step(name, 0, (), 1),)),
+            Allocate(session, (fork("never-too", name),)),
+            report((session, name), 0, ()),
             Get(session, name),
         ][self.how]
 
@@ -277,15 +273,15 @@ opens = st.builds(
     OpenSequence,
     *(which, st.sampled_from(["", "s"]), st.integers(0, 2), st.integers(1, 13), st.integers(0, 5), retentions),
 )
-parts = st.builds(Part, which, st.integers(0, 9), st.integers(0, 2), st.integers(0, 3), st.booleans())
+parts = st.builds(Part, which, st.integers(0, 9), st.integers(0, 2), st.integers(0, 3))
 forks_in_steps = st.builds(ForkInStep, which, st.booleans(), st.integers(0, 2))
 steps = st.builds(
-    Step,
+    StepTogether,
     *(which, st.lists(parts, min_size=1, max_size=4), st.integers(0, 20), st.none() | opens),
-    st.none() | st.none() | forks_in_steps,
+    *(st.none() | st.none() | forks_in_steps, st.integers(0, 4)),
 )
-reports = st.builds(Report, which, st.integers(1, 5), st.booleans())
-misreports = st.builds(Misreport, which, st.integers(0, 8), st.booleans())
+reports = st.builds(Report, which, st.integers(1, 5))
+misreports = st.builds(Misreport, which, st.integers(0, 8))
 forks = st.builds(ForkSequence, which, st.booleans())
 removals = st.builds(RemoveSequence, which)
 looks = st.builds(LookAt, which)

@@ -46,7 +46,7 @@ class KnownSequence:
         self.name = name
         self.salt = salt
         self.tokens = tokens  # all it will ever have
-        self.opening = pb.SequenceOpening(prompt=tokens[:prompt], salt=salt)
+        self.prompt = pb.Prompt(tokens=tokens[:prompt], salt=salt)
         self.reported = 0
         self.run = 0
         self.pages: list[int] = []
@@ -64,10 +64,26 @@ class KnownSequence:
     def pages_for(self, more: int) -> int:
         return -(-min(self.run + more, len(self.tokens)) // PAGE)
 
-    def demand(self, more: int) -> pb.SequenceDemand:
-        """Report what was run, and ask for room for more."""
-        tokens = self.tokens[self.reported : self.run]
-        pages, known = self.pages_for(more), len(self.pages)
-        return pb.SequenceDemand(
-            sequence_id=self.name, start=self.reported, tokens=tokens, total_pages=pages, known_pages=known
-        )
+    def opening(self, total_pages: int) -> pb.Demand:
+        return pb.Demand(opening=pb.SequenceOpening(sequence_id=self.name, prompt=self.prompt, total_pages=total_pages))
+
+
+def report_of(texts: Iterable[KnownSequence]) -> pb.SequenceSteps:
+    """What was run and not reported yet."""
+    steps = pb.SequenceSteps()
+    for text in texts:
+        tokens = text.tokens[text.reported : text.run]
+        steps.sequence_ids.append(text.name)
+        steps.starts.append(text.reported)
+        steps.token_counts.append(len(tokens))
+        steps.tokens.extend(tokens)
+    return steps
+
+
+def steps_of(texts: Iterable[KnownSequence], more: dict[str, int]) -> pb.SequenceSteps:
+    """Report, and ask for room for so many tokens more."""
+    known = [*texts]
+    steps = report_of(known)
+    steps.total_pages.extend(text.pages_for(more[text.name]) for text in known)
+    steps.known_pages.extend(len(text.pages) for text in known)
+    return steps

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from services.kvcache.cache.opening import Opening
 from tests.kvcache.cache.intents import (
     TEXTS,
     Do,
@@ -43,7 +44,6 @@ from tests.kvcache.cache.transactions import (
     Answer,
     Append,
     Entry,
-    Fork,
     Grant,
     Granted,
     Kill,
@@ -245,16 +245,10 @@ class CacheMachine(RuleBasedStateMachine):
         if alone and isinstance(first, Granted):
             assert isinstance(again, Granted) and isinstance(operation, Allocate)
             # What asked for room in front of a fork of it finds its tail shared the second time.
-            forked = {demand.parent for demand in operation.demands}
-            pairs = zip(operation.demands, first.items, again.items, strict=True)
-            assert all(
-                one == other
-                for asked, one, other in pairs
-                if isinstance(one, Grant) and asked.sequence_id not in forked
-            )
+            forked = [demand.origin for demand in operation.demands if isinstance(demand, Opening)]
             told = [one for one in first.told if isinstance(one[1], Grant) and one[0] not in forked]
             assert [one for one in again.told if one in told] == told
-        elif alone and isinstance(operation, Append | Fork | Renew):
+        elif alone and isinstance(operation, Append | Renew):
             assert again == first
 
     # --- rules ---

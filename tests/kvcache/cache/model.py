@@ -13,8 +13,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from services.kvcache.cache.demand import Demand
+from services.kvcache.cache.opening import Opening
 from services.kvcache.eviction.retention import Retention
+from tests.kvcache.cache.demands import Step
 from tests.kvcache.cache.transactions import (
     Allocate,
     Answer,
@@ -24,15 +25,12 @@ from tests.kvcache.cache.transactions import (
     Evict,
     Evicted,
     Expire,
-    Fork,
-    Forked,
     Get,
     Grant,
     Granted,
     Kill,
     Open,
     PassTime,
-    Progress,
     Recorded,
     Refused,
     Remove,
@@ -76,7 +74,7 @@ class ModelSession:
 class ModelSequence:
     key: Key
     number: int  # of those opened so far
-    opening: object  # what a replay of its opening has to repeat
+    origin: object  # what a replay of its opening has to repeat
     salt: str
     text: list[int]  # the tokens it has and will have
     tokens: list[int]
@@ -174,7 +172,7 @@ class Model:
                 self._expire(age, answer, now)
             case Close(session):
                 self._close(session, answer, now)
-            case Allocate(session) | Append(session) | Fork(session) | Remove(session) | Get(session) | Renew(session):
+            case Allocate(session) | Append(session) | Remove(session) | Get(session) | Renew(session):
                 lease = self.sessions.get(session)
                 if lease is None or lease.deadline <= now:
                     refused(answer, {"SESSION_EXPIRED"})
@@ -182,132 +180,131 @@ class Model:
                 lease.deadline = now + TTL_S
                 self._serve(operation, answer, now)
 
-    def _serve(self, operation: Allocate | Append | Fork | Remove | Get | Renew, answer: Answer, now: float) -> None:
+    def _serve(self, operation: Allocate | Append | Remove | Get | Renew, answer: Answer, now: float) -> None:
         self._pass_time(now)
         match operation:
             case Renew():
                 assert answer == TTL_S
-            case Allocate(session, demands, names, steps):
+            case Allocate(session, demands, names):
                 assert isinstance(answer, Granted), answer
                 for name in names:
                     self._remove((session, name), now)
                 told = [*answer.told]
-                for demand in steps:
-                    self._in_columns((session, demand.sequence_id), demand, told, now)
+                for demand in demands:
+                    key = (session, demand.sequence_id)
+                    if isinstance(demand, Opening):
+                        assert told and told[0][0] == key[1], f"{demand} was to be answered, and not {told}"
+                        self._opening(key, demand, told.pop(0)[1], now)
+                    else:
+                        self._in_columns(key, demand, told, now)
                 assert not told, f"{told} is told and was not asked for"
-                for demand, item in zip(demands, answer.items, strict=True):
-                    self._demand((session, demand.sequence_id), demand, item, now)
                 assert answer.available_pages == len(self.free()) + len(self.evictable())
-            case Append(session, reports, steps):
+            case Append(session, steps):
                 assert isinstance(answer, Recorded), answer
-                failed = dict(answer.failed)
-                for name, start, tokens in steps:
-                    self._append((session, name), start, list(tokens), failed.get(name), now)
-                for (name, start, tokens), item in zip(reports, answer.items, strict=True):
-                    self._append((session, name), start, list(tokens), item, now)
-            case Fork(session, parent, child):
-                self._fork((session, parent), (session, child), answer, now)
+                failed = [*answer.failed]
+                for step in steps:
+                    self._append((session, step.sequence_id), step, failed, now)
+                assert not failed, f"{failed} are told and did not fail"
             case Remove(session, names):
                 absent = tuple(name for name in names if not self._remove((session, name), now))
                 assert answer == Removed(len(names) - len(absent), absent, len(self.free()) + len(self.evictable()))
             case Get(session, name):
                 self._get((session, name), answer, now)
 
-    def _in_columns(self, key: Key, demand: Demand, told: list[tuple[str, Grant | Refused]], now: float) -> None:
+    def _in_columns(self, key: Key, step: Step, told: list[tuple[str, Grant | Refused]], now: float) -> None:
         """A step that has a page, a copy or an error to be told is told of, and no other."""
         sequence = self.sequences.get(key)
-        if sequence is not None and not self._why_not_step(sequence, demand):
-            runs = demand.start + len(demand.tokens) > len(sequence.tokens)
-            copies = self._unshares(sequence, demand) or (sequence.copy is not None and not runs)
-            if max(len(sequence.pages), demand.total_pages) == demand.known_pages and not copies:
-                self._demand(key, demand, Grant(demand.known_pages, (), sequence.cached_tokens, ()), now)
+        if sequence is not None and not self._why_not_step(sequence, step):
+            runs = step.start + len(step.tokens) > len(sequence.tokens)
+            copies = self._unshares(sequence, step) or (sequence.copy is not None and not runs)
+            if max(len(sequence.pages), step.total_pages) == step.known_pages and not copies:
+                self._step(sequence, step, Grant(step.known_pages, (), sequence.cached_tokens, ()), now)
                 return
-        assert told and told[0][0] == key[1], f"{demand} was to be told of, and not {told}"
-        self._demand(key, demand, told.pop(0)[1], now)
+        assert told and told[0][0] == key[1], f"{step} was to be told of, and not {told}"
+        item = told.pop(0)[1]
+        sequence = self._live(key, item)
+        if sequence is not None:
+            self._step(sequence, step, item, now)
 
-    def _demand(self, key: Key, demand: Demand, item: Grant | Refused, now: float) -> None:
-        sequence = self.sequences.get(key)
-        if sequence is None and demand.parent and key not in self.removed:
-            self._fork_in_step(key, demand, item, now)
-            return
-        if key in self.removed or (sequence is None and demand.prompt is None):
-            refused(item, {"SEQUENCE_REMOVED" if key in self.removed else "SEQUENCE_UNKNOWN"})
-            return
-        if sequence is None:
-            reasons = self._why_not_open(key, demand)
-        else:
-            reasons = self._why_not_step(sequence, demand)
+    def _opening(self, key: Key, opening: Opening, item: Grant | Refused, now: float) -> None:
+        sequence, origin = self.sequences.get(key), opening.origin
+        if key in self.removed:
+            refused(item, {"SEQUENCE_REMOVED"})
+        elif sequence is not None and sequence.origin != _plain(opening):
+            refused(item, {"SEQUENCE_MISMATCH"})
+        elif sequence is not None:
+            self._step(sequence, Step(key[1], total_pages=opening.total_pages), item, now)
+        elif isinstance(origin, str):
+            self._fork(key, origin, opening, item, now)
+        elif not self._refused(item, self._why_not_begin(key, opening)):
+            self._granted(self._begin(key, opening, item), 0, item, now)
+
+    def _refused(self, item: Grant | Refused, reasons: set[str]) -> bool:
+        """Whether there is a reason to refuse, and then it was one of them that was told."""
         if reasons:
             refused(item, reasons)
             assert isinstance(item, Refused)
             self.totals["refused_demands"] += item.reason in ("NO_PAGES", "QUOTA_EXCEEDED")
-            return
-        assert isinstance(item, Grant), item
-        if sequence is None:
-            sequence = self._open(key, demand, item, now)
-        else:
-            self._step(sequence, demand, item)
+        return bool(reasons)
+
+    def _granted(self, sequence: ModelSequence, known: int, item: Grant | Refused, now: float) -> None:
         self._touch(sequence, now)
-        assert item == self._grant(sequence, demand.known_pages)
+        assert item == self._grant(sequence, known)
         self.check_content(sequence)
 
-    def _why_not_open(self, key: Key, demand: Demand) -> set[str]:
-        assert demand.prompt is not None
-        matched = self.match(demand.salt, demand.prompt)
-        total = max(len(matched), demand.total_pages)
+    def _why_not_begin(self, key: Key, opening: Opening) -> set[str]:
+        tokens, salt, _ = opening.origin
+        matched = self.match(salt, tokens.tolist())
+        total = max(len(matched), opening.total_pages)
         available = len(self.free()) + len([page for page in self.evictable() if page not in matched])
         reasons = self._why_not_grow(key[0], total, total, total - len(matched), available)
-        if demand.start or demand.tokens or not demand.prompt or demand.known_pages > total:
-            reasons.add("FIELD_INVALID")
-        return reasons
+        return reasons if tokens else reasons | {"FIELD_INVALID"}
 
-    def _open(self, key: Key, demand: Demand, item: Grant, now: float) -> ModelSequence:
-        assert demand.prompt is not None
-        matched = self.match(demand.salt, demand.prompt)
+    def _begin(self, key: Key, opening: Opening, item: Grant | Refused) -> ModelSequence:
+        assert isinstance(item, Grant), item
+        prompt, salt, retention = opening.origin[0].tolist(), *opening.origin[1:]
+        matched = self.match(salt, prompt)
         granted = [page for page, _ in item.pages]
-        assert granted[: len(matched)] == matched and demand.known_pages == 0
-        assert len(granted) == max(len(matched), demand.total_pages)
+        assert granted[: len(matched)] == matched
+        assert len(granted) == max(len(matched), opening.total_pages)
         cached = len(matched) * SIZE
-        opening = (tuple(demand.prompt), demand.salt, demand.retention)
-        tokens, text = demand.prompt[:cached], self.texts.get(key, demand.prompt)
+        tokens, text = prompt[:cached], self.texts.get(key, prompt)
         self.opened += 1
-        sequence = ModelSequence(
-            key, self.opened, opening, demand.salt, text, tokens, granted, cached, demand.retention
-        )
+        sequence = ModelSequence(key, self.opened, _plain(opening), salt, text, tokens, granted, cached, retention)
         for page in matched:
             if page in self.evictable():
                 self._take_out(page)
             self.pages[page].holders.add(key)
         for page in granted[len(matched) :]:
             self._take(page, key)
-        self.totals["lookup_tokens"] += len(demand.prompt)
+        self.totals["lookup_tokens"] += len(prompt)
         self.totals["hit_tokens"] += cached
         return sequence
 
-    def _why_not_step(self, sequence: ModelSequence, demand: Demand) -> set[str]:
-        reasons = self._why_not_tokens(sequence, demand.start, demand.tokens)
-        if demand.prompt is not None and (tuple(demand.prompt), demand.salt, demand.retention) != sequence.opening:
-            reasons.add("SEQUENCE_MISMATCH")
-        if demand.parent and sequence.opening != ("fork", demand.parent):
-            reasons.add("SEQUENCE_MISMATCH")
+    def _why_not_step(self, sequence: ModelSequence, step: Step) -> set[str]:
+        reasons = self._why_not_tokens(sequence, step)
         held = len(sequence.pages)
-        total = max(held, demand.total_pages)
-        if demand.known_pages > total:
+        total = max(held, step.total_pages)
+        if step.known_pages > total:
             reasons.add("FIELD_INVALID")
-        lets_go = sequence.copy is not None and demand.start + len(demand.tokens) > len(sequence.tokens)
+        lets_go = sequence.copy is not None and step.start + len(step.tokens) > len(sequence.tokens)
         frees = lets_go and self.pages[self._source(sequence)].holders == {sequence.key}
-        more = total - held + self._unshares(sequence, demand)
+        more = total - held + self._unshares(sequence, step)
         available = len(self.free()) + len(self.evictable()) + frees
         return reasons | self._why_not_grow(sequence.key[0], total, more - lets_go, more, available)
 
-    def _step(self, sequence: ModelSequence, demand: Demand, item: Grant) -> None:
-        unshares = self._unshares(sequence, demand)
-        self._write(sequence, demand.tokens[len(sequence.tokens) - demand.start :])
+    def _step(self, sequence: ModelSequence, step: Step, item: Grant | Refused, now: float) -> None:
+        if self._refused(item, self._why_not_step(sequence, step)):
+            return
+        assert isinstance(item, Grant), item
+        unshares = self._unshares(sequence, step)
+        self._write(sequence, list(step.tokens[len(sequence.tokens) - step.start :]))
         if unshares:
             self._unshare(sequence, item)
-        for page, _ in item.pages[len(sequence.pages) - demand.known_pages :]:
+        for page, _ in item.pages[len(sequence.pages) - step.known_pages :]:
             self._take(page, sequence.key)
             sequence.pages.append(page)
+        self._granted(sequence, step.known_pages, item, now)
 
     def _unshare(self, sequence: ModelSequence, item: Grant) -> None:
         [(index, (source, _), (target, _))] = item.copies
@@ -316,10 +313,10 @@ class Model:
         self.pages[target].content = dict(self.pages[source].content)  # the engine does as the grant says
         sequence.pages[index], sequence.copy = target, source
 
-    def _unshares(self, sequence: ModelSequence, demand: Demand) -> bool:
+    def _unshares(self, sequence: ModelSequence, step: Step) -> bool:
         """Room beyond what is resident means that the tail will be written."""
-        end = max(len(sequence.tokens), demand.start + len(demand.tokens))
-        return demand.total_pages * SIZE > end and self.shares_tail(sequence)
+        end = max(len(sequence.tokens), step.start + len(step.tokens))
+        return step.total_pages * SIZE > end and self.shares_tail(sequence)
 
     def _why_not_grow(self, session: str, total: int, counted: int, more: int, available: int) -> set[str]:
         reasons, quota = set[str](), self.sessions[session].max_pages
@@ -331,49 +328,27 @@ class Model:
             reasons.add("NO_PAGES")
         return reasons
 
-    def _why_not_tokens(self, sequence: ModelSequence, start: int, tokens: list[int]) -> set[str]:
-        resident, end = len(sequence.tokens), start + len(tokens)
+    def _why_not_tokens(self, sequence: ModelSequence, step: Step) -> set[str]:
+        resident, end = len(sequence.tokens), step.start + len(step.tokens)
         bad = (
-            start > resident
+            step.start > resident
             or end > len(sequence.pages) * SIZE
             or (end > resident and self.shares_tail(sequence))
-            or tokens[: resident - start] != sequence.tokens[start:end]
+            or list(step.tokens[: resident - step.start]) != sequence.tokens[step.start : end]
         )
         return {"POSITION_MISMATCH"} if bad else set()
 
-    def _append(self, key: Key, start: int, tokens: list[int], answer: Progress | Refused | None, now: float) -> None:
-        """The answer is None for one that was recorded in columns."""
-        sequence = self._live(key, answer)
-        if sequence is None:
+    def _append(self, key: Key, step: Step, failed: list[tuple[str, Refused]], now: float) -> None:
+        """One that is refused is told of, and no other."""
+        sequence = self.sequences.get(key)
+        if sequence is None or (reasons := self._why_not_tokens(sequence, step)):
+            assert failed and failed[0][0] == key[1], f"{step} was to be refused, and not {failed}"
+            error = failed.pop(0)[1]
+            if self._live(key, error) is not None:
+                refused(error, reasons)
             return
-        if reasons := self._why_not_tokens(sequence, start, tokens):
-            refused(answer, reasons)
-            return
-        self._write(sequence, tokens[len(sequence.tokens) - start :])
+        self._write(sequence, list(step.tokens[len(sequence.tokens) - step.start :]))
         self._touch(sequence, now)
-        assert answer in (None, Progress(len(sequence.tokens), len(sequence.tokens) // SIZE))
-
-    def _fork(self, parent_key: Key, key: Key, answer: Answer, now: float) -> None:
-        opening = ("fork", parent_key[1])
-        if key in self.removed:
-            refused(answer, {"SEQUENCE_REMOVED"})
-            return
-        child = self.sequences.get(key)
-        if child is not None and child.opening != opening:
-            refused(answer, {"SEQUENCE_EXISTS"})
-            return
-        if child is None:
-            parent = self._live(parent_key, answer)
-            if parent is None:
-                return
-            pages = self._to_share(parent)
-            if reasons := self._why_not_grow(key[0], 0, len(pages), 0, 0):
-                refused(answer, reasons)
-                return
-            child = self._forked(parent, key, pages, now)
-        self._touch(child, now)
-        assert answer == Forked(self._grant(child, 0), len(child.tokens))
-        self.check_content(child)
 
     def _to_share(self, parent: ModelSequence) -> list[int]:
         pages = parent.pages[: -(-len(parent.tokens) // SIZE)]
@@ -385,32 +360,31 @@ class Model:
         turn = self.turns.get(key, False)
         text = parent.tokens + [token ^ turn for token in parent.text[len(parent.tokens) :]]
         self.opened += 1
-        tokens, opening = list(parent.tokens), ("fork", parent.key[1])
-        child = ModelSequence(key, self.opened, opening, parent.salt, text, tokens, pages, 0, parent.retention)
+        tokens, cached = list(parent.tokens), len(parent.tokens)
+        child = ModelSequence(
+            key, self.opened, parent.key[1], parent.salt, text, tokens, pages, cached, parent.retention
+        )
         for page in pages:
             self.pages[page].holders.add(key)
         self._touch(parent, now)
         return child
 
-    def _fork_in_step(self, key: Key, demand: Demand, item: Grant | Refused, now: float) -> None:
+    def _fork(self, key: Key, parent_id: str, opening: Opening, item: Grant | Refused, now: float) -> None:
         """A fork, then growth; and where the growth cannot be, no fork."""
-        parent = self._live((key[0], demand.parent), item)
+        parent = self._live((key[0], parent_id), item)
         if parent is None:
             return
         pages = self._to_share(parent)
-        total = max(len(pages), demand.total_pages)
-        copies = len(parent.tokens) % SIZE > 0 and demand.total_pages * SIZE > len(parent.tokens)
+        total = max(len(pages), opening.total_pages)
+        copies = len(parent.tokens) % SIZE > 0 and opening.total_pages * SIZE > len(parent.tokens)
         more = total - len(pages) + copies
-        reasons = self._why_not_grow(key[0], total, total + copies, more, len(self.free()) + len(self.evictable()))
-        if reasons:
-            refused(item, reasons)
-            assert isinstance(item, Refused)
-            self.totals["refused_demands"] += item.reason in ("NO_PAGES", "QUOTA_EXCEEDED")
+        # A fork is of no more pages than its parent: only what it asks for beyond can be too much for any pool.
+        available = len(self.free()) + len(self.evictable())
+        if self._refused(item, self._why_not_grow(key[0], opening.total_pages, total + copies, more, available)):
             return
         assert isinstance(item, Grant), item
         child = self._forked(parent, key, pages, now)
         self._touch(child, now)
-        assert demand.known_pages == 0 and not demand.tokens
         granted = [page for page, _ in item.pages]
         assert len(granted) == total
         if copies:
@@ -641,7 +615,7 @@ class Model:
 
     # --- sequences ---
 
-    def _live(self, key: Key, answer: Answer | Progress) -> ModelSequence | None:
+    def _live(self, key: Key, answer: Answer) -> ModelSequence | None:
         if key in self.removed:
             refused(answer, {"SEQUENCE_REMOVED"})
         elif key not in self.sequences:
@@ -674,6 +648,12 @@ class Model:
         return sequence.copy
 
 
-def refused(answer: Answer | Grant | Progress, reasons: set[str]) -> None:
+def refused(answer: Answer | Grant, reasons: set[str]) -> None:
     """The answer had to be an error, for one of these reasons."""
     assert isinstance(answer, Refused) and answer.reason in reasons, f"{answer}, and not one of {reasons}"
+
+
+def _plain(opening: Opening) -> object:
+    """Its origin, to compare."""
+    origin = opening.origin
+    return origin if isinstance(origin, str) else (tuple(origin.tokens), origin.salt, origin.retention)

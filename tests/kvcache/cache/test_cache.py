@@ -25,23 +25,21 @@ from services.common.errors import (
     TooManySequences,
     TooManySessions,
 )
-from services.kvcache.cache.demand import Demand, Grant
+from services.kvcache.cache.grant import Grant
 from services.kvcache.lease.sessions import Session
 from services.kvcache.pool.layout import PageLayout
+from tests.kvcache.cache.demands import Demand, Step, grouped, growth, in_columns, opening
 from tests.kvcache.fakes import LAYOUT, World
 
 
-def opening(name: str, prompt: list[int], pages: int, salt: str = "") -> Demand:
-    return Demand(name, prompt, salt, 0, [], pages, 0)
-
-
-def growth(name: str, start: int, tokens: list[int], pages: int, known: int = 0) -> Demand:
-    return Demand(name, None, "", start, tokens, pages, known)
-
-
 def serve(world: World, session: Session, demand: Demand, removed: list[str] | None = None) -> Grant:
-    [result], _ = world.cache.allocate(session.id, [demand], removed or [])
+    """What one sequence was granted: nothing, of a step that nothing is told of."""
+    told, _ = world.cache.allocate(session.id, grouped([demand]), removed or [])
     world.sound()
+    if not told and isinstance(demand, Step):
+        return Grant(demand.known_pages, [], session.sequences[demand.sequence_id].cached_tokens, [])
+    [(name, result)] = told
+    assert name == demand.sequence_id
     if isinstance(result, ServiceError):
         raise result
     return result
@@ -167,7 +165,7 @@ def test_a_removed_sequence_never_comes_back() -> None:
     for name in ("a", "never-opened"):
         with pytest.raises(SequenceRemoved):
             serve(world, session, opening(name, [1, 2], 1))
-        [result] = world.cache.append(session.id, [(name, 0, [1])])
+        [(_, result)] = world.cache.append(session.id, in_columns([Step(name, 0, (1,))], growing=False))
         assert isinstance(result, SequenceRemoved)
     assert serve(world, world.attached(), opening("a", [1, 2], 1)), "another session's ids are its own"
 
@@ -195,13 +193,10 @@ def test_replayed_opening_must_be_the_same() -> None:
         (growth("x", 0, [], 1), SequenceUnknown, "'x'"),
         (opening("n", [], 1), FieldInvalid, "at least one token"),
         (opening("n", [1], 99), ExceedsPool, "99 and the pool has 10"),
-        (opening("n", [2**32], 1), FieldInvalid, "uint32"),
-        (Demand("n", [1], "", 0, [1], 1, 0), FieldInvalid, "opened"),
-        (Demand("n", [1], "", 0, [], 1, 2), FieldInvalid, "known_pages is 2"),
+        (growth("a", 4, [], 3, known=4), FieldInvalid, "known_pages is 4 and the sequence has 3"),
         (growth("a", 5, [1], 0), PositionMismatch, "gap"),
         (growth("a", 0, [1] * 9, 0), PositionMismatch, "hold 8"),
         (growth("a", 0, [1, 9], 0), PositionMismatch, "differ"),
-        (growth("a", 4, [-1], 0), FieldInvalid, "uint32"),
     ],
 )
 def test_a_bad_demand_is_told_why_and_changes_nothing(demand: Demand, error: type[ServiceError], words: str) -> None:
@@ -307,7 +302,7 @@ def test_nothing_is_granted_before_the_canary_is_answered() -> None:
     with pytest.raises(AttachMismatch, match="not shared"):
         world.cache.attach_session(session.id, session.canary)
     with pytest.raises(SessionNotAttached):
-        world.cache.append(session.id, [])
+        world.cache.append(session.id, in_columns([], growing=False))
 
 
 def test_canary_slots_are_each_sessions_own_and_reused() -> None:
@@ -390,7 +385,7 @@ def test_access_counts() -> None:
     session = world.attached()
     serve(world, session, opening("a", [1, 2], 1))
     world.now += 3
-    world.cache.append(session.id, [("a", 0, [1, 2])])
+    assert world.cache.append(session.id, in_columns([Step("a", 0, (1, 2))], growing=False)) == []
     sequence, _ = world.cache.get_sequence(session.id, "a")
     assert (sequence.access_count, sequence.created_at, sequence.last_access) == (3, 1000.0, 1003.0)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from services.common.errors import FieldInvalid, PoolUnknown
 from services.kvcache.cache.explain import Outcome
 from services.kvcache.lease.sessions import Session
-from tests.kvcache.cache.test_cache import opening, run, serve
+from tests.kvcache.cache.demands import opening
+from tests.kvcache.cache.test_cache import run, serve
 from tests.kvcache.fakes import World
 
 PROMPT = list(range(13))
 
 
 def outcomes(world: World, prompt: list[int], salt: str = "") -> list[str]:
-    return [answer.outcome.name for answer in world.cache.explain("pool", prompt, salt)]
+    return [answer.outcome.name for answer in world.cache.explain("pool", array("I", prompt), salt)]
 
 
 def warm(pages: int = 12, **limits: object) -> tuple[World, Session]:
@@ -30,7 +33,7 @@ def test_hits_and_the_last_token() -> None:
     assert outcomes(world, PROMPT) == ["HIT", "HIT", "HIT", "LAST_TOKEN"]
     assert outcomes(world, PROMPT[:12]) == ["HIT", "HIT", "LAST_TOKEN"]
     assert outcomes(world, [1]) == ["LAST_TOKEN"]
-    [first, *_] = world.cache.explain("pool", PROMPT, "")
+    [first, *_] = world.cache.explain("pool", array("I", PROMPT), "")
     assert first.page == (0, 0)
 
 
@@ -62,7 +65,7 @@ def test_another_salt() -> None:
 def test_diverged_says_where() -> None:
     world, _ = warm()
     other = [*PROMPT[:6], 99, *PROMPT[7:]]
-    answers = world.cache.explain("pool", other, "")
+    answers = world.cache.explain("pool", array("I", other), "")
     assert [answer.outcome for answer in answers] == [
         Outcome.HIT,
         Outcome.DIVERGED,
@@ -70,7 +73,7 @@ def test_diverged_says_where() -> None:
         Outcome.LAST_TOKEN,
     ]
     assert answers[1].diverged_at == 6
-    assert world.cache.explain("pool", [0, 1, 99, 3, 4], "")[0].diverged_at == 2
+    assert world.cache.explain("pool", array("I", [0, 1, 99, 3, 4]), "")[0].diverged_at == 2
 
 
 def test_never_seen() -> None:
@@ -91,6 +94,6 @@ def test_explaining_changes_nothing() -> None:
 def test_bad_questions() -> None:
     world, _ = warm()
     with pytest.raises(PoolUnknown):
-        world.cache.explain("none", [1], "")
+        world.cache.explain("none", array("I", [1]), "")
     with pytest.raises(FieldInvalid, match="prompt is empty"):
-        world.cache.explain("pool", [], "")
+        world.cache.explain("pool", array("I"), "")

@@ -7,28 +7,26 @@ import pytest
 
 from services.common.errors import (
     CapacityExceeded,
-    FieldInvalid,
     PositionMismatch,
     QuotaExceeded,
-    SequenceExists,
     SequenceMismatch,
 )
-from services.kvcache.cache.demand import Copy, Demand, Grant
-from services.kvcache.cache.steps import Steps
+from services.kvcache.cache.grant import Copy, Grant
 from services.kvcache.lease import sessions
 from services.kvcache.lease.sessions import Session
 from services.kvcache.pool.page_table import PageState
 from services.kvcache.pool.pool import Pool
-from tests.kvcache.cache.test_cache import growth, opening, run, serve
+from tests.kvcache.cache.demands import fork, grouped, growth, opening
+from tests.kvcache.cache.test_cache import pages, run, serve
 from tests.kvcache.fakes import World
 
 
-def forked(pages: int = 10, **limits: object) -> tuple[World, Session, Pool]:
+def forked(total: int = 10, **limits: object) -> tuple[World, Session, Pool]:
     """Parent "a" with 6 tokens in pages 0 and 1 (of 4 tokens each), and its fork "b"."""
-    world = World(pages)
+    world = World(total)
     session = world.attached(**limits)
     run(world, session, "a", [1, 2, 3, 4, 5, 6], 2)
-    world.cache.fork(session.id, "a", "b")
+    serve(world, session, fork("b", "a"))
     return world, session, world.cache.pool_of(session)
 
 
@@ -71,15 +69,15 @@ def test_the_source_outlives_the_parent_until_the_copy_is_made() -> None:
 def test_a_fork_of_a_fork_that_has_not_copied_yet_shares_what_is_resident() -> None:
     world, session, _ = forked()
     [copy] = copies(world, session, "b")
-    grant, _ = world.cache.fork(session.id, "b", "c")
-    assert [page for page, _ in grant.pages] == [0, copy.source[0]], "the target may hold nothing yet"
+    grant = serve(world, session, fork("c", "b"))
+    assert grant.cached_tokens == 6 and pages(grant) == [0, copy.source[0]], "the target may hold nothing yet"
     world.cache.remove(session.id, ["a", "b"])
     world.sound()
     assert copies(world, session, "c") == [], "the last one has the page to itself"
 
 
 def test_unsharing_needs_a_page_of_its_own() -> None:
-    world, session, _ = forked(pages=2)
+    world, session, _ = forked(total=2)
     with pytest.raises(CapacityExceeded):
         copies(world, session, "b")
     world.cache.remove(session.id, ["a"])
@@ -90,27 +88,27 @@ def test_complete_pages_are_shared_without_copies() -> None:
     world = World(10)
     session = world.attached()
     run(world, session, "a", list(range(8)), 2)
-    world.cache.fork(session.id, "a", "b")
+    serve(world, session, fork("b", "a"))
     assert serve(world, session, growth("b", 8, [], 3, known=2)).copies == []
     serve(world, session, growth("b", 8, [1], 3))
 
 
 def test_a_fork_is_idempotent_and_takes_nobodys_id() -> None:
     world, session, _ = forked()
-    again, child = world.cache.fork(session.id, "a", "b")
-    assert [page for page, _ in again.pages] == [0, 1] and len(child.tokens) == 6
+    again = serve(world, session, fork("b", "a"))
+    assert pages(again) == [0, 1] and again.cached_tokens == 6
     serve(world, session, opening("c", [1], 0))
-    with pytest.raises(SequenceExists):
-        world.cache.fork(session.id, "a", "c")
-    with pytest.raises(SequenceExists):
-        world.cache.fork(session.id, "c", "b")
+    for name, parent in (("c", "a"), ("b", "c")):
+        with pytest.raises(SequenceMismatch, match="no fork of") as refused:
+            serve(world, session, fork(name, parent))
+        assert refused.value.field == "parent_sequence_id"
 
 
 def test_a_quota_counts_shared_pages_for_each_and_is_given_back() -> None:
     world, session, _ = forked(max_pages=5)
     assert session.held_pages == 4
     with pytest.raises(QuotaExceeded):
-        world.cache.fork(session.id, "a", "c")
+        serve(world, session, fork("c", "a"))
     copies(world, session, "b")
     assert session.held_pages == 5
     with pytest.raises(QuotaExceeded, match="hold 5 pages, 1 more are wanted and its quota is 5"):
@@ -146,57 +144,44 @@ def test_a_lost_fork_leaves_nothing_behind() -> None:
 
 def test_replayed_openings_do_not_confuse_forks() -> None:
     world, session, _ = forked()
-    [result], _ = world.cache.allocate(session.id, [Demand("b", [1, 2, 3, 4, 5, 6], "", 0, [], 2, 0)], [])
-    assert type(result).__name__ == "SequenceMismatch"
-
-
-def fork_of(parent: str, name: str, total_pages: int = 0, start: int = 0, tokens: list[int] | None = None) -> Demand:
-    return Demand(name, None, "", start, tokens or [], total_pages, 0, parent=parent)
-
-
-@pytest.mark.parametrize(("start", "tokens"), [(1, []), (0, [1]), (6, []), (6, [7])])
-def test_a_fork_in_a_step_reports_nothing(start: int, tokens: list[int]) -> None:
-    world, session, _ = forked()
-    [refused], _ = world.cache.allocate(session.id, [fork_of("a", "c", 2, start, tokens)], [])
-    assert isinstance(refused, FieldInvalid) and refused.field == "tokens"
-    assert "c" not in session.sequences
+    with pytest.raises(SequenceMismatch):
+        serve(world, session, opening("b", [1, 2, 3, 4, 5, 6], 2))
 
 
 def test_a_fork_that_is_to_write_pays_for_its_copy_at_once() -> None:
     world, session, _ = forked(max_pages=6)  # 4 of them held
-    [refused], _ = world.cache.allocate(session.id, [fork_of("a", "c", 2)], [])
-    assert isinstance(refused, QuotaExceeded) and "3 more are wanted" in refused.message
-    [granted], _ = world.cache.allocate(session.id, [fork_of("a", "c")], [])
-    assert isinstance(granted, Grant) and granted.copies == [] and session.held_pages == 6
-    world.sound()
+    with pytest.raises(QuotaExceeded, match="3 more are wanted"):
+        serve(world, session, fork("c", "a", 2))
+    assert serve(world, session, fork("c", "a")).copies == [] and session.held_pages == 6
 
 
 def test_a_fork_that_is_to_write_needs_a_page_for_its_copy() -> None:
-    world, session, _ = forked(pages=2)
-    [refused], _ = world.cache.allocate(session.id, [fork_of("a", "c", 2)], [])
-    assert isinstance(refused, CapacityExceeded) and refused.metadata["needed_pages"] == "1"
-    world.sound()
+    world, session, _ = forked(total=2)
+    with pytest.raises(CapacityExceeded) as refused:
+        serve(world, session, fork("c", "a", 2))
+    assert refused.value.metadata["needed_pages"] == "1"
 
 
-def test_a_fork_in_a_step_is_idempotent_and_takes_nobodys_id() -> None:
+def test_in_one_call_a_fork_finds_what_was_reported_before_it_and_its_parent_gets_a_copy_after_it() -> None:
     world, session, _ = forked()
-    serve(world, session, opening("c", [1], 0))
-    [again, other, opened], _ = world.cache.allocate(
-        session.id, [fork_of("a", "b"), fork_of("c", "b"), fork_of("a", "c")], []
-    )
-    assert isinstance(again, Grant) and [page for page, _ in again.pages] == [0, 1]
-    for refused in (other, opened):
-        assert isinstance(refused, SequenceMismatch) and refused.field == "parent_sequence_id"
+    serve(world, session, growth("a", 6, [], 2, known=2))
+    demands = [growth("a", 6, [7], 2, known=2), fork("c", "a", 2), growth("a", 7, [], 2, known=2)]
+    told, _ = world.cache.allocate(session.id, grouped(demands), [])
     world.sound()
+    (child, of_child), (parent, of_parent) = told
+    assert (child, parent) == ("c", "a")
+    assert isinstance(of_child, Grant) and of_child.cached_tokens == 7 and len(of_child.copies) == 1
+    assert isinstance(of_parent, Grant) and of_parent.pages == [] and len(of_parent.copies) == 1
+    assert of_parent.copies[0].source == of_child.copies[0].source
 
 
-def test_a_sequence_that_only_goes_on_is_told_of_a_copy_without_a_new_page() -> None:
+def test_a_step_is_told_of_a_copy_without_a_new_page() -> None:
     world, session, _ = forked()
-    told, _ = world.cache.step(session.id, Steps(["b"], [6], [], [0], [2], [2]), [])
+    told, _ = world.cache.allocate(session.id, grouped([growth("b", 6, [], 2, known=2)]), [])
     [(name, grant)] = told
     assert name == "b" and isinstance(grant, Grant)
     assert (grant.pages, grant.copies) == ([], [Copy(1, (1, 0), (2, 0))])
-    assert world.cache.step(session.id, Steps(["b"], [6], [7], [1], [2], [2]), [])[0] == []
+    assert world.cache.allocate(session.id, grouped([growth("b", 6, [7], 2, known=2)]), [])[0] == []
 
 
 def test_an_id_that_is_removed_again_is_remembered_as_if_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,15 @@ import pytest
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
-from services.kvcache.cache.demand import Demand
 from tests.kvcache.api.wire import Loop, Wire
+from tests.kvcache.cache import demands
+from tests.kvcache.cache.demands import Step
 from tests.kvcache.cache.transactions import (
     Allocate,
-    Answer,
     Append,
     Close,
     Evict,
     Expire,
-    Fork,
-    Forked,
     Get,
     Grant,
     Granted,
@@ -34,7 +32,6 @@ from tests.kvcache.cache.transactions import (
     Open,
     Operation,
     PassTime,
-    Progress,
     Recorded,
     Refused,
     Remove,
@@ -77,15 +74,19 @@ def opened(wire: Wire, pid: int = 2) -> str:
 
 
 def opening(session: str, name: str, prompt: list[int], pages: int) -> Allocate:
-    return Allocate(session, (Demand(name, prompt, "", 0, [], pages, 0),))
+    return Allocate(session, (demands.opening(name, prompt, pages),))
+
+
+def fork(session: str, name: str, parent: str) -> Allocate:
+    return Allocate(session, (demands.fork(name, parent),))
 
 
 def step(session: str, name: str, start: int, tokens: list[int], pages: int, known: int = 0) -> Allocate:
-    return Allocate(session, steps=(Demand(name, None, "", start, tokens, pages, known),))
+    return Allocate(session, (demands.growth(name, start, tokens, pages, known),))
 
 
 def report(session: str, name: str, start: int, tokens: list[int]) -> Append:
-    return Append(session, ((name, start, tuple(tokens)),))
+    return Append(session, (Step(name, start, tuple(tokens)),))
 
 
 def running(wire: Wire, name: str = "a") -> str:
@@ -99,24 +100,28 @@ def running(wire: Wire, name: str = "a") -> str:
 def granted(answer: Any) -> Grant:
     """The one grant of an answer."""
     assert isinstance(answer, Granted), answer
-    [grant] = [*answer.items, *(told for _, told in answer.told)]
+    [(_, grant)] = answer.told
     assert isinstance(grant, Grant), grant
     return grant
 
 
-def recorded(answer: Any) -> Progress:
-    assert isinstance(answer, Recorded), answer
-    [item] = answer.items
-    assert isinstance(item, Progress), item
-    return item
+def recorded(answer: Any) -> None:
+    assert answer == Recorded(())
+
+
+def reached(wire: Wire, session: str, name: str = "a") -> tuple[int, int]:
+    """Tokens and published pages of a sequence."""
+    table = wire.ask(Get(session, name))
+    assert isinstance(table, Table), table
+    return len(table.tokens), table.published_pages
 
 
 def reason(answer: Any) -> str:
     """Why the call, or its one item, was refused."""
     if isinstance(answer, Granted):
-        [answer] = [*answer.items, *(told for _, told in answer.told)]
+        [(_, answer)] = answer.told
     if isinstance(answer, Recorded):
-        [answer] = [*answer.items, *(error for _, error in answer.failed)]
+        [(_, answer)] = answer.failed
     assert isinstance(answer, Refused), answer
     return answer.reason
 
@@ -156,7 +161,7 @@ def calls_of(session: str) -> list[Operation]:
         opening(session, "b", [7], 1),
         step(session, "a", 6, [7], 3),
         report(session, "a", 6, [7]),
-        Fork(session, "a", "b"),
+        fork(session, "b", "a"),
         Remove(session, ("a",)),
         Get(session, "a"),
     ]
@@ -241,7 +246,8 @@ def test_a_use_at_the_last_moment_keeps_a_sequence_from_expiring(wire: Wire, use
     assert wire.ask(Expire(5.0)) == (0 if used else 1)
     after = wire.ask(report(session, "a", 6, [7]))
     if used:
-        assert recorded(after).total_tokens == 7
+        recorded(after)
+        assert reached(wire, session) == (7, 1)
     else:
         assert reason(after) == "SEQUENCE_REMOVED"
         assert counts(wire) == {"free": 9, "cached": 1, "quarantined": 2}, "its engine may be writing there"
@@ -259,8 +265,8 @@ def test_an_append_that_waits_while_its_sequence_expires_is_refused(wire: Wire) 
 
 def test_an_append_before_the_removal_publishes_what_it_completes(wire: Wire) -> None:
     session = running(wire)
-    progress, removed = wire.overtaken(Remove(session, ("a",)), report(session, "a", 6, [7, 8]))
-    assert recorded(progress) == Progress(8, 2)
+    appended, removed = wire.overtaken(Remove(session, ("a",)), report(session, "a", 6, [7, 8]))
+    recorded(appended)
     assert removed == Removed(1, (), PAGES)
     assert counts(wire) == {"free": 10, "cached": 2}
 
@@ -274,19 +280,14 @@ def test_an_append_overtaken_by_the_removal_publishes_nothing(wire: Wire) -> Non
 
 def test_in_one_call_the_removal_comes_first(wire: Wire) -> None:
     session = running(wire)
-    demand = Demand("a", None, "", 6, [7], 4, 0)
-    for call in (Allocate(session, (demand,), ("a",)), Allocate(session, (), ("a",), (demand,))):
-        assert reason(wire.ask(call)) == "SEQUENCE_REMOVED"
+    for demand in (demands.growth("a", 6, [7], 4), demands.opening("a", [1, 2, 3, 4, 5, 6], 3)):
+        assert reason(wire.ask(Allocate(session, (demand,), ("a",)))) == "SEQUENCE_REMOVED"
         assert counts(wire) == {"free": 11, "cached": 1}
 
 
-@pytest.mark.parametrize("in_columns", [False, True])
-def test_a_growth_overtaken_by_the_removal_takes_no_page(wire: Wire, in_columns: bool) -> None:
+def test_a_growth_overtaken_by_the_removal_takes_no_page(wire: Wire) -> None:
     session = running(wire)
-    growth = step(session, "a", 6, [], 9, 3)
-    if not in_columns:
-        growth = Allocate(session, growth.steps)
-    _, late = wire.overtaken(growth, Remove(session, ("a",)))
+    _, late = wire.overtaken(step(session, "a", 6, [], 9, 3), Remove(session, ("a",)))
     assert reason(late) == "SEQUENCE_REMOVED"
     assert counts(wire) == {"free": 11, "cached": 1}
 
@@ -301,17 +302,17 @@ def test_an_opening_overtaken_by_the_removal_of_its_id_opens_nothing(wire: Wire)
 
 def test_a_fork_overtaken_by_the_removal_of_either_side_is_refused(wire: Wire) -> None:
     session = running(wire)
-    _, late = wire.overtaken(Fork(session, "a", "b"), Remove(session, ("b",)))
+    _, late = wire.overtaken(fork(session, "b", "a"), Remove(session, ("b",)))
     assert reason(late) == "SEQUENCE_REMOVED"
-    _, late = wire.overtaken(Fork(session, "a", "c"), Remove(session, ("a",)))
+    _, late = wire.overtaken(fork(session, "c", "a"), Remove(session, ("a",)))
     assert reason(late) == "SEQUENCE_REMOVED"
     assert counts(wire) == {"free": 11, "cached": 1}
 
 
 def test_a_fork_before_the_removal_of_its_parent_keeps_the_pages(wire: Wire) -> None:
     session = running(wire)
-    forked, _ = wire.overtaken(Remove(session, ("a",)), Fork(session, "a", "b"))
-    assert isinstance(forked, Forked) and forked.total_tokens == 6
+    forked, _ = wire.overtaken(Remove(session, ("a",)), fork(session, "b", "a"))
+    assert granted(forked).cached_tokens == 6
     assert counts(wire) == {"free": 10, "held": 2}
 
 
@@ -320,9 +321,9 @@ def test_nothing_of_a_removed_sequence_can_be_sent_again(wire: Wire) -> None:
     history = [
         opening(session, "a", [1, 2, 3, 4, 5, 6], 3),
         report(session, "a", 0, [1, 2, 3, 4, 5, 6]),
-        Append(session, steps=(("a", 6, (7,)),)),
+        report(session, "a", 6, [7]),
         step(session, "a", 6, [7], 3, 3),
-        Fork(session, "a", "b"),
+        fork(session, "b", "a"),
         Get(session, "a"),
     ]
     wire.ask(Remove(session, ("a",)))
@@ -391,7 +392,8 @@ def test_after_a_restart_old_ids_are_nobodys(wire: Wire, loop: Loop, tmp_path: P
     assert fresh != session and {one.split("-")[0] for one in (session, fresh)} == {f"{7:016x}", f"{8:016x}"}
     grant = granted(again.ask(opening(fresh, "a", [1, 2, 3, 4, 5, 6], 3)))
     assert grant.cached_tokens == 4, "of the run before nothing is left; this was computed in this one"
-    assert recorded(again.ask(report(fresh, "a", 4, [5, 6]))) == Progress(6, 1)
+    recorded(again.ask(report(fresh, "a", 4, [5, 6])))
+    assert reached(again, fresh) == (6, 1)
     for stub, epoch in ((wire.stubs[0], 7), (again.stubs[0], 8)):
         assert stub.GetStats(pb.GetStatsRequest()).epoch == epoch
     again.close()
@@ -422,16 +424,16 @@ SAME_ANSWER: dict[str, list[Call]] = {
     "AllocatePages": [
         lambda wire, session: wire.ask(opening(session, "b", [1, 2, 3, 4, 5], 4)),
         lambda wire, session: wire.ask(step(session, "a", 6, [7, 8, 9], 5, 3)),
-        lambda wire, session: wire.ask(Allocate(session, (Demand("a", None, "", 4, [5, 6, 7], 4, 2),))),
-        lambda wire, session: wire.ask(Allocate(session, (Demand("b", [9], "", 0, [], 10, 0),), ("a",))),
+        lambda wire, session: wire.ask(step(session, "a", 4, [5, 6, 7], 4, 2)),
+        lambda wire, session: wire.ask(Allocate(session, (demands.opening("b", [9], 10),), ("a",))),
+        lambda wire, session: wire.ask(fork(session, "b", "a")),
         lambda wire, session: wire.ask(opening(session, "b", [9], 99)),
     ],
     "AppendTokens": [
         lambda wire, session: wire.ask(report(session, "a", 6, [7, 8, 9])),
-        lambda wire, session: wire.ask(Append(session, steps=(("a", 5, (6, 7, 8)),))),
+        lambda wire, session: wire.ask(report(session, "a", 5, [6, 7, 8])),
         lambda wire, session: wire.ask(report(session, "a", 7, [7])),
     ],
-    "ForkSequence": [lambda wire, session: wire.ask(Fork(session, "a", "b"))],
     "ExpireSequences": [lambda wire, session: wire.ask(Expire(1.0))],
 }
 #: The second answer says that there was nothing to do any more.
@@ -513,20 +515,15 @@ def traffic(wire: Wire, session: str) -> None:
     wire.ask(Sweep())
 
 
-def pages_of(answer: Answer | Any) -> tuple[tuple[int, int], ...]:
-    return answer.grant.pages if isinstance(answer, Forked) else granted(answer).pages
-
-
 @pytest.mark.parametrize(
     "made",
     [
         lambda session: opening(session, "b", [1, 2, 3, 4, 5], 4),
         lambda session: opening(session, "b", [9, 9], 2),
         lambda session: step(session, "a", 6, [7, 8, 9], 5, 3),
-        lambda session: Allocate(session, (Demand("a", None, "", 6, [7], 4, 3),)),
-        lambda session: Fork(session, "a", "b"),
+        lambda session: fork(session, "b", "a"),
     ],
-    ids=["opening-cached", "opening", "step", "demand", "fork"],
+    ids=["opening-cached", "opening", "step", "fork"],
 )
 def test_a_grant_whose_reply_was_lost_is_told_again_after_much_else(
     wire: Wire, made: Callable[[str], Operation]
@@ -535,18 +532,20 @@ def test_a_grant_whose_reply_was_lost_is_told_again_after_much_else(
     lost = wire.ask(made(session))
     traffic(wire, session)
     before = state(wire)
-    assert pages_of(wire.ask(made(session))) == pages_of(lost), "the same pages, of the same generations"
+    assert granted(wire.ask(made(session))).pages == granted(lost).pages, "the same pages, of the same generations"
     assert state(wire) == before
 
 
 def test_a_report_whose_reply_was_lost_is_told_again_after_the_sequence_went_on(wire: Wire) -> None:
     session = running(wire)
     lost = report(session, "a", 6, [7, 8, 9])
-    assert recorded(wire.ask(lost)) == Progress(9, 2)
+    recorded(wire.ask(lost))
+    assert reached(wire, session) == (9, 2)
     recorded(wire.ask(report(session, "a", 9, [10, 11, 12])))
     traffic(wire, session)
     before = state(wire)
-    assert recorded(wire.ask(lost)) == Progress(12, 3), "where it is now"
+    recorded(wire.ask(lost))
+    assert reached(wire, session) == (12, 3), "where it is now"
     assert state(wire) == before
 
 
@@ -560,14 +559,14 @@ def test_a_growth_whose_reply_was_lost_tells_what_was_granted_since(wire: Wire) 
 
 def test_a_copy_whose_order_was_lost_is_ordered_again_until_it_was_made(wire: Wire) -> None:
     session = running(wire)
-    wire.ask(Fork(session, "a", "b"))
+    wire.ask(fork(session, "b", "a"))
     ask = step(session, "b", 6, [], 2, 2)
     [copy] = granted(wire.ask(ask)).copies
     traffic(wire, session)
     before = state(wire)
     assert granted(wire.ask(ask)).copies == (copy,)
     assert state(wire) == before
-    assert recorded(wire.ask(report(session, "b", 6, [70]))).total_tokens == 7
+    recorded(wire.ask(report(session, "b", 6, [70])))
     answer = wire.ask(ask)
     assert isinstance(answer, Granted) and answer.told == (), "it was made, and there is nothing to tell"
 

@@ -1,8 +1,7 @@
-"""Steps in columns do what the same demands do one by one: two caches, one told either way, stay equal."""
+"""Steps in columns: the short way does what the long one does, and what a malformed step is told."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import grpc
@@ -13,8 +12,10 @@ from hypothesis import given, settings
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
 from services.common.errors import ServiceError
-from services.kvcache.cache.demand import Demand, Grant
+from services.kvcache.cache.opening import Opening
 from services.kvcache.cache.steps import Steps
+from tests.kvcache import messages
+from tests.kvcache.cache.demands import Step, fork, in_columns, opening
 from tests.kvcache.conftest import Running
 from tests.kvcache.fakes import World
 
@@ -54,26 +55,15 @@ class Twin:
         )
 
 
-def columns(twin: Twin, steps: list[tuple[str, int, int, int, int]]) -> list[Demand]:
+def made(twin: Twin, steps: list[tuple[str, int, int, int, int]]) -> list[Step]:
     demands = []
     for name, count, off, more, unknown in steps:
         sequence = twin.sequences.get(name)
         resident, held = (len(sequence.tokens), len(sequence.pages)) if sequence else (0, 0)
         start = max(0, resident + off)
-        tokens = list(range(7 * start, 7 * start + count))
-        demands.append(Demand(name, None, "", start, tokens, max(0, held + more), max(0, held - unknown)))
+        tokens = tuple(range(7 * start, 7 * start + count))
+        demands.append(Step(name, start, tokens, max(0, held + more), max(0, held - unknown)))
     return demands
-
-
-def as_steps(demands: list[Demand], *, growing: bool, all_ones: bool) -> Steps:
-    return Steps(
-        [d.sequence_id for d in demands],
-        [d.start for d in demands],
-        [token for d in demands for token in d.tokens],
-        [] if all_ones else [len(d.tokens) for d in demands],
-        [d.total_pages for d in demands] if growing else [],
-        [d.known_pages for d in demands] if growing else [],
-    )
 
 
 def plain(result: Any) -> object:
@@ -81,46 +71,43 @@ def plain(result: Any) -> object:
     return (type(result), str(result)) if isinstance(result, ServiceError) else result
 
 
+def sent(twin: Twin, call: list[Steps | Opening]) -> list[object]:
+    told, _ = twin.cache.allocate(twin.session.id, call, [])
+    return [(name, plain(result)) for name, result in told]
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ACTION, max_size=25), st.sampled_from([None, 5]))
-def test_columns_and_demands_are_the_same(actions: list[Any], quota: int | None) -> None:
+def test_what_needs_no_decision_is_done_as_all_else(actions: list[Any], quota: int | None) -> None:
+    """One takes the short way where it can, for all in a row; the other looks closely at each by itself."""
     one, two = Twin(quota), Twin(quota)
+    two.cache.pool_of(two.session).append_within_page = lambda *_: False  # type: ignore[method-assign]
     for action in actions:
         for twin in (one, two):
             twin.world.now += 1
         match action:
             case ("open", name, length, pages):
-                for twin in (one, two):
-                    demand = Demand(name, list(range(length)), "", 0, [], pages, 0)
-                    twin.cache.allocate(twin.session.id, [demand], [])
+                assert sent(one, [opening(name, range(length), pages)]) == sent(
+                    two, [opening(name, range(length), pages)]
+                )
             case ("fork", parent, child):
-                for twin in (one, two):
-                    with contextlib.suppress(ServiceError):
-                        twin.cache.fork(twin.session.id, parent, child)
+                assert sent(one, [fork(child, parent)]) == sent(two, [fork(child, parent)])
             case ("remove", name):
                 for twin in (one, two):
                     twin.cache.remove(twin.session.id, [name])
-            case ("steps", steps, growing):
-                demands = columns(one, steps)
-                given = as_steps(demands, growing=growing, all_ones=all(len(d.tokens) == 1 for d in demands))
-                if growing:
-                    told, _ = one.cache.step(one.session.id, given, [])
-                    results, _ = two.cache.allocate(two.session.id, demands, [])
-                    expected = [
-                        (demand.sequence_id, plain(result))
-                        for demand, result in zip(demands, results, strict=True)
-                        if not isinstance(result, Grant) or result.pages or result.copies
-                    ]
-                else:
-                    errors = one.cache.append_steps(one.session.id, given)
-                    told = list(errors)
-                    outcomes = two.cache.append(two.session.id, [(d.sequence_id, d.start, d.tokens) for d in demands])
-                    expected = [
-                        (demand.sequence_id, plain(outcome))
-                        for demand, outcome in zip(demands, outcomes, strict=True)
-                        if isinstance(outcome, ServiceError)
-                    ]
-                assert [(name, plain(result)) for name, result in told] == expected
+            case ("steps", steps, True):
+                rows = made(one, steps)
+                by_itself = [told for row in rows for told in sent(two, [in_columns([row])])]
+                assert sent(one, [in_columns(rows)]) == by_itself
+            case ("steps", steps, False):
+                rows = made(one, steps)
+                failed = one.cache.append(one.session.id, in_columns(rows, growing=False))
+                by_itself = [
+                    told for row in rows for told in two.cache.append(two.session.id, in_columns([row], growing=False))
+                ]
+                assert [(name, plain(error)) for name, error in failed] == [
+                    (name, plain(error)) for name, error in by_itself
+                ]
         assert one.state() == two.state()
         assert not one.state()[-1]  # type: ignore[index]
 
@@ -129,6 +116,7 @@ def steps_message(**fields: Any) -> pb.SequenceSteps:
     given = {
         "sequence_ids": ["a", "b"],
         "starts": [5, 5],
+        "token_counts": [1, 1],
         "tokens": [1, 2],
         "total_pages": [2, 2],
         "known_pages": [2, 2],
@@ -140,11 +128,11 @@ def opened(running: Running) -> str:
     """A session with sequences a and b of 5 tokens in 2 pages each."""
     session = running.session()
     for name, first in (("a", 1), ("b", 9)):
-        opening = pb.SequenceOpening(prompt=[first])
-        demand = pb.SequenceDemand(sequence_id=name, opening=opening, total_pages=2)
-        running.stub.AllocatePages(pb.AllocatePagesRequest(session_id=session, demands=[demand]))
-        tokens = pb.SequenceTokens(sequence_id=name, tokens=[first, 2, 3, 4, 5])
-        running.stub.AppendTokens(pb.AppendTokensRequest(session_id=session, appends=[tokens]))
+        running.stub.AllocatePages(
+            pb.AllocatePagesRequest(session_id=session, demands=[messages.opening(name, [first], 2)])
+        )
+        steps = messages.report(name, 0, [first, 2, 3, 4, 5])
+        running.stub.AppendTokens(pb.AppendTokensRequest(session_id=session, steps=steps))
     return session
 
 
@@ -152,16 +140,14 @@ def test_a_step_over_the_wire(running: Running) -> None:
     session = opened(running)
     steps = steps_message(sequence_ids=["a", "none", "b"], starts=[5, 0, 5], tokens=[6, 7, 6, 7],
                           token_counts=[1, 0, 3], total_pages=[2, 1, 3], known_pages=[2, 0, 2])  # fmt: skip
-    demand = pb.SequenceDemand(sequence_id="c", opening=pb.SequenceOpening(prompt=[3]), total_pages=1)
-    request = pb.AllocatePagesRequest(session_id=session, steps=steps, demands=[demand])
+    demands = [pb.Demand(steps=steps), messages.opening("c", [3], 1)]
+    request = pb.AllocatePagesRequest(session_id=session, demands=demands)
     for _ in range(2):  # and again, as if the reply had been lost
-        reply = running.stub.AllocatePages(request)
-        assert [grant.sequence_id for grant in reply.step_grants] == ["none", "b"]
-        assert rpc.error_from_status(reply.step_grants[0].error).reason == "SEQUENCE_UNKNOWN"
-        [page] = reply.step_grants[1].pages
-        assert reply.step_grants[1].first_index == 2 and page.page_id == 4
-        # Steps come first: the page behind theirs is the demand's.
-        assert [p.page_id for p in reply.grants[0].pages] == [5]
+        unknown, grown, opened_ = running.stub.AllocatePages(request).grants
+        assert (unknown.sequence_id, grown.sequence_id, opened_.sequence_id) == ("none", "b", "c")
+        assert rpc.error_from_status(unknown.error).reason == "SEQUENCE_UNKNOWN"
+        assert grown.first_index == 2 and list(grown.page_ids) == [4]
+        assert list(opened_.page_ids) == [5], "the page behind that of the step in front"
     for name, tokens in (("a", [1, 2, 3, 4, 5, 6]), ("b", [9, 2, 3, 4, 5, 7, 6, 7])):
         request_ = pb.GetSequenceRequest(session_id=session, sequence_id=name, include_tokens=True)
         assert list(running.stub.GetSequence(request_).sequence.tokens) == tokens
@@ -169,11 +155,10 @@ def test_a_step_over_the_wire(running: Running) -> None:
 
 def test_appended_steps_tell_only_what_failed(running: Running) -> None:
     session = opened(running)
-    steps = steps_message(
-        sequence_ids=["a", "none", "b"], starts=[5, 0, 6], tokens=[6, 1, 6], total_pages=[], known_pages=[]
-    )
+    steps = steps_message(sequence_ids=["a", "none", "b"], starts=[5, 0, 6], token_counts=[1, 1, 1], tokens=[6, 1, 6],
+                          total_pages=[], known_pages=[])  # fmt: skip
     reply = running.stub.AppendTokens(pb.AppendTokensRequest(session_id=session, steps=steps))
-    assert [(e.sequence_id, rpc.error_from_status(e.error).reason) for e in reply.step_errors] == [
+    assert [(e.sequence_id, rpc.error_from_status(e.error).reason) for e in reply.errors] == [
         ("none", "SEQUENCE_UNKNOWN"),
         ("b", "POSITION_MISMATCH"),
     ]
@@ -184,6 +169,7 @@ def test_appended_steps_tell_only_what_failed(running: Running) -> None:
 @pytest.mark.parametrize(
     ("fields", "field", "words"),
     [
+        ({"token_counts": []}, "steps.token_counts", "has 0 entries"),
         ({"starts": [5]}, "steps.starts", "has 1 entries; for 2 sequences it must have 2"),
         ({"tokens": [1]}, "steps.tokens", "has 1 entries"),
         ({"token_counts": [2]}, "steps.token_counts", "has 1 entries"),
@@ -197,9 +183,10 @@ def test_appended_steps_tell_only_what_failed(running: Running) -> None:
 )  # fmt: skip
 def test_columns_of_different_lengths_are_refused(running: Running, fields: Any, field: str, words: str) -> None:
     session = opened(running)
-    request = pb.AllocatePagesRequest(session_id=session, steps=steps_message(**fields))
+    demands = [messages.step("a", 5), pb.Demand(steps=steps_message(**fields))]
+    request = pb.AllocatePagesRequest(session_id=session, demands=demands)
     error = refusal(lambda: running.stub.AllocatePages(request))
-    assert (error.reason, error.field) == ("FIELD_INVALID", field) and words in error.message
+    assert (error.reason, error.field) == ("FIELD_INVALID", f"demands[1].{field}") and words in error.message
 
 
 def test_pages_are_not_appended(running: Running) -> None:

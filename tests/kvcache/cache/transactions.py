@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import ServiceError
-from services.kvcache.cache.demand import Demand
-from services.kvcache.cache.steps import Steps
 from services.kvcache.eviction.retention import Retention
+from tests.kvcache.cache.demands import Demand, Step, grouped, in_columns
 from tests.kvcache.fakes import World
 
 # --- asked -----------------------------------------------------------------------------------------------------------
@@ -25,28 +23,17 @@ class Open:
 
 @dataclass(frozen=True)
 class Allocate:
-    """``steps`` are demands that open nothing, sent in columns; they are served before the others."""
-
     session: str
     demands: tuple[Demand, ...] = ()
     removed: tuple[str, ...] = ()
-    steps: tuple[Demand, ...] = ()
 
 
 @dataclass(frozen=True)
 class Append:
-    """Reports are (name, start, tokens); ``steps`` are those sent in columns, recorded before the others."""
+    """Steps that grow nothing."""
 
     session: str
-    reports: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
-    steps: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
-
-
-@dataclass(frozen=True)
-class Fork:
-    session: str
-    parent: str
-    child: str
+    steps: tuple[Step, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +86,7 @@ class Kill:
     pid: int
 
 
-Operation = Open | Allocate | Append | Fork | Remove | Get | Renew | Close | Evict | Expire | Sweep | PassTime | Kill
+Operation = Open | Allocate | Append | Remove | Get | Renew | Close | Evict | Expire | Sweep | PassTime | Kill
 
 # --- answered --------------------------------------------------------------------------------------------------------
 
@@ -136,31 +123,17 @@ class Grant:
 
 @dataclass(frozen=True)
 class Granted:
-    """An answer to Allocate: one item a demand, and those of the steps that have anything to be told, by name."""
+    """An answer to Allocate: to each opening, and to the steps that have anything to be told, by name."""
 
-    items: tuple[Grant | Refused, ...]
     told: tuple[tuple[str, Grant | Refused], ...]
     available_pages: int
 
 
 @dataclass(frozen=True)
-class Progress:
-    total_tokens: int
-    published_pages: int
-
-
-@dataclass(frozen=True)
 class Recorded:
-    """An answer to Append: one item a report, and the steps that failed, by name."""
+    """An answer to Append: the steps that failed, by name."""
 
-    items: tuple[Progress | Refused, ...]
     failed: tuple[tuple[str, Refused], ...]
-
-
-@dataclass(frozen=True)
-class Forked:
-    grant: Grant
-    total_tokens: int
 
 
 @dataclass(frozen=True)
@@ -189,7 +162,7 @@ class Table:
 
 
 #: The others answer with a session id, a count, a ttl, the ids of lost sessions, or nothing.
-Answer = Refused | Granted | Recorded | Forked | Evicted | Removed | Table | str | int | float | frozenset[str] | None
+Answer = Refused | Granted | Recorded | Evicted | Removed | Table | str | int | float | frozenset[str] | None
 
 # --- done ------------------------------------------------------------------------------------------------------------
 
@@ -231,21 +204,12 @@ def _call(world: World, operation: Operation) -> Answer:
             if pid is not None and not can_be_seen(pid):
                 del world.processes.seen[pid]
             return session.id
-        case Allocate(name, demands, removed, steps):
-            told, pool = cache.step(name, _columns(steps) if steps else None, list(removed))
-            items = cache.allocate(name, list(demands), [])[0] if demands else []
-            return Granted(
-                tuple(map(_grant, items)), tuple((name, _grant(item)) for name, item in told), pool.available_pages
-            )
-        case Append(name, reports, steps):
-            columns = _columns([Demand(at, None, "", start, list(tokens), 0, 0) for at, start, tokens in steps])
-            columns = columns._replace(total_pages=[], known_pages=[])
-            failed = cache.append_steps(name, columns) if steps else []
-            appended = cache.append(name, [(at, start, list(tokens)) for at, start, tokens in reports])
-            return Recorded(tuple(map(_progress, appended)), tuple((at, Refused.of(error)) for at, error in failed))
-        case Fork(name, parent, child):
-            grant, sequence = cache.fork(name, parent, child)
-            return Forked(Grant.of(grant), len(sequence.tokens))
+        case Allocate(name, demands, removed):
+            told, pool = cache.allocate(name, grouped(demands), list(removed))
+            return Granted(tuple((at, _grant(item)) for at, item in told), pool.available_pages)
+        case Append(name, steps):
+            failed = cache.append(name, in_columns(steps, growing=False))
+            return Recorded(tuple((at, Refused.of(error)) for at, error in failed))
         case Remove(name, names):
             there, pool = cache.remove(name, list(names))
             absent = tuple(one for one, was_there in zip(names, there, strict=True) if not was_there)
@@ -269,24 +233,8 @@ def _call(world: World, operation: Operation) -> Answer:
     return None
 
 
-def _columns(steps: Sequence[Demand]) -> Steps:
-    ones = all(len(step.tokens) == 1 for step in steps)
-    return Steps(
-        [step.sequence_id for step in steps],
-        [step.start for step in steps],
-        [token for step in steps for token in step.tokens],
-        [] if ones else [len(step.tokens) for step in steps],
-        [step.total_pages for step in steps],
-        [step.known_pages for step in steps],
-    )
-
-
 def _grant(item: Any) -> Grant | Refused:
     return Refused.of(item) if isinstance(item, ServiceError) else Grant.of(item)
-
-
-def _progress(item: Any) -> Progress | Refused:
-    return Refused.of(item) if isinstance(item, ServiceError) else Progress(len(item.tokens), item.published)
 
 
 def _table(sequence: Any, pool: Any) -> Table:

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from services.common.errors import ServiceError
-from services.kvcache.cache.demand import Demand, Grant
+from services.kvcache.cache.grant import Grant
 from services.kvcache.eviction import density
 from services.kvcache.eviction.policy import POLICIES
 from services.kvcache.eviction.retention import Promise, Retention
 from services.kvcache.eviction.reuse import ReuseModel
 from services.kvcache.pool.prefix_cache import ChainHash, blake2b_chain
+from tests.kvcache.cache.demands import Demand, fork, grouped, growth, opening
 from tests.kvcache.fakes import World
 
 PAGES, SIZE = 9, 2
@@ -100,16 +101,16 @@ class EvictionMachine(RuleBasedStateMachine):
         cached = list(self.pool.table.cached)
         return cached[len(cached) - self.pool.table.cached.retained_count :]
 
-    def allocate(self, demand: Demand) -> Grant | ServiceError:
+    def allocate(self, demand: Demand) -> Grant | ServiceError | None:
         """No retained page goes while another one could, and none before one that is promised less."""
         table, ranks = self.pool.table, self.ranks()
         generations = {page: table.generation(page) for page in ranks}
-        [result], _ = self.world.cache.allocate(self.session, [demand], [])
+        told, _ = self.world.cache.allocate(self.session, grouped([demand]), [])
         gone = [page for page in ranks if table.generation(page) != generations[page]]
         if gone:
             assert len(table.cached) == table.cached.retained_count, "a retained page went before others"
             assert all(min(self.ranks().values(), default=ranks[page]) >= ranks[page] for page in gone)
-        return result
+        return told[0][1] if told else None
 
     # --- rules ---
 
@@ -129,7 +130,7 @@ class EvictionMachine(RuleBasedStateMachine):
     def open(self, text: list[int], length: int, pages: int, retention: Retention | None) -> None:
         self.count += 1
         name = f"q{self.count}"
-        grant = self.allocate(Demand(name, text[:length], "", 0, [], pages, 0, retention))
+        grant = self.allocate(opening(name, text[:length], pages, retention=retention))
         if isinstance(grant, Grant):
             self.texts[name], self.retentions[name] = text, retention
 
@@ -140,15 +141,14 @@ class EvictionMachine(RuleBasedStateMachine):
         sequence, _ = self.world.cache.get_sequence(self.session, name)
         start, room = len(sequence.tokens), len(sequence.pages) * SIZE
         tokens = self.texts[name][start : min(room, start + count)]
-        demand = Demand(name, None, "", start, tokens, len(sequence.pages) + more, len(sequence.pages))
-        assert isinstance(self.allocate(demand), Grant | ServiceError)
+        self.allocate(growth(name, start, tokens, len(sequence.pages) + more, len(sequence.pages)))
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         self.count += 1
         name, child = self.some(data), f"q{self.count}"
-        self.world.cache.fork(self.session, name, child)
+        assert isinstance(self.allocate(fork(child, name)), Grant)
         self.texts[child], self.retentions[child] = self.texts[name], self.retentions[name]
 
     @precondition(lambda self: self.texts)

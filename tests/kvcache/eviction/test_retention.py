@@ -8,11 +8,13 @@ from array import array
 import pytest
 
 from services.common.errors import FieldInvalid, InvalidConfiguration, SequenceMismatch, ServiceError
-from services.kvcache.cache.demand import Demand, Grant
+from services.kvcache.cache.grant import Grant
+from services.kvcache.cache.opening import Opening
 from services.kvcache.config import Config
 from services.kvcache.eviction.density import DensityQueue
 from services.kvcache.eviction.policy import POLICIES, make_queue
 from services.kvcache.eviction.retention import MAX_RETENTION_S, SLACK, Promise, RetainingQueue, Retention
+from tests.kvcache.cache.demands import Step, fork, in_columns, opening
 from tests.kvcache.eviction.test_policies import TOTAL, Forest, drain
 from tests.kvcache.fakes import World
 
@@ -216,13 +218,15 @@ class Case:
         self._count += 1
         name, tokens = f"q{self._count}", self.tokens(text)
         prompt = [*tokens, 0]
-        [grant], _ = self.world.cache.allocate(
-            self.session, [Demand(name, prompt, "", 0, [], len(text), 0, retention)], []
-        )
-        assert isinstance(grant, Grant), grant
+        assert isinstance(self.ask(opening(name, prompt, len(text), retention=retention)), Grant)
         self.write(name, text)
         self.world.sound()
         return name
+
+    def ask(self, demand: Opening) -> Grant | ServiceError:
+        """What it is granted, or why not."""
+        [(_, result)], _ = self.world.cache.allocate(self.session, [demand], [])
+        return result
 
     def open_at_once(self, text: str, retentions: list[Retention | None], *, write: bool = True) -> list[str]:
         """Sequences that compute the same text at the same time, each in pages of its own; the first is found."""
@@ -230,8 +234,7 @@ class Case:
         for retention in retentions:
             self._count += 1
             names.append(f"q{self._count}")
-            demand = Demand(names[-1], [*tokens, 0], "", 0, [], len(text), 0, retention)
-            [grant], _ = self.world.cache.allocate(self.session, [demand], [])
+            grant = self.ask(opening(names[-1], [*tokens, 0], len(text), retention=retention))
             assert isinstance(grant, Grant) and not grant.cached_tokens
         for name in names if write else []:
             self.write(name, text)
@@ -239,8 +242,8 @@ class Case:
 
     def write(self, name: str, text: str) -> None:
         """Report a text resident, from its start."""
-        [done] = self.world.cache.append(self.session, [(name, 0, self.tokens(text))])
-        assert not isinstance(done, ServiceError)
+        report = in_columns([Step(name, 0, tuple(self.tokens(text)))], growing=False)
+        assert self.world.cache.append(self.session, report) == []
 
     def end(self, *names: str) -> None:
         for name in names:
@@ -440,7 +443,8 @@ def test_operators_spare_what_is_retained_unless_they_say_so() -> None:
 def test_a_lost_session_and_a_fork_keep_what_was_asked_for() -> None:
     case = Case(8)
     parent = case.open("ab", MINUTE)
-    _, child = case.world.cache.fork(case.session, parent, "child")
+    assert isinstance(case.ask(fork("child", parent)), Grant)
+    child, _ = case.world.cache.get_sequence(case.session, "child")
     assert child.retention == MINUTE
     case.end(parent)
     assert case.retained == 0
@@ -452,28 +456,27 @@ def test_a_lost_session_and_a_fork_keep_what_was_asked_for() -> None:
 
 def test_an_opening_sent_again_asks_for_the_same() -> None:
     case = Case(8)
-    demand = Demand("q", [1, 2], "", 0, [], 1, 0, MINUTE)
-    first, again = (case.world.cache.allocate(case.session, [demand], [])[0] for _ in range(2))
-    assert first == again and isinstance(first[0], Grant)
+    first, again = (case.ask(opening("q", [1, 2], 1, retention=MINUTE)) for _ in range(2))
+    assert first == again and isinstance(first, Grant)
     for other in (None, Retention(60.0, 51), Retention(61.0, 50)):
-        [refused], _ = case.world.cache.allocate(case.session, [demand._replace(retention=other)], [])
+        refused = case.ask(opening("q", [1, 2], 1, retention=other))
         assert isinstance(refused, SequenceMismatch) and "retention" in refused.message
 
 
 @pytest.mark.parametrize(
     ("retention", "field"),
     [
-        (Retention(0.0, 1), "opening.retention.ttl"),
-        (Retention(-1.0, 1), "opening.retention.ttl"),
-        (Retention(MAX_RETENTION_S + 1, 1), "opening.retention.ttl"),
-        (Retention(float("nan"), 1), "opening.retention.ttl"),
-        (Retention(1.0, 0), "opening.retention.priority"),
-        (Retention(1.0, 101), "opening.retention.priority"),
+        (Retention(0.0, 1), "prompt.retention.ttl"),
+        (Retention(-1.0, 1), "prompt.retention.ttl"),
+        (Retention(MAX_RETENTION_S + 1, 1), "prompt.retention.ttl"),
+        (Retention(float("nan"), 1), "prompt.retention.ttl"),
+        (Retention(1.0, 0), "prompt.retention.priority"),
+        (Retention(1.0, 101), "prompt.retention.priority"),
     ],
 )
 def test_what_cannot_be_asked_for(retention: Retention, field: str) -> None:
     case = Case(8)
-    [refused], _ = case.world.cache.allocate(case.session, [Demand("q", [1], "", 0, [], 1, 0, retention)], [])
+    refused = case.ask(opening("q", [1], 1, retention=retention))
     assert isinstance(refused, FieldInvalid) and refused.field == field and field in refused.message
     assert not case.pool.sequences
     case.world.sound()

@@ -1,0 +1,64 @@
+"""What a sequence is granted, and the checks that every grant goes through: the session's quota and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from services.common.errors import ExceedsPool, QuotaExceeded
+from services.kvcache.lease.sessions import Session
+from services.kvcache.pool.pool import Pool
+from services.kvcache.pool.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The engine copies page ``source`` to ``target``, then puts ``target`` at ``index`` of its block table."""
+
+    index: int
+    source: tuple[int, int]
+    target: tuple[int, int]
+
+
+class Grant(NamedTuple):
+    """The pages behind those the engine knew, as (id, generation)."""
+
+    first_index: int
+    pages: list[tuple[int, int]]
+    cached_tokens: int
+    copies: list[Copy]
+
+
+def grow(session: Session, pool: Pool, sequence: Sequence, total: int, known: int, now: float, counted: int) -> Grant:
+    """Grow to ``total`` pages, which was checked to be possible, and answer; commits.
+
+    ``counted`` is what the session's quota counts of the sequence so far.
+    """
+    table = sequence.pages
+    if len(table) < total:
+        pool.grow(sequence, total)
+    pool.touch(sequence, now)
+    session.held_pages += sequence.page_count - counted
+    pages = pool.references(table[known:]) if known < total else []
+    if sequence.copy is None:
+        return Grant(known, pages, sequence.cached_tokens, [])
+    at, source = sequence.copy
+    copy = Copy(at, pool.reference(source), pool.reference(sequence.pages[at]))
+    return Grant(known, pages, sequence.cached_tokens, [copy])
+
+
+def check_quota(session: Session, more: int, total: int) -> None:
+    """Whether a sequence of the session can have ``more`` pages, and ``total``. Raises ExceedsPool, QuotaExceeded."""
+    if session.max_pages is not None and total > session.max_pages:
+        raise ExceedsPool(
+            f"total_pages is {total} and the session's quota is {session.max_pages}",
+            field="total_pages",
+            max_pages=session.max_pages,
+        )
+    if session.max_pages is not None and session.held_pages + more > session.max_pages:
+        raise QuotaExceeded(
+            f"the session's sequences hold {session.held_pages} pages, {more} more are wanted and its quota is "
+            f"{session.max_pages}",
+            held_pages=session.held_pages,
+            max_pages=session.max_pages,
+        )
