@@ -90,9 +90,8 @@ def fill_grant(message: pb.SequenceGrant, grant: Grant) -> None:
     if grant.cached_tokens:
         message.cached_tokens = grant.cached_tokens
     if grant.pages:
-        page_ids, generations = zip(*grant.pages, strict=True)
-        message.page_ids.extend(page_ids)
-        message.generations.extend(generations)
+        message.page_ids.extend([page_id for page_id, _ in grant.pages])
+        message.generations.extend([generation for _, generation in grant.pages])
     for copy in grant.copies:
         source, target = page_message(copy.source), page_message(copy.target)
         message.copies.add(index=copy.index, source=source, target=target)

@@ -39,17 +39,17 @@ def advance(session: Session, pool: Pool, steps: Steps, now: float) -> list[tupl
     for name, start, count, wanted, known in zip(
         steps.sequence_ids, steps.starts, steps.token_counts, totals, knowns, strict=False
     ):
-        new = tokens[at : at + count]
-        at += count
+        first, at = at, at + count
         sequence = live(name)
         if (
             sequence is not None
             and (known is None or wanted <= known == len(sequence.pages))
-            and pool.append_within_page(sequence, start, new, now)
+            and pool.append_within_page(sequence, start, tokens, first, at, now)
         ):
             continue
         try:
             sequence = session.sequence(name)
+            new = tokens[first:at]
             grant = step(
                 session, pool, sequence, start, new, wanted, len(sequence.pages) if known is None else known, now
             )

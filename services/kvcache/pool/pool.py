@@ -231,18 +231,23 @@ class Pool:
             else:
                 sequence.chain_broken = True
 
-    def append_within_page(self, sequence: Sequence, start: int, new: array[int], now: float) -> bool:
-        """Record new tokens as ``check_tokens``, ``append`` and ``touch`` would, if nothing else has to happen.
+    def append_within_page(
+        self, sequence: Sequence, start: int, column: array[int], first: int, end: int, now: float
+    ) -> bool:
+        """Record ``column[first:end]`` as ``check_tokens``, ``append`` and ``touch`` would, if no more is to be done.
 
         That is so when they go right behind the others into a page that the sequence has to itself, and do not fill it:
         what nearly every sequence of a decode step reports. Returns false otherwise, and has changed nothing.
         """
-        tokens, size = sequence.tokens, self.page_size
+        tokens, count, size = sequence.tokens, end - first, self.page_size
         page = start // size
-        if start != len(tokens) or (start + len(new)) // size != page or page >= len(sequence.pages) or sequence.forked:
+        if start != len(tokens) or (start + count) // size != page or page >= len(sequence.pages) or sequence.forked:
             return False
-        tokens.extend(new)
-        # As `touch` does: of a large batch this is all there is to do, and a call more would show.
+        if count == 1:
+            tokens.append(column[first])
+        else:
+            tokens.extend(column[first:end])
+        # As `touch` does: of a large batch this is all there is to do, and a call or a slice more would show.
         sequence.last_access = now
         sequence.access_count += 1
         order = self.sequences
