@@ -38,10 +38,10 @@ def test_the_first_to_grow_copies_and_the_other_keeps_the_page() -> None:
     world, session, pool = forked()
     assert copies(world, session, "b") == [Copy(1, (1, 0), (2, 0))]
     assert pool.table.holder_count(1) == 2, "kept as the source until the copy is made"
-    serve(world, session, growth("b", 6, [7], 2))
+    serve(world, session, growth("b", 6, [7], 2, known=2))
     assert pool.table.holder_count(1) == 1
     assert copies(world, session, "a") == [], "now the parent's alone"
-    serve(world, session, growth("a", 6, [8], 2))
+    serve(world, session, growth("a", 6, [8], 2, known=2))
     assert list(world.cache.get_sequence(session.id, "a")[0].tokens)[-1] == 8
     assert list(world.cache.get_sequence(session.id, "b")[0].tokens)[-1] == 7
 
@@ -50,10 +50,10 @@ def test_nobody_writes_into_a_shared_page() -> None:
     world, session, _ = forked()
     for name in ("a", "b"):
         with pytest.raises(PositionMismatch, match="shared"):
-            serve(world, session, growth(name, 6, [7], 0))
+            serve(world, session, growth(name, 6, [7], 0, known=2))
     copies(world, session, "b")
     with pytest.raises(PositionMismatch, match="shared"):
-        serve(world, session, growth("a", 6, [7], 0))
+        serve(world, session, growth("a", 6, [7], 0, known=2))
 
 
 def test_the_source_outlives_the_parent_until_the_copy_is_made() -> None:
@@ -62,7 +62,7 @@ def test_the_source_outlives_the_parent_until_the_copy_is_made() -> None:
     world.cache.remove(session.id, ["a"])
     world.sound()
     assert pool.table.state(1) is PageState.HELD
-    serve(world, session, growth("b", 6, [7], 2))
+    serve(world, session, growth("b", 6, [7], 2, known=2))
     assert pool.table.state(1) is PageState.FREE
 
 
@@ -113,7 +113,7 @@ def test_a_quota_counts_shared_pages_for_each_and_is_given_back() -> None:
     assert session.held_pages == 5
     with pytest.raises(QuotaExceeded, match="hold 5 pages, 1 more are wanted and its quota is 5"):
         serve(world, session, opening("d", [1], 1))
-    serve(world, session, growth("b", 6, [7], 2))
+    serve(world, session, growth("b", 6, [7], 2, known=2))
     serve(world, session, opening("d", [1], 1))
     world.cache.remove(session.id, ["a", "b", "d"])
     assert session.held_pages == 0
