@@ -1,11 +1,11 @@
-# The same targets serve a newcomer, a developer and .ci/run. `make` alone lists them.
+# Newcomers, developers and .ci/run use the same targets. `make` without one lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: bench-cache bench-engine bench-kernels bench-metrics buf clients help setup protos protos-bundle release-protos run up down smollm2 test test-fast test-gpu test-isa lint lint-style lint-types lint-protos bench-step tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
-# Packages that are type-checked; one that has no Python files yet is left out.
+# Type-checked packages; one without Python files is left out.
 TYPED := $(sort $(patsubst %/,%,$(dir $(wildcard $(addsuffix /*.py,services kernels scripts benchmarks models))))) tests
 
 PROTOS := $(shell find protos -name '*.proto' 2>/dev/null)
@@ -15,19 +15,19 @@ NPM := $(shell command -v npm 2>/dev/null)
 BUF_VERSION := 1.75.0
 BUF := build/npm/node_modules/.bin/buf
 BUF_STAMP := build/npm/.buf-$(BUF_VERSION)
-# The FileDescriptorSet of the last release, which must stay readable.
+# The FileDescriptorSet of the last release, with which the protos must stay compatible.
 RELEASED := protos/released.binpb
 
 GO := $(shell command -v go 2>/dev/null)
-# Debian 12's own Go (1.19) builds these.
+# These versions build with Debian 12's Go (1.19).
 PROTOC_GEN_GO := google.golang.org/protobuf/cmd/protoc-gen-go@v1.33.0
 PROTOC_GEN_GO_GRPC := google.golang.org/grpc/cmd/protoc-gen-go-grpc@v1.3.0
 
-# A pip that asks, or that advertises its own update, only puzzles here.
+# pip must not prompt, nor advertise its own updates.
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# The prompt goes through the environment, as it was typed: neither make nor a shell may expand what is in it.
+# PROMPT is passed through the environment, verbatim: neither make nor a shell may expand it.
 ifneq ($(origin PROMPT),undefined)
 override export PROMPT := $(value PROMPT)
 endif
@@ -35,19 +35,19 @@ endif
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-setup: $(VENV)/.setup protos ## Make .venv with the pinned dependencies, and the generated code
+setup: $(VENV)/.setup protos ## Create .venv with the pinned dependencies, and generate the protobuf code
 
 $(VENV)/.setup: pyproject.toml constraints.txt scripts/venv.sh
 	@test -x $(PY) || scripts/venv.sh $(VENV)
 	@echo "Installing the pinned dependencies into $(VENV) ..."
-	@# hatchling first: with it in place the project itself is installed without a second, unpinned environment.
+	@# hatchling first: then pip installs the project itself without an isolated, unpinned build environment.
 	@$(PY) -m pip install --quiet -c constraints.txt hatchling
 	@$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
 protos: $(GENERATED) ## Generate the Python code of protos/**/*.proto
 
-# google/rpc/*.proto come with googleapis-common-protos, google/protobuf/*.proto with grpcio-tools.
+# googleapis-common-protos provides google/rpc/*.proto, grpcio-tools google/protobuf/*.proto.
 protos/%_pb2.py protos/%_pb2.pyi protos/%_pb2_grpc.py: protos/%.proto $(VENV)/.setup
 	@$(PY) -m grpc_tools.protoc -Iprotos -I"$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	    --python_out=protos --pyi_out=protos --grpc_python_out=protos $<
@@ -65,25 +65,25 @@ down: setup ## Stop what `make up` started
 smollm2: setup ## Fetch a small trained chat model, 98 MB, into build/models
 	@$(PY) scripts/smollm2.py
 
-tools: ## Install what else the tests and linters need: scripts/tools.txt (packages as root)
+tools: ## Install the other tools of the tests and linters, scripts/tools.txt (packages only as root)
 	@scripts/install-tools.sh
 
-test: $(if $(INSTALL),tools) setup ## Run the tests; INSTALL=1, as root: install first what they need
+test: $(if $(INSTALL),tools) setup ## Run the tests; with INSTALL=1, as root, install their tools first
 	@$(PY) -m tests.simulators.rocm.standin build
-	@# Whole files to a process: many share an engine, or what was compiled, among their tests.
+	@# Distribute whole files: the tests of many share an engine, or compiled code.
 	@$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder tests
 
-test-fast: setup ## Run the tests that start no process and compile nothing, in a minute
+test-fast: setup ## Run only tests that start no process and compile nothing, in a minute
 	@$(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --fast tests
 
-test-gpu: setup ## Run the tests that a GPU is for, on this machine's; fails when it has none
-	@# Compiling for AMD needs no GPU, but a clang that a machine with one may not have: CI does that.
+test-gpu: setup ## Run the GPU tests on this machine's GPU; fails without one
+	@# Compiling for AMD needs no GPU but a clang that a GPU machine may lack, so CI does that.
 	@ROCMFORGE_TEST_GPU=1 $(PY) -m pytest tests/gpu tests/kernels --ignore tests/kernels/device/test_targets.py -k "not amd_matrix_units_compile"
 
-test-isa: setup ## Run every test of a kernel on AMD machine code, executed on this machine's CPU: hours on one core
+test-isa: setup ## Run all kernel tests as AMD machine code on this CPU: hours on one core
 	@ROCMFORGE_TEST_ISA=1 $(PY) -m pytest -n auto --maxprocesses 4 tests/kernels tests/simulators -k "gfx"
 
-lint: lint-style lint-types lint-protos ## Check style, types and protos (make -k lint: all three, whatever fails)
+lint: lint-style lint-types lint-protos ## Check style, types and protos (make -k lint: run all three even if one fails)
 
 lint-style: setup
 	$(PY) -m ruff check .
@@ -92,8 +92,8 @@ lint-style: setup
 lint-types: setup
 	$(PY) -m mypy $(TYPED)
 
-# buf comes from npm. A newcomer without npm may do without it; CI may not.
-# The second module of buf.yaml, the google/rpc protos that ours import, is a copy of the installed ones.
+# buf comes from npm. Without npm this check is skipped, but not in CI.
+# The second module of buf.yaml, the google/rpc protos that ours import, is copied from the installed package.
 lint-protos: setup buf
 ifdef NPM
 	@rm -rf build/googleapis && mkdir -p build/googleapis/google/rpc
@@ -109,10 +109,10 @@ else
 	@echo "buf lint: SKIPPED, because npm is not installed; CI runs it."
 endif
 
-release-protos: lint-protos ## Have every later change of the protos checked against those of now: part of a release
+release-protos: lint-protos ## Record the protos, to check later changes against them: part of a release
 	$(BUF) build protos --exclude-source-info -o $(RELEASED)
 
-protos-bundle: setup ## Pack the protos, with all they import, for clients in other languages
+protos-bundle: setup ## Pack the protos and everything they import, for clients in other languages
 	@$(PY) scripts/protos_bundle.py
 
 clients: $(if $(NPM),build/node/.installed) $(if $(GO),build/bin/.go-clients) ## Fetch what the examples in other languages need
@@ -122,7 +122,7 @@ build/node/.installed: examples/node/package.json
 	@npm install --silent --no-fund --no-audit --no-package-lock --prefix build/node
 	@touch $@
 
-# What the example depends on is compiled here, so that it is in Go's caches when the tests come.
+# Compile the example's dependencies here, so that they are in Go's caches when the tests run.
 build/bin/.go-clients: examples/go/go.mod examples/go/go.sum
 	@GOBIN=$(CURDIR)/build/bin go install $(PROTOC_GEN_GO)
 	@GOBIN=$(CURDIR)/build/bin go install $(PROTOC_GEN_GO_GRPC)
@@ -130,25 +130,25 @@ build/bin/.go-clients: examples/go/go.mod examples/go/go.sum
 	    google.golang.org/genproto/googleapis/rpc/errdetails
 	@touch $@
 
-buf: $(if $(NPM),$(BUF_STAMP)) ## Fetch buf, which checks the protos
+buf: $(if $(NPM),$(BUF_STAMP)) ## Fetch buf, the linter of the protos
 
 $(BUF_STAMP):
 	@npm install --silent --no-fund --no-audit --no-save --prefix build/npm @bufbuild/buf@$(BUF_VERSION)
 	@$(BUF) --version >/dev/null && touch $@
 
-bench-step: setup ## Time one engine step, and what the scheduler and the daemon cost in it
+bench-step: setup ## Time an engine step, and the share of the scheduler and the daemon
 	@$(PY) -m benchmarks.step
 
-bench-cache: setup ## Time the daemon's calls beside a bare echo, and a page as the pool grows
+bench-cache: setup ## Time the daemon's calls against a bare echo, and a page as the pool grows
 	@$(PY) -m benchmarks.cache
 
-bench-metrics: setup ## Time what observing adds to a step, and a scrape
+bench-metrics: setup ## Time what metrics add to a step, and a scrape
 	@$(PY) -m benchmarks.metrics
 
-bench-kernels: setup ## Time every kernel on this machine's GPU beside a plain copy
+bench-kernels: setup ## Time every kernel on this machine's GPU against a plain copy
 	@$(PY) -m benchmarks.kernels
 
-bench-engine: setup ## Time the engine as a whole on this machine's CPU: throughput, ablations, cached prefixes
+bench-engine: setup ## Time the whole engine on this machine's CPU: throughput, ablations, cached prefixes
 	@$(PY) -m benchmarks.engine
 
 clean: ## Remove generated code, build products and caches (not .venv)

@@ -356,11 +356,11 @@ def model_card(
 Llama architecture, {parameters:,} parameters in float16: {flags.layers} layers, hidden {flags.hidden}, feed-forward
 {flags.intermediate}, {flags.hidden // HEAD_DIM} query and {flags.kv_heads} key/value heads of {HEAD_DIM},
 tied embeddings, context {flags.context}. The tokenizer is a byte-level BPE of {vocab_size} tokens, trained on
-the same text. `{END_OF_TEXT}` (id 0) begins and ends a passage and is never added to a prompt by
-itself. It writes in the manner of its text and knows nothing else: enough for a first run to say something, and for
-tests to have real weights to compare on.
+the same text. `{END_OF_TEXT}` (id 0) begins and ends a passage and is never added to a prompt
+automatically. The model imitates its text and knows nothing else. It gives a first run something to generate, and the
+tests real weights to compare.
 
-| measured on the last tenth of the text, never trained on | |
+| measured on the last tenth of the text, which was not used for training | |
 |---|---|
 | loss | {loss:.4f} nats per token |
 | | {per_byte:.4f} nats per byte |
@@ -368,16 +368,16 @@ tests to have real weights to compare on.
 | bytes per token | {bytes_per_token:.3f} |
 
 The loss is that of the saved float16 weights, computed in float32 over windows of {flags.context} tokens that overlap
-by half. The same tenth chose when to stop and the script's settings, so it flatters the model a little.
+by half. The same tenth determined when to stop and the script's settings, so the result is slightly optimistic.
 
-Text: {title}. Not in this folder.
-Made with torch {torch.__version__} on {machine} by
+The text is {title}. It is not in this folder.
+The model was trained with torch {torch.__version__} on {machine} by
 
 ```sh
 {line}
 ```
 
-Samples at temperature 0.8, from the first line held out after a blank one, and from the start of a passage:
+Samples at temperature 0.8, from the first held-out line after a blank line, and from the start of a passage:
 
 {shown}
 """

@@ -325,7 +325,7 @@ def losing(source: GrpcPageSource, replies: int) -> list[pb.AllocatePagesRequest
         future = send(request, session, steps)
         return Lossy(future) if len(sent) <= replies else future
 
-    source.send = lossy  # type: ignore[method-assign]
+    source.send = lossy  # type: ignore[method-assign,assignment]
     return sent
 
 

@@ -398,7 +398,7 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
     ("AllocatePages", lambda r: refused(lambda: allocate(r, "x", opening("a", [1], 1, salt="s" * 129))), "INVALID_ARGUMENT", "FIELD_INVALID", "demands[0].opening.prompt.salt", "129"),
     ("AllocatePages", lambda r: item_error(r, opening("n", [], 1)), "INVALID_ARGUMENT", "FIELD_INVALID", "prompt.tokens", "at least one"),
     *(
-        ("AllocatePages", lambda r, bad=bad: item_error(r, opening("n", [1], 1, retention=bad)), "INVALID_ARGUMENT", "FIELD_INVALID", f"prompt.retention.{field}", words)  # type: ignore[misc]
+        ("AllocatePages", lambda r, bad=bad: item_error(r, opening("n", [1], 1, retention=bad)), "INVALID_ARGUMENT", "FIELD_INVALID", f"prompt.retention.{field}", words)
         for bad, field, words in (
             (retention(0, 1), "ttl", "above 0 s"),
             (retention(86400.5, 1), "ttl", "at most 86400 s"),

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="arg-type, assignment"
+# mypy: disable-error-code="arg-type, assignment, has-type, misc, str-unpack, union-attr"
 """A slow, obvious model of the whole cache: lists and scans, nothing clever.
 
 It knows, for every page, what the engine wrote in it (the whole prefix up to each slot), who holds it and how recently

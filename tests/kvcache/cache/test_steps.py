@@ -1,3 +1,4 @@
+# mypy: disable-error-code="has-type, misc"
 """Steps in columns: the short way does what the long one does, and what a malformed step is told."""
 
 from __future__ import annotations
