@@ -1,1 +1,1 @@
-"""The engine's gRPC edge: its servicer, requests in, responses out."""
+"""The engine's gRPC edge: the servicer, request validation, and response messages."""

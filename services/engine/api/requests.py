@@ -1,4 +1,4 @@
-"""From a GenerateRequest to a checked Request: every limit of the protocol, said with its field and its number."""
+"""Validates a GenerateRequest and builds a Request. Each error names the field and its limit."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
 MAX_ITEMS = 1024
 MAX_PRIORITY = 100
-#: Of a retention, where none is said.
+#: The default priority of a retention.
 RETENTION_PRIORITY = 50
 
-#: Log probabilities that are told of one request's output, all samples of it, and of its prompt: a message has a limit.
+#: Most log probabilities returned for one request: for its output, over all samples, and for its prompt. A gRPC
+#: message has a size limit.
 MAX_OUTPUT_LOGPROBS = 1 << 20
 MAX_PROMPT_LOGPROBS = 1 << 18
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 _MORE_SAMPLING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs")
 
-#: Text longer than this many bytes for each token of the context is refused before any work is put into it.
+#: Text of more than this many bytes per context token is rejected before it is tokenized.
 TEXT_BYTES_PER_TOKEN = 64
-#: Longer text is tokenised away from the event loop, so that it holds up nobody else's call.
+#: Longer text is tokenized in a thread, so that it does not block the event loop.
 INLINE_TEXT_BYTES = 4 * 1024
 
 
@@ -59,10 +60,9 @@ async def read_request(
     *,
     retains: bool,
 ) -> Request:
-    """Check a GenerateRequest and make what it leaves open definite. Times are seconds of the engine's clock.
+    """Validate a GenerateRequest and fill in its defaults. Times are seconds of the engine's clock.
 
-    ``retains`` is the page source's.
-    Raises FieldInvalid naming the field, and PromptTooLong.
+    ``retains`` is `PageSource.retains`. Raises FieldInvalid naming the field, and PromptTooLong.
     """
     check_name(message.request_id, "request_id", least=0)
     check_name(message.cache_salt, "cache_salt", least=0)
@@ -91,8 +91,8 @@ async def read_request(
         stopping=limits,
         sampling=drawn,
         text=text(),
-        # Pages that were found would leave out what is asked of their tokens: under a salt of its own it finds none but
-        # its own, whose tokens it was told of.
+        # A prefix cache hit would skip the tokens whose log probabilities are requested. A unique salt rules out hits,
+        # except on the request's own pages after a preemption, whose log probabilities it already has.
         salt=message.cache_salt if drawn.prompt_logprobs is None else secrets.token_hex(16),
         retention=retention,
         submitted_at=now,
@@ -112,12 +112,12 @@ async def read_request(
 
 
 def _room(prompt_tokens: int, config: ModelConfig) -> int:
-    """Tokens of the context that a prompt leaves to the completion, at least one. Raises PromptTooLong."""
+    """Returns the context tokens that the prompt leaves for the completion, at least 1. Raises PromptTooLong."""
     room = config.max_context - prompt_tokens
     if room < 1:
         raise PromptTooLong(
-            f"the prompt has {prompt_tokens} tokens and the context {config.max_context}, one of them for the "
-            "completion",
+            f"the prompt has {prompt_tokens} tokens; the context is {config.max_context}, and the completion needs at "
+            "least 1",
             field="prompt",
             prompt_tokens=prompt_tokens,
             limit=config.max_context - 1,
@@ -151,24 +151,24 @@ def _check_priority(priority: int) -> None:
 
 
 def _retention(message: pb.GenerateRequest, retains: bool) -> Retention | None:
-    """What a request asks of the cache. Raises FieldInvalid."""
+    """Returns the request's cache retention, if any. Raises FieldInvalid."""
     if not message.HasField("cache_retention"):
         return None
     if not retains:
         raise FieldInvalid(
-            "cache_retention needs a KV-cache daemon; this engine has pages of its own (--kvcache local)",
+            "cache_retention needs a KV-cache daemon; this engine uses local pages (--kvcache local)",
             field="cache_retention",
         )
     if message.sampling.HasField("prompt_logprobs"):
         raise FieldInvalid(
-            "cache_retention cannot be asked for with prompt_logprobs: nobody finds the pages of such a request again",
+            "cache_retention cannot be combined with prompt_logprobs: the pages of such a request are not reusable",
             field="cache_retention",
         )
     asked = message.cache_retention
     with inside("cache_retention"):
         ttl_s = read_span(asked, "ttl", MAX_RETENTION_S)
         if ttl_s is None:
-            raise FieldInvalid("cache_retention.ttl is missing: how long shall the pages be kept?", field="ttl")
+            raise FieldInvalid("cache_retention.ttl is missing", field="ttl")
         priority = asked.priority if asked.HasField("priority") else RETENTION_PRIORITY
         if not 1 <= priority <= MAX_RETENTION_PRIORITY:
             raise FieldInvalid(
@@ -185,10 +185,10 @@ def _stopping(message: pb.Stopping, config: ModelConfig) -> Stopping:
         raise FieldInvalid("max_tokens is 0; it must be at least 1", field="stopping.max_tokens")
     if message.min_tokens > max_tokens:
         raise FieldInvalid(
-            f"min_tokens is {message.min_tokens}, more than max_tokens, {max_tokens}", field="stopping.min_tokens"
+            f"min_tokens is {message.min_tokens}; max_tokens is {max_tokens}", field="stopping.min_tokens"
         )
     if len(message.stop) > MAX_STOPS:
-        raise FieldInvalid(f"stop has {len(message.stop)} strings; it may have {MAX_STOPS}", field="stopping.stop")
+        raise FieldInvalid(f"stop has {len(message.stop)} strings; at most {MAX_STOPS}", field="stopping.stop")
     for at, stop in enumerate(message.stop):
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             raise FieldInvalid(
@@ -197,7 +197,7 @@ def _stopping(message: pb.Stopping, config: ModelConfig) -> Stopping:
             )
     if len(message.stop_token_ids) > MAX_STOP_TOKENS:
         raise FieldInvalid(
-            f"stop_token_ids has {len(message.stop_token_ids)} ids; it may have {MAX_STOP_TOKENS}",
+            f"stop_token_ids has {len(message.stop_token_ids)} ids; at most {MAX_STOP_TOKENS}",
             field="stopping.stop_token_ids",
         )
     check_tokens(message.stop_token_ids, "stopping.stop_token_ids", config.vocab_size)
@@ -210,15 +210,13 @@ async def _prompt(message: pb.Prompt, config: ModelConfig, tokenizer: Tokenizer,
         case "text":
             size, limit = len(message.text.encode()), text_limit(config)
             if size > limit:
-                raise PromptTooLong(
-                    f"prompt.text has {size} bytes; it may have {limit}", field="prompt.text", limit=limit
-                )
+                raise PromptTooLong(f"prompt.text has {size} bytes; at most {limit}", field="prompt.text", limit=limit)
             return tuple(await tokenize(message.text, tokenizer, "prompt.text"))
         case "tokens":
             if not message.tokens.ids:
-                raise FieldInvalid("the prompt has no tokens; it needs one at least", field="prompt.tokens.ids")
-            _room(len(message.tokens.ids), config)  # first: to look at millions of ids takes a while
-            ids = np.asarray(message.tokens.ids, np.uint32)  # in one copy: one by one they take ten times as long
+                raise FieldInvalid("the prompt has no tokens; it needs at least 1", field="prompt.tokens.ids")
+            _room(len(message.tokens.ids), config)  # first: checking millions of ids is slow
+            ids = np.asarray(message.tokens.ids, np.uint32)  # one bulk copy: ten times as fast as id by id
             check_tokens(ids, "prompt.tokens.ids", config.vocab_size)
             return array("I", ids.tobytes())
         case "messages":
@@ -229,23 +227,23 @@ async def _prompt(message: pb.Prompt, config: ModelConfig, tokenizer: Tokenizer,
 
 
 def text_limit(config: ModelConfig) -> int:
-    """Bytes that a prompt's text may have."""
+    """Returns the most bytes of a prompt's text."""
     return config.max_context * TEXT_BYTES_PER_TOKEN
 
 
 async def tokenize(text: str, tokenizer: Tokenizer, field: str) -> list[int]:
-    """Token ids of a text, at least one. Raises FieldInvalid."""
+    """Returns the token ids of a text, at least one. Raises FieldInvalid."""
     if not text:
         raise FieldInvalid(f"{field} is empty", field=field)
     long = len(text.encode()) > INLINE_TEXT_BYTES
     ids = await asyncio.to_thread(tokenizer.encode, text) if long else tokenizer.encode(text)
     if not ids:
-        raise FieldInvalid(f"{field} gives no token", field=field)
+        raise FieldInvalid(f"{field} encodes to no tokens", field=field)
     return ids
 
 
 def check_batch(message: pb.BatchGenerateRequest) -> None:
-    """Raises FieldInvalid when a BatchGenerateRequest has no item or too many."""
+    """Raises FieldInvalid when a BatchGenerateRequest has no items or too many."""
     count = len(message.requests)
     if not 1 <= count <= MAX_ITEMS:
         raise FieldInvalid(
@@ -254,14 +252,17 @@ def check_batch(message: pb.BatchGenerateRequest) -> None:
 
 
 def read_span(message: Message, field: str, most: float = math.inf, *, zero: bool = False) -> float | None:
-    """Seconds of a Duration field, of which 0 is one if ``zero``; None when it is unset. Raises FieldInvalid."""
+    """Returns the seconds of a Duration field, None when it is unset.
+
+    Raises FieldInvalid unless they are above 0 (0 included with ``zero``) and at most ``most``.
+    """
     if not message.HasField(field):
         return None
     duration = getattr(message, field)
     if abs(duration.nanos) >= 10**9 or duration.seconds * duration.nanos < 0:
         raise FieldInvalid(
-            f"{field} has {duration.seconds} seconds and {duration.nanos} nanos; these must be of one sign and less "
-            "than a second",
+            f"{field} has {duration.seconds} seconds and {duration.nanos} nanos; both must have the same sign, and "
+            "nanos must be less than a second",
             field=field,
         )
     seconds = float(duration.seconds + duration.nanos / 1e9)
@@ -272,7 +273,7 @@ def read_span(message: Message, field: str, most: float = math.inf, *, zero: boo
 
 
 def named_inside(field: str, error: ServiceError) -> ServiceError:
-    """A copy of an error that others hear of, too: it names its field as one of the message's in ``field``."""
+    """Returns a copy of an error with its field prefixed by ``field``. Several callers may share the original."""
     named = copy(error)
     named.field = f"{field}.{error.field}" if error.field else ""
     return named
@@ -280,7 +281,7 @@ def named_inside(field: str, error: ServiceError) -> ServiceError:
 
 @contextmanager
 def inside(field: str) -> Iterator[None]:
-    """Errors raised within name their field as one of the message's in ``field``."""
+    """Prefix the field of every ServiceError raised within with ``field``."""
     try:
         yield
     except ServiceError as error:
@@ -290,7 +291,7 @@ def inside(field: str) -> Iterator[None]:
 
 
 def check_tokens(ids: Any, field: str, vocab_size: int) -> None:
-    """Raises FieldInvalid naming the first id that the model does not have; ``ids`` are a uint32 field, or an array."""
+    """Raises FieldInvalid naming the first id outside the vocabulary. ``ids``: a repeated uint32 field or an array."""
     if not len(ids):
         return
     found = np.asarray(ids)
@@ -302,7 +303,7 @@ def check_tokens(ids: Any, field: str, vocab_size: int) -> None:
 
 
 def check_name(name: str, field: str, *, least: int = 1) -> None:
-    """Raises FieldInvalid when a name is too short or too long."""
+    """Raises FieldInvalid unless the name has ``least`` to `MAX_NAME` characters."""
     if not least <= len(name) <= MAX_NAME:
         raise FieldInvalid(
             f"{field} has {len(name)} characters; it must have {least} to {MAX_NAME}", field=field, limit=MAX_NAME

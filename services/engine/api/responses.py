@@ -1,4 +1,4 @@
-"""Domain to proto and back: what a request's end, its usage and a generation look like on the wire."""
+"""Converts domain objects to proto messages: news, outcomes, usage and generations."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ _STATES = {
 
 
 def fingerprint(message: Any) -> bytes:
-    """16 bytes that two different messages of a type do not share."""
+    """Returns a 16-byte hash of a message, to compare messages of one type."""
     return hashlib.blake2b(message.SerializeToString(deterministic=True), digest_size=16).digest()
 
 
 def error_of(news: News) -> ServiceError | None:
-    """The error that ended the request, if one did."""
+    """Returns the error that ended the request, if any."""
     return news.outcome.error if news.outcome is not None else None
 
 
 def status(error: ServiceError) -> Any:
-    """An error as the google.rpc.Status that a message carries."""
+    """Converts an error to a google.rpc.Status."""
     return rpc.status_of(error, DOMAIN)
 
 
 def response(request_id: str, seed: int, news: News) -> pb.GenerateResponse | None:
-    """News of a request as a response; None when there is nothing to tell, but an error perhaps.
+    """Converts news to a GenerateResponse; None when there is nothing to send except perhaps an error.
 
-    ``seed`` is its first sample's.
+    ``seed`` is the first sample's.
     """
     finish = finish_of(news.outcome, news.usage, seed_of(seed, news.sample))
     if finish is None and not news.token_ids:
@@ -69,7 +69,7 @@ def response(request_id: str, seed: int, news: News) -> pb.GenerateResponse | No
 
 
 def logprobs_of(choices: Iterable[Choice]) -> list[pb.TokenLogprob]:
-    """How likely tokens were."""
+    """Converts the log probabilities of tokens."""
     return [
         pb.TokenLogprob(
             token_id=choice.token,
@@ -82,7 +82,7 @@ def logprobs_of(choices: Iterable[Choice]) -> list[pb.TokenLogprob]:
 
 
 def finish_of(outcome: Outcome | None, usage: Usage | None, seed: int) -> pb.Finish | None:
-    """How a request ended; None while it has not, and when it was by an error."""
+    """Converts a request's outcome; None while it is live and when it ended with an error."""
     if outcome is None or outcome.reason is None:
         return None
     finish = pb.Finish(reason=_REASONS[outcome.reason], seed=seed, usage=usage_of(usage))
@@ -94,7 +94,7 @@ def finish_of(outcome: Outcome | None, usage: Usage | None, seed: int) -> pb.Fin
 
 
 def usage_of(usage: Usage | None) -> pb.Usage | None:
-    """What a request took."""
+    """Converts a request's usage."""
     if usage is None:
         return None
     message = pb.Usage(
@@ -114,7 +114,7 @@ def usage_of(usage: Usage | None) -> pb.Usage | None:
 
 
 def generation_of(generation: Generation, expires_in_s: float | None, now: float) -> pb.Generation:
-    """A generation with all of its output; ``now`` is the time of day in seconds since the epoch."""
+    """Converts a generation with all of its output; ``now`` is the wall-clock time in seconds since the Unix epoch."""
     whole = [_said(output, seed_of(generation.seed, at)) for at, output in enumerate(generation.outputs)]
     message = pb.Generation(
         request_id=generation.request_id,
@@ -145,7 +145,7 @@ def _said(output: Output, seed: int) -> dict[str, Any]:
 
 
 def duration_of(seconds: float) -> duration_pb2.Duration:
-    """Seconds as a Duration, which is never negative here."""
+    """Converts seconds to a Duration; negative seconds become 0."""
     duration = duration_pb2.Duration()
     duration.FromNanoseconds(max(0, int(seconds * 1e9)))
     return duration

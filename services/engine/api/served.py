@@ -1,4 +1,4 @@
-"""What an engine serves once its model is loaded."""
+"""The state that the servicer needs once the model is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A loaded model and the loop that runs it. ``epoch`` is that of the daemon's run, 0 without a daemon."""
+    """A loaded model and the loop that runs it. ``epoch`` returns the daemon's epoch, 0 without a daemon."""
 
     model_id: str
     config: ModelConfig

@@ -1,4 +1,4 @@
-"""The calls: each checks its message, asks the domain and answers; nothing else."""
+"""The gRPC methods. Each validates its message, calls the domain, and converts the result."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ maps_errors = rpc.maps_errors(DOMAIN)
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
-    """The service. It answers UNAVAILABLE until ``serve`` and again, to new requests, from ``drain`` on.
+    """The service. It answers UNAVAILABLE to every call before ``serve``, and to new requests after ``drain``.
 
-    ``clock`` is monotonic and the engine's; ``wall`` tells the time of day. Without a ``throttle`` news is sent
-    at once.
+    ``clock`` is the engine's monotonic clock, ``wall`` the wall clock, both in seconds. Without a ``throttle`` each
+    message is sent at once.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._served: Served | None = None
 
     def serve(self, served: Served) -> None:
-        """Begin to take requests."""
+        """Start accepting requests."""
         self._served = served
 
     def drain(self) -> None:
-        """Refuse new requests from now on."""
+        """Reject new requests from now on."""
         self.draining = True
 
     def _model(self) -> Served:
         if self._served is None:
-            raise NotReady("the engine is starting and has no model yet")
+            raise NotReady("the engine is starting: the model is not loaded yet")
         return self._served
 
     def _check_open(self) -> None:
@@ -92,13 +92,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         left = context.time_remaining()
         return None if left is None else self._clock() + left
 
-    # --- attached: a request ends with its call ------------------------------------------------------------------
+    # --- attached calls: the request ends when its call does -----------------------------------------------------
 
     async def _begin(self, message: Any, listener: Listener, deadline: float | None) -> Request:
-        """Check a GenerateRequest and hand it to the engine; ``listener`` hears of it from here on."""
+        """Validate a GenerateRequest and submit it to the engine; ``listener`` receives its events."""
         served = self._model()
         asked = await served.read(message, self._clock(), deadline)
-        # From here to the submission nothing is awaited, so none slips in behind the thread's end.
+        # No await from here to the submission: a drain cannot come between the check and the submission.
         self._check_open()
         if asked.request_id in self.generations:
             raise RequestExists(f"a submitted generation has the id {asked.request_id!r}", field="request_id")
@@ -108,7 +108,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @maps_errors
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        """See the proto. However the call ends, its request does."""
+        """See the proto. The request is cancelled when the call ends, however it ends."""
         stream = Stream(samples=max(1, request.n), throttle=self._throttle)
         asked = await self._begin(request, stream, self._deadline(context))
         over, error = False, None
@@ -123,14 +123,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             if not over:
                 self._model().loop.cancel(asked.request_id)
         if error is not None:
-            # One error may end many requests: each must not add its frames to the traceback of all.
+            # Many requests may share one error object; do not accumulate their frames in its traceback.
             raise error.with_traceback(None)
 
     @maps_errors
     async def BatchGenerate(
         self, request: pb.BatchGenerateRequest, context: Any
     ) -> AsyncIterator[pb.BatchGenerateResponse]:
-        """See the proto. However the call ends, its requests do."""
+        """See the proto. The requests are cancelled when the call ends, however it ends."""
         self._model()
         check_batch(request)
         self._check_open()
@@ -145,7 +145,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 if message is not None:
                     yield pb.BatchGenerateResponse(index=index, response=message)
                 error = error_of(news)
-                if error is not None:  # its samples end one by one
+                if error is not None:  # sent once, after the last sample has ended
                     errors.setdefault(index, error if asked is None else named_inside(f"requests[{index}]", error))
                 if news.over and index in errors:
                     yield pb.BatchGenerateResponse(index=index, error=status(errors.pop(index)))
@@ -163,13 +163,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 items.fail(index, error)
             except Exception:
                 items.fail(index, rpc.unexpected("BatchGenerate"))
-            await asyncio.sleep(0)  # many prompts take a while to read: others have their turn in between
+            await asyncio.sleep(0)  # let other calls run between two prompts
 
-    # --- submitted: a generation is known by its id --------------------------------------------------------------
+    # --- submitted generations: identified by request id ---------------------------------------------------------
 
     @maps_errors
     async def SubmitGeneration(self, request: pb.SubmitGenerationRequest, context: Any) -> pb.SubmitGenerationResponse:
-        """See the proto. Once it is begun it goes on, whether or not the caller waits for the answer."""
+        """See the proto. Once submitted, the generation continues even if the caller disconnects."""
         served, now, mark = self._model(), self._clock(), fingerprint(request)
         timeout_s = read_span(request, "timeout", MAX_TIMEOUT_S)
         retention_s = read_span(request, "retention", self.generations.retention.ttl_s)
@@ -179,7 +179,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             if generation is None:
                 deadline = None if timeout_s is None else now + timeout_s
                 asked = await served.read(request.request, now, deadline)
-                # It may have come twice at once. From here to the submission nothing is awaited.
+                # The same request may have arrived concurrently. No await from here to the submission.
                 generation = self.generations.again(asked.request_id, mark)
                 if generation is None:
                     generation = self._submit(served, asked, mark, retention_s)
@@ -250,7 +250,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._model()
         older_than_s = read_span(request, "older_than", zero=True)
         if older_than_s is None:
-            raise FieldInvalid("older_than is missing; 0 purges all that are over", field="older_than")
+            raise FieldInvalid("older_than is missing; 0 purges every finished generation", field="older_than")
         return pb.PurgeGenerationsResponse(purged=self.generations.purge(older_than_s))
 
     # --- text, model, counts -------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             rendered = await served.chat.read(request.messages, text_limit(served.config))
             return pb.TokenizeResponse(token_ids=rendered.token_ids, text=rendered.text)
         if size > MAX_TOKENIZE_BYTES:
-            raise FieldInvalid(f"text has {size} bytes; it may have {MAX_TOKENIZE_BYTES}", field="text")
+            raise FieldInvalid(f"text has {size} bytes; at most {MAX_TOKENIZE_BYTES}", field="text")
         return pb.TokenizeResponse(token_ids=await tokenize(request.text, served.tokenizer, "text"))
 
     @maps_errors
@@ -271,7 +271,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """See the proto."""
         served, count = self._model(), len(request.token_ids)
         if count > MAX_DETOKENIZE_TOKENS:
-            raise FieldInvalid(f"token_ids has {count} ids; it may have {MAX_DETOKENIZE_TOKENS}", field="token_ids")
+            raise FieldInvalid(f"token_ids has {count} ids; at most {MAX_DETOKENIZE_TOKENS}", field="token_ids")
         check_tokens(request.token_ids, "token_ids", served.config.vocab_size)
         decode, ids = served.tokenizer.decode, list(request.token_ids)
         if count > INLINE_TOKENS:

@@ -1,1 +1,1 @@
-"""What runs next: queue, scheduler, block tables, and the engine's loop."""
+"""Scheduling: the waiting queue, admission, the scheduler, block tables, and the engine's loop."""

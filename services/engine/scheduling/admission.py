@@ -1,4 +1,4 @@
-"""Which waiting requests may be opened now: the bounds of the engine, and a guess at whether their pages are there."""
+"""Admission control: which waiting requests to open now, by the engine's limits and an estimate of available pages."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from services.engine.scheduling.retry_after import RetryAfter
 from services.engine.scheduling.sequence import Sequence
 from services.engine.scheduling.waiting_queue import WaitingQueue
 
-#: Seconds until a refused opening is tried again when no request of ours ends before: another engine's may.
+#: Seconds before a refused opening is retried if none of this engine's requests ends first; another engine's may.
 ADMISSION_RETRY_S = 0.1
-#: Prompt tokens opened in one exchange, after the first: a message has a limit, and many long prompts at once would
-#: hold up the decoding ones.
+#: Most prompt tokens opened in one exchange; the first request is exempt. A gRPC message has a size limit, and opening
+#: many long prompts at once would delay decoding requests.
 OPENING_TOKENS = 1 << 20
-#: Pages that a growing request asks for at a time, so that a call is needed every so many pages only; and the part of
-#: the pool that all requests together may have ahead of need.
+#: Pages that a growing request allocates at a time, to save calls. All requests together hold at most 1/`AHEAD_SHARE`
+#: of the pool ahead of need.
 GROWTH_PAGES = 8
 AHEAD_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``max_batch`` requests run at once, on ``max_step_tokens`` a step; ``max_queue`` may wait beyond those, with
-    ``max_queue_tokens`` tokens together. A growing request asks for ``growth_pages`` pages at a time. A point of
-    priority is worth ``priority_step_s`` seconds of having come earlier.
+    """At most ``max_batch`` requests run at once, with ``max_step_tokens`` tokens per step. Up to ``max_queue`` more
+    may wait, with ``max_queue_tokens`` tokens in total. A growing request allocates ``growth_pages`` pages at a time.
+    One point of priority is worth being queued ``priority_step_s`` seconds earlier.
 
-    Where ``max_step_tokens`` is more than ``max_batch``, as the configuration demands, each step has a token for every
-    decoding request and some for a prompt.
+    The configuration requires ``max_step_tokens > max_batch``, so each step has a token for every decoding request and
+    at least one for prefill.
     """
 
     max_batch: int
@@ -44,11 +44,11 @@ class Limits:
 class Admission:
     """The gate between the queue and the batch.
 
-    A request is opened with the pages of its whole prompt, so it fits as a whole or waits. Whether it fits, the page
-    source knows; the guess here keeps the engine from asking in vain, and from letting a request in whose first
-    growth would push itself or another one out again. After a refusal the gate is closed until pages come back or a
-    while has passed, and then the head of the queue is tried alone. Who was refused while others behind it were let in
-    is overtaken no more: nobody behind it is tried as long as it waits.
+    A request is opened with the pages of its whole prompt: it either fits entirely or waits. Only the page source knows
+    whether it fits. The estimate here avoids futile calls, and avoids admitting a request whose first growth would
+    preempt itself or another one. After a refusal the gate stays closed until pages are released or
+    `ADMISSION_RETRY_S` has passed; then only the head of the queue is tried. If later requests were admitted while a
+    request was refused, no later request is tried again until that request is admitted or ends.
     """
 
     def __init__(self, limits: Limits, page_size: int, total_pages: int, clock: Callable[[], float]) -> None:
@@ -57,24 +57,25 @@ class Admission:
         self.total_pages = total_pages
         self._clock = clock
         self._probing = False
-        self._overtaken: set[Sequence] = set()  # of those that wait
+        self._overtaken: set[Sequence] = set()  # waiting sequences that a later one was admitted before
         self.opens_at = float("-inf")
         self.retry_after = RetryAfter(clock)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """Returns how many pages ``tokens`` tokens need."""
         return -(-tokens // self._page_size)
 
     def check_queue(self, waiting: WaitingQueue, running: int, tokens: int, count: int = 1) -> None:
-        """Whether ``count`` more, of so many tokens each, may wait. Raises QueueFull, saying when to try again, and
-        FieldInvalid when they are more than may ever be here at once.
+        """Check that ``count`` more sequences of ``tokens`` tokens each may wait. Raises QueueFull with the time to
+        retry after, and FieldInvalid when ``count`` is above what can ever run and wait at once.
 
-        What waits only for the next step does not count. An empty queue takes a request of any length.
+        Sequences that will be admitted in the next step do not count as waiting. An empty queue accepts a request of
+        any length.
         """
         limits = self._limits
         most = limits.max_batch + limits.max_queue
         if count > most:
-            raise FieldInvalid(f"n is {count}; at most {most} requests can run or wait here", field="n", limit=most)
+            raise FieldInvalid(f"n is {count}; at most {most} requests can run or wait", field="n", limit=most)
         slots = limits.max_batch - running if self._clock() >= self.opens_at else 0
         if len(waiting) + count <= slots:
             return
@@ -94,8 +95,8 @@ class Admission:
         if queued + tokens > limits.max_queue_tokens:
             places = (queued + tokens - limits.max_queue_tokens) * behind / queued
             raise QueueFull(
-                f"the queue is full: requests of {queued} tokens are waiting, at most {limits.max_queue_tokens} tokens "
-                f"can, and this request has {tokens}",
+                f"the queue is full: {queued} tokens are waiting, the limit is {limits.max_queue_tokens} tokens, and "
+                f"this request has {tokens}",
                 retry_after_s=self.retry_after.wait_for(places),
                 limit_tokens=limits.max_queue_tokens,
                 queued_tokens=queued,
@@ -103,18 +104,20 @@ class Admission:
             )
 
     def check_fits(self, sequence: Sequence) -> None:
-        """Whether a request could run with the pool to itself. Raises ExceedsPool."""
+        """Check that a request could run with the whole pool to itself. Raises ExceedsPool."""
         needed = self.pages_for(sequence.max_resident_tokens)
         if needed > self.total_pages:
             raise ExceedsPool(
-                f"prompt and completion may need {needed} pages of {self._page_size} tokens and the pool has "
+                f"prompt and completion may need {needed} pages of {self._page_size} tokens; the pool has "
                 f"{self.total_pages}",
                 needed_pages=needed,
                 total_pages=self.total_pages,
             )
 
     def growth(self, sequence: Sequence) -> int:
-        """How many pages a running request should have: those it needs, and some ahead where pages are plenty."""
+        """Returns how many pages a running request should hold: what it needs, plus some ahead unless pages are
+        short.
+        """
         needed = self.pages_for(sequence.resident_target)
         if needed <= len(sequence.pages):
             return needed
@@ -126,11 +129,11 @@ class Admission:
     # --- the gate -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """There are too few pages: wait for some to come back, or a while."""
+        """Pages are short: admit nothing until some are released or `ADMISSION_RETRY_S` has passed."""
         self.opens_at = self._clock() + ADMISSION_RETRY_S
 
     def answered(self, granted: Items[Sequence], refused: Items[Sequence]) -> None:
-        """Openings, those of forks too, that were asked for together were granted or refused."""
+        """Record the outcome of the openings and forks of one exchange."""
         self._overtaken.difference_update(granted)
         if refused:
             self.close()
@@ -141,21 +144,21 @@ class Admission:
             self._probing = False
 
     def ended(self, sequence: Sequence) -> None:
-        """A request ended while it waited."""
+        """Forget a request that ended while it waited."""
         self._overtaken.discard(sequence)
 
     def open(self) -> None:
-        """Pages come back."""
+        """Pages are being released: admit again."""
         self.opens_at = float("-inf")
 
     def candidates(self, waiting: Iterable[Sequence], running: Items[Sequence], held: int) -> Iterator[Sequence]:
-        """Requests to open now, from the head of the queue; ``held`` pages stay with live requests."""
+        """Yields the requests to open now, from the head of the queue; live requests keep ``held`` pages."""
         if self._clock() < self.opens_at:
             return
         slots = max(0, self._limits.max_batch - len(running))
         if not slots:
             return
-        # What those that run and those just let in take, and a page to come for each that may still grow.
+        # The pages of running and newly admitted requests, plus one page for each that may still grow.
         taken = held + sum(self._may_grow(sequence, len(sequence.pages)) for sequence in running)
         tokens = 0
         for nth, sequence in enumerate(islice(waiting, min(1, slots) if self._probing else slots)):
@@ -174,9 +177,9 @@ class Admission:
     def forks(
         self, wanted: Items[Sequence], running: Items[Sequence], held: int, ahead: Items[Sequence]
     ) -> tuple[list[Sequence], int]:
-        """Which of the sequences that would share all pages of their prompts may be opened now, and with how many pages
-        of their own; ``held`` pages stay with live requests. There is place and room left for those ``ahead``, which
-        wait and come before them.
+        """Returns the sequences of ``wanted`` to fork now, and how many private pages they need in total. Forks share
+        all complete pages of their prompt. Live requests keep ``held`` pages; batch slots and pages are reserved for
+        the waiting requests ``ahead``, which precede the forks in order.
         """
         if self._probing or self._clock() < self.opens_at or not self._overtaken.isdisjoint(ahead):
             return [], 0
@@ -184,7 +187,7 @@ class Admission:
         for sequence in ahead:
             pages = self.pages_for(sequence.resident_target)
             room -= pages + self._may_grow(sequence, pages)
-        room -= 1  # for the last page of whom they fork from, which it must not write while they copy it
+        room -= 1  # the leader's private copy of its last page, which it must not write while forks copy it
         chosen, own = list[Sequence](), 0
         for sequence in wanted[: max(0, self._limits.max_batch - len(running) - len(ahead))]:
             pages = self.pages_for(sequence.resident_target)
@@ -200,7 +203,7 @@ class Admission:
         return self.pages_for(sequence.max_resident_tokens) > pages
 
     def _shared_pages(self, sequence: Sequence, running: Iterable[Sequence]) -> int:
-        """How many pages of a waiting request some running one surely has already."""
+        """Returns the longest prefix, in pages, that a waiting request shares with a running one."""
         size, most = self._page_size, 0
         for other in running:
             if other.request.salt != sequence.request.salt:

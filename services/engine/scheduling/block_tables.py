@@ -1,4 +1,4 @@
-"""Which pages the block tables of live requests have, and how many of these each."""
+"""The block tables of live requests, with a reference count for each page."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from services.engine.scheduling.sequence import Sequence
 
 
 class BlockTables:
-    """Every change of a block table goes through here. A page is held by each sequence that has it in its table."""
+    """All block table changes go through here. A page is held by every sequence whose table has it."""
 
     def __init__(self) -> None:
-        self._tables: Counter[int] = Counter()  # page -> sequences that have it
+        self._tables: Counter[int] = Counter()  # page -> number of holders
 
     def __len__(self) -> int:
         return len(self._tables)
 
     def without(self, leaving: Iterable[Items[int]]) -> int:
-        """How many pages are still held when these block tables are given back."""
+        """Returns how many distinct pages stay held once these block tables are released."""
         returning = Counter[int]()
         for pages in leaving:
             returning.update(pages)
         return len(self._tables) - sum(self._tables[page] == count for page, count in returning.items())
 
     def take(self, sequence: Sequence, grant: Grant) -> list[PageCopy]:
-        """Have a sequence's table be what it was granted; returns the copies that have yet to be made."""
+        """Apply a grant to a sequence's block table. Returns the page copies still to be made."""
         known = len(sequence.pages)
         new = grant.pages[known - grant.first_index :]
-        if new:  # most grants are of reports alone
+        if new:  # most grants answer a report and bring no pages
             sequence.pages.extend(new)
             self._tables.update(new)
         copies = []
         for copy in grant.copies:
             if copy.index < known:
                 if sequence.pages[copy.index] != copy.source:
-                    continue  # it was told before, and made
+                    continue  # a repeated copy that was already made
                 self._let_go(copy.source)
                 self._tables[copy.target] += 1
                 sequence.pages[copy.index] = copy.target

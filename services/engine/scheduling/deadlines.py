@@ -1,4 +1,4 @@
-"""Names by the time at which something is due for them."""
+"""Names ordered by deadline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 
 class Deadlines:
-    """Each name once, earliest first. A name that is discarded leaves nothing behind. Times in seconds."""
+    """A sorted list of unique names, earliest deadline first. Discarding a name frees its entry. Times in seconds."""
 
     def __init__(self) -> None:
         self._order: list[tuple[float, str]] = []
@@ -18,23 +18,23 @@ class Deadlines:
 
     @property
     def next_at(self) -> float:
-        """When the first is due; infinite when there is none."""
+        """The earliest deadline; infinite when there is none."""
         return self._order[0][0] if self._order else math.inf
 
     def add(self, name: str, at: float) -> None:
-        """Have ``name`` due at ``at``, whatever was said of it before."""
+        """Set the deadline of ``name`` to ``at``, replacing any earlier one."""
         self.discard(name)
         self._at[name] = at
         bisect.insort(self._order, (at, name))
 
     def discard(self, name: str) -> None:
-        """Forget a name, known or not."""
+        """Remove a name; does nothing when it is unknown."""
         at = self._at.pop(name, None)
         if at is not None:
             del self._order[bisect.bisect_left(self._order, (at, name))]
 
     def take(self, now: float) -> list[str]:
-        """Remove and return what is due, earliest first."""
+        """Remove and return the names due at ``now``, earliest first."""
         due = [name for _, name in self._order[: bisect.bisect_right(self._order, now, key=lambda entry: entry[0])]]
         del self._order[: len(due)]
         for name in due:

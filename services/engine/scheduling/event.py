@@ -1,4 +1,4 @@
-"""What the engine's thread has to say of a request."""
+"""Events of a request, sent by the engine's thread."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from services.engine.scheduling.sequence import Outcome, Sequence
 
 @dataclass(slots=True)
 class Event:
-    """News of one request: first its ``sequence`` alone, once it is queued; then text and tokens; last, how it ended.
+    """An event of one request. The first carries only the ``sequence``, once it is queued; later ones carry text and
+    tokens; the last carries the ``outcome``.
 
-    A request that is refused has one event, its ``outcome`` without a ``sequence``. Of several samples each has its own
-    text, tokens and end. ``logprobs`` are of ``token_ids``, one for each, or none; ``prompt_logprobs`` of the prompt's
-    tokens but the first, and come with the first token.
+    A refused request has a single event: its ``outcome``, without a ``sequence``. Each of several samples has its own
+    text, tokens and outcome. ``logprobs`` has one entry per token id, or none; ``prompt_logprobs`` covers the prompt's
+    tokens except the first, and comes with the first generated token.
 
-    Nobody changes one. It is not frozen because each token has its own, and a frozen one takes three times as long to
-    make.
+    Treat it as immutable. It is not frozen because one is created per token, and a frozen dataclass takes three times
+    as long to create.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
-"""The engine's thread: inbox, exchange with the page source, step, outbox, over and over.
+"""The engine's thread. Each round: inbox, exchange with the page source, step, outbox.
 
-Other threads only post into the inbox; events come back through one callback, a list a round. The text of a token goes
-out as soon as it is sampled; the end of a request goes out after its pages are given back.
+Other threads only post to the inbox; events return through one callback, in one list per delivery. A token's text is
+sent as soon as it is sampled, a request's outcome after its pages are released.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from services.engine.scheduling.watchdog import Watchdog
 
 log = structlog.get_logger()
 
-#: An idle engine looks this often, in seconds, whether its session is still there, and opens a new one if not.
+#: How often, in seconds, an idle engine checks that its session is still open; it opens a new one if not.
 IDLE_CHECK_S = 1.0
 BACKOFF_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
 
 
 class StepRunner(Protocol):
-    """Computes a step and waits for it; a result for each chunk: its sampled token, an error, or None."""
+    """Computes a step synchronously. Each chunk gets a result: its sampled token, an error, or None."""
 
     def run(self, step: Items[Chunk]) -> list[Result]:
-        """Never raises for a failure of the model: the chunks at fault carry it. Raises if nothing can be computed."""
+        """A failure of the model is returned as the error of the chunks at fault. Raises if nothing can be computed."""
 
     def copy_pages(self, copies: Items[PageCopy]) -> None:
-        """Make each target equal to its source, between two steps. Raises if that cannot be done."""
+        """Copy each source page to its target, between two steps. Raises when a copy fails."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the start, written by the engine's thread alone; ``page_wait_s`` in seconds.
+    """Counts since the start, written by the engine's thread only; ``page_wait_s`` in seconds.
 
-    ``errors`` are of requests that were queued, by reason, and ``refused`` of those that were not.
+    ``errors`` counts failures of queued requests by reason, ``refused`` requests rejected before they were queued.
     """
 
     ended: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
@@ -65,7 +65,7 @@ class Totals:
 
     @property
     def finished_requests(self) -> int:
-        """Requests that were done."""
+        """Requests that finished: neither cancelled nor failed."""
         return sum(self.ended.values()) - self.cancelled_requests
 
     @property
@@ -82,9 +82,9 @@ class Totals:
 class EngineLoop:
     """Drives a scheduler, a runner and a page source.
 
-    ``submit``, ``snapshot``, ``cancel``, ``drain`` and ``stop`` may be called from any thread; ``run``, or ``iterate``
-    by hand, from one. ``on_serving`` hears whether requests can be served at all: False after ``patience_s`` seconds
-    without a page source, and for good after an unexpected failure.
+    ``submit``, ``snapshot``, ``cancel``, ``drain`` and ``stop`` may be called from any thread; ``run``, or ``iterate`` in
+    a loop of the caller's own, from one thread. ``on_serving`` is called when the engine stops or starts being able to serve:
+    with False after ``patience_s`` seconds without a page source, and permanently after an unexpected failure.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class EngineLoop:
         self._arriving: dict[int, int] = {}  # samples of each request that is still in the inbox
         self._events: list[Event] = []
         self._draining = self._stopping = False
-        self._refusal: ServiceError | None = None  # what new requests are told, when nothing can serve them
-        # The session: lost or not; whether it has answered yet; since when nobody answers, and when to ask again.
+        self._refusal: ServiceError | None = None  # raised for new requests while none can be served
+        # The session: lost or not; whether it has answered yet; since when it is unanswered; when to retry.
         self._lost = False
         self._proven = True
         self._down_since: float | None = None
@@ -127,12 +127,12 @@ class EngineLoop:
     # --- from any thread ----------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its events, exactly one of them with an outcome, go to the outbox."""
+        """Queue a request. Its events go to the outbox; each sample's last one has its outcome."""
         self._arriving[id(request)] = 1 + len(request.others)
         self._inbox.put(partial(self._submit, request))
 
     def snapshot(self) -> Snapshot:
-        """Return the counts of this moment. The engine's thread is not waited for, however long its step takes."""
+        """Return the current counts, without waiting for the engine's thread."""
         scheduler = self.scheduler
         # One copy of all live sequences, which nothing interrupts: none is counted twice, or between two states.
         states = [sequence.state for sequence in list(scheduler.live.values())]
@@ -150,21 +150,21 @@ class EngineLoop:
         )
 
     def cancel(self, request_id: str) -> None:
-        """End a request as cancelled; one that is over or unknown stays so."""
+        """Cancel a request; does nothing when it has ended or is unknown."""
         self._inbox.put(partial(self._cancel, request_id))
 
     def drain(self, error: ServiceError) -> None:
-        """Refuse new requests and end those that never ran with ``error``; the others go on."""
+        """Reject new requests and end those that never ran with ``error``; the others continue."""
         self._inbox.put(partial(self._drain, error))
 
     def stop(self, error: ServiceError) -> None:
-        """Refuse new requests and end the live ones with ``error``; then ``run`` closes the page source and returns."""
+        """Reject new requests and end the live ones with ``error``; then ``run`` closes the page source and returns."""
         self._inbox.put(partial(self._stop, error))
 
     # --- the engine's thread ------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Work until stopped. Never raises: what is unexpected ends all requests and refuses new ones."""
+        """Run until stopped. Never raises: an unexpected failure ends all requests, and new ones are rejected."""
         try:
             while True:
                 delay = self.iterate()
@@ -181,11 +181,11 @@ class EngineLoop:
 
     @property
     def stopped(self) -> bool:
-        """Whether stop was asked for and nothing is left to give back."""
+        """Whether ``stop`` was called and no request holds anything."""
         return self._stopping and not self.scheduler.live
 
     def wait(self, delay: float) -> None:
-        """Take the next message of the inbox, waiting at most ``delay`` seconds for one."""
+        """Process the next inbox message, waiting at most ``delay`` seconds for one."""
         try:
             message = self._inbox.get(block=delay > 0, timeout=delay)
         except queue.Empty:
@@ -193,7 +193,7 @@ class EngineLoop:
         message()
 
     def iterate(self) -> float:
-        """One round. Returns for how many seconds there is nothing to do unless the inbox gets a message."""
+        """Run one round. Returns how many seconds to wait for the inbox before the next one."""
         while not self._inbox.empty():
             self._inbox.get()()
         self._end_overdue()
@@ -203,7 +203,7 @@ class EngineLoop:
             self._lose(SessionExpired("the lease was not renewed in time"))
         now = self._clock()
         overdue = self._down_since is not None and now - self._down_since > self._patience
-        if overdue and (self._lost or self._proven):  # a session opened anew is heard first
+        if overdue and (self._lost or self._proven):  # give a new session one exchange first
             self._give_up()
         delay = self._recover(now) if self._lost else self._round(now)
         self._flush()
@@ -228,8 +228,8 @@ class EngineLoop:
             self._events += advance.events
             self._deliver()
             if len(step) == 1 and step[0].sequence.num_generated_tokens == 1:
-                # Whoever passes a lone request's first token on has the interpreter before this thread prepares what
-                # comes next, which may take longer than the step did. Among others it would hold up all of them.
+                # Yield the GIL so that a lone request's first token is sent before this thread prepares the next
+                # step, which may take longer than the step did. In a larger batch this would delay every request.
                 time.sleep(0)
         done = self._clock()
         waited_s = self._collect(exchange) if exchange is not None else 0.0
@@ -249,12 +249,12 @@ class EngineLoop:
         return self._source.exchange(demands, removed)
 
     def _collect(self, exchange: Exchange) -> float:
-        """Take an exchange's answer; how long that was waited for, and taken in, in seconds."""
+        """Wait for an exchange and apply its grants. Returns the seconds both took."""
         started = self._clock()
         try:
             grants = exchange.result()
         except ServiceError as error:
-            # A session that is not proven, or about to be given back, is not worth waiting for.
+            # Do not wait for a session that has never answered or is about to be closed.
             if isinstance(error, KvCacheDown) and self._proven and not self._stopping:
                 self.scheduler.unanswered()
                 self._back_off(error)
@@ -262,7 +262,7 @@ class EngineLoop:
                 self._lose(error)
         else:
             copies = self.scheduler.granted(grants)
-            if copies:  # before the next step, which may write behind what is copied
+            if copies:  # before the next step, which may write past the copied tokens
                 self._runner.copy_pages(copies)
             self._proven, self._down_since, self._failures, self._retry_at = True, None, 0, float("-inf")
             if self._refusal is not None and not self._draining:
@@ -290,16 +290,16 @@ class EngineLoop:
             self._down_since = now
         self._failures += 1
         self._retry_at = now + BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)]
-        if self._failures.bit_count() == 1:  # ever more rarely
+        if self._failures.bit_count() == 1:  # at powers of two
             log.warning("kvcache_unreachable", failures=self._failures, reason=error.reason, detail=error.message)
 
     def _lose(self, error: ServiceError) -> None:
-        """The pages belong to a session that is over: every request starts over, keeping its tokens."""
+        """The session is lost and its pages with it: every request restarts, keeping its tokens."""
         log.warning("session_lost", reason=error.reason, detail=error.message, running=len(self.scheduler.running))
         self._lost = True
         if self._down_since is None:
             self._down_since = self._clock()
-        if not self._proven:  # lost before it was of any use: do not spin
+        if not self._proven:  # lost before its first answer: do not spin
             self._back_off(error)
         self.scheduler.lost_pages()
 
@@ -318,7 +318,7 @@ class EngineLoop:
         return 0.0
 
     def _give_up(self) -> None:
-        """Nobody has answered for too long: end what waits, refuse what comes, and go on trying."""
+        """The daemon has not answered for too long: fail live requests, reject new ones, and keep retrying."""
         if not self._lost:
             self._lose(KvCacheDown("the KV-cache daemon did not answer for too long"))
         error = KvCacheDown(f"the KV-cache daemon has not answered for {self._patience:g} s")
@@ -354,13 +354,14 @@ class EngineLoop:
     def _end_overdue(self) -> None:
         for sequence in self.scheduler.overdue():
             spent = self._clock() - sequence.request.submitted_at
-            error = DeadlineExceeded(f"not done in time: {sequence.num_generated_tokens} tokens after {spent:.3g} s")
+            generated = sequence.num_generated_tokens
+            error = DeadlineExceeded(f"deadline exceeded after {spent:.3g} s, with {generated} tokens generated")
             self.scheduler.finish(sequence, Outcome(error=error))
 
     def _drain(self, error: ServiceError) -> None:
         self._draining, self._refusal = True, error
         for sequence in list(self.scheduler.waiting):
-            # Else it ran, or its prompt does, and it waits for pages to go on.
+            # A waiting sample that was admitted before, or whose prompt is being computed, may finish.
             if all(sample.admitted_at is None for sample in sequence.family or (sequence,)):
                 self.scheduler.finish(sequence, Outcome(error=error))
 
@@ -371,7 +372,7 @@ class EngineLoop:
 
     def _fail(self, error: Exception) -> None:
         log.exception("engine_failed", live=len(self.scheduler.live))
-        self._flush()  # those that had given everything back have ended as they did
+        self._flush()  # requests that had released everything keep their outcomes
         failure = Internal(f"the engine failed: {type(error).__name__}")
         live = list(self.scheduler.live.values())
         self.scheduler = self._new_scheduler()

@@ -1,16 +1,16 @@
-"""Which tokens run in the next step, and what is asked of the page source meanwhile.
+"""Schedules the next step's tokens, and the exchange with the page source that runs meanwhile.
 
-One rule schedules everything: each request has ``num_computed_tokens`` chasing ``num_tokens``. A step has a budget of
-tokens: each request that lacks one token has it, and the others share what is left, in order. Chunked prefill, prefix
-hits, decoding and resuming after a preemption are all that.
+One rule covers everything: each request's ``num_computed_tokens`` catches up with its ``num_tokens``. A step has a
+token budget: each request that lacks a single token gets it, and the others share the rest, in order. Chunked prefill,
+prefix cache hits, decode, and resumption after a preemption are all cases of this rule.
 
-One order, ``Sequence.order``, rules who is admitted, whose prompt is computed and, from its end, who is preempted. It
-is that of arrival, each request moved to the front by so many seconds for a point of its priority. So a request is
-overtaken by those alone that came less than that after it, for the points that they are above it: nobody starves.
+One order, ``Sequence.order``, decides admission and prefill and, from its end, preemption. It is arrival order, with
+each request moved ahead by ``priority_step_s`` seconds per point of priority. A request can therefore be overtaken only
+by requests that arrive within that time per point of priority difference: no request starves.
 
-A round is ``demands() -> schedule() -> apply() -> granted()``: the demands speak of the state after the last
-synchronised step and are served while the scheduled one runs, so a page is reported or let go of only once no step
-touches it. A request that ended is *leaving* until its pages are given back, and only then *settled*.
+A round is ``demands() -> schedule() -> apply() -> granted()``. The demands describe the state after the last
+synchronized step and are served while the scheduled step runs, so a page is reported or released only when no step
+uses it. A request that ended is *leaving* until its pages are released, and *settled* after that.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from services.engine.scheduling.waiting_queue import WaitingQueue
 
 log = structlog.get_logger()
 
-#: Complete pages that make a report worth a call of its own. A decoding request reports with each page it asks for;
-#: this is for long prompts, whose pages others may share, and which a preemption would otherwise lose.
+#: Complete pages that justify a call just to report them. A decoding request reports whenever it allocates a page; this
+#: is for long prompts, whose pages other requests may share and which a preemption would otherwise lose.
 REPORT_PAGES = 4
 SOURCE_ID_CHARS = 128
 
 
 @dataclass(slots=True)
 class Advance:
-    """What a step brought: an event for each token that was accepted, in order, and when those tokens came.
+    """The result of a step: one event per accepted token, in order, and the times needed for latency metrics.
 
-    ``first_s`` are seconds from a request's submission to its first token. ``since`` are the times at which the others
-    had the token before; those that were in one step before this have the same.
+    ``first_s`` has the seconds from submission to first token, for requests that got their first token. ``since`` has
+    the time of the previous token for the others; requests that were in the same previous step share that time.
     """
 
     now: float
@@ -66,10 +66,10 @@ class Advance:
 
 
 class Scheduler:
-    """Queues and block tables of one engine. Used by its thread alone; times are seconds of the injected clock.
+    """The queues and block tables of one engine. Used by its thread only; times are seconds of the injected clock.
 
-    A live sequence is in exactly one of ``waiting``, ``running`` (both in order) and ``leaving``; ``live`` has them by
-    key. Of a request's samples each is a sequence, and all of them fail if one does.
+    A live sequence is in exactly one of ``waiting``, ``running`` (both in order) and ``leaving``; ``live`` indexes all
+    of them by key. Each sample of a request is a sequence; if one fails, all of them fail.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.leaving: dict[str, Sequence] = {}  # by source id
-        self._released: dict[str, Sequence] = {}  # by source id to remove; the request goes on under another
-        self._unsure: dict[str, Sequence] = {}  # by source id: may be open, the reply was lost
+        self._released: dict[str, Sequence] = {}  # by source id to remove; the request continues under another
+        self._unsure: dict[str, Sequence] = {}  # by source id: may be open at the source, the reply was lost
         self._settled: list[Sequence] = []
         self._deadlines = Deadlines()
         self._holds = BlockTables()
         self._sent: tuple[list[tuple[Demand, Sequence]], list[str]] = ([], [])
         self.preemptions = 0
-        self.looked_up_tokens = 0  # of prompts at their first admission, and those of them that were cached
+        self.looked_up_tokens = 0  # prompt tokens at first admission, and how many of them were cached
         self.cached_tokens = 0
 
     def __repr__(self) -> str:
@@ -107,17 +107,17 @@ class Scheduler:
 
     @property
     def total_pages(self) -> int:
-        """Pages of the pool, whoever has them."""
+        """Pages in the pool, shared by all engines."""
         return self._admission.total_pages
 
     @property
     def admits_at(self) -> float | None:
-        """When a waiting request may be opened; None when none waits."""
+        """When the next waiting request may be opened; None when none waits."""
         return self._admission.opens_at if self.waiting else None
 
     @property
     def next_deadline(self) -> float:
-        """When the next of the live requests runs out of time; infinite when none does."""
+        """The earliest deadline of a live request; infinite when there is none."""
         return self._deadlines.next_at
 
     # --- requests come and go -----------------------------------------------------------------------------------
@@ -147,12 +147,12 @@ class Scheduler:
         return first
 
     def samples(self, request_id: str) -> list[Sequence]:
-        """The live sequences of a request."""
+        """Returns the live sequences of a request."""
         keys = (key_of(request_id, sample) for sample in range(MAX_SAMPLES))
         return [self.live[key] for key in keys if key in self.live]
 
     def finish(self, sequence: Sequence, outcome: Outcome) -> None:
-        """End a request, whatever it was doing: the one way out. Ending it twice changes nothing."""
+        """End a sequence in any state. Every sequence ends here. Idempotent."""
         if sequence.state is State.FINISHED:
             return
         if all(other.state is State.FINISHED for other in sequence.family if other is not sequence):
@@ -167,7 +167,7 @@ class Scheduler:
         sequence.state, sequence.outcome, sequence.finished_at = State.FINISHED, outcome, self._clock()
         self._leave(sequence)
         owed = [source_id for source_id, one in self._released.items() if one is sequence]
-        if owed and not sequence.source_id:  # its end waits for the removal, as that of any other does
+        if owed and not sequence.source_id:  # like any other, it settles once its removal is confirmed
             sequence.source_id = owed[-1]
             del self._released[sequence.source_id]
         if sequence.source_id:
@@ -179,12 +179,12 @@ class Scheduler:
                 self.finish(other, outcome)
 
     def overdue(self) -> list[Sequence]:
-        """Requests whose time is up; each is told once."""
+        """Returns the live sequences of requests whose deadline has passed; each request is returned once."""
         names = self._deadlines.take(self._clock())
         return [one for name in names for one in self.samples(name) if one.state is not State.FINISHED]
 
     def take_settled(self) -> list[Sequence]:
-        """Requests that ended and hold nothing any more; nothing here knows them from now on."""
+        """Removes and returns the sequences that ended and hold no pages."""
         settled, self._settled = self._settled, []
         return settled
 
@@ -201,13 +201,13 @@ class Scheduler:
     # --- one round ----------------------------------------------------------------------------------------------
 
     def demands(self) -> tuple[list[Demand], list[str]]:
-        """The next exchange; both lists are empty when nobody needs one.
+        """Returns the next exchange: demands, and source ids to remove. Both are empty when no exchange is needed.
 
-        Complete pages are reported along with whatever is sent anyway. What is let go of is removed before any demand
-        is served, so a request that ends with complete pages to report is removed one exchange later.
+        Complete pages are reported with any exchange that is sent anyway. The source handles removals before demands,
+        so a request that ends with unreported complete pages is removed one exchange later.
 
-        A waiting request that the source may have opened, because the reply was lost, is asked for again or removed:
-        otherwise it could keep the pages that requests ahead of it wait for.
+        If a reply was lost, the source may have opened a waiting request. Such an opening is repeated or removed:
+        otherwise it could hold pages that requests ahead of it wait for.
         """
         removed, urgent, along, returning = list[str](), [], [], []
         size, held_back = self._page_size, list[Sequence]()
@@ -220,7 +220,7 @@ class Scheduler:
                 self._admission.open()
         for sequence in self.running:
             if (sequence.shares_tail or sequence.forks) and sequence.held:
-                # What its forks are to find is told before them; it asks for room of its own behind them.
+                # Report the pages that its forks share before the forks; its own growth comes after them.
                 urgent.append((self._demand(sequence, 0), sequence))
                 held_back.append(sequence)
                 continue
@@ -228,7 +228,7 @@ class Scheduler:
             unreported = sequence.num_computed_tokens // size - reported // size
             if unreported:
                 in_prompt = reported < len(sequence.request.prompt)
-                # Once it decodes a growth comes before, and tells them.
+                # While it decodes, a growth normally comes first and reports them.
                 worth_a_call = unreported >= (REPORT_PAGES if in_prompt else 2 * GROWTH_PAGES)
             if worth_a_call or len(sequence.tokens) >= len(sequence.pages) * size:
                 pages = self._admission.growth(sequence)
@@ -239,7 +239,7 @@ class Scheduler:
                 along.append(sequence)
         forks, openings = self._joining(returning) if self.waiting else ([], [])
         for sequence in held_back:
-            if sequence.held:  # by those forks that are on their way
+            if sequence.held:  # by the forks in this exchange
                 sequence.shares_tail = True
                 forks.append((self._demand(sequence, self._admission.growth(sequence)), sequence))
         self._release_unsure({demand.sequence_id for demand, _ in (*forks, *openings)})
@@ -251,7 +251,7 @@ class Scheduler:
         return [demand for demand, _ in demands], removed
 
     def _joining(self, returning: Items[Items[int]]) -> tuple[list[tuple[Demand, Sequence]], ...]:
-        """Demands of forks, and of others that wait, that may be opened now, ``returning`` tables given back."""
+        """Returns the demands of forks and of other waiting requests to open now, once ``returning`` is released."""
         held = self._holds.without(returning)
         forks, own = self._forks(held)
         free = (sequence for sequence in self.waiting if sequence.leader is None)
@@ -259,18 +259,18 @@ class Scheduler:
         return forks, [self._opening(sequence) for sequence in self._admission.candidates(free, opened, held + own)]
 
     def _release_unsure(self, asked: set[str]) -> None:
-        """Give up the openings without a reply that this exchange does not ask for again."""
+        """Remove the unanswered openings that this exchange does not repeat."""
         for source_id, sequence in self._unsure.items():
             if sequence.state is State.WAITING and sequence.source_id == source_id and source_id not in asked:
                 self._release(sequence)
         self._unsure.clear()
 
     def schedule(self) -> tuple[Chunk, ...]:
-        """The next step."""
+        """Returns the chunks of the next step."""
         return share_out(self.running, self._max_step_tokens, self._page_size)
 
     def apply(self, step: Items[Chunk], results: Items[Result]) -> Advance:
-        """Commit a step that has synchronised; ``results[i]`` is what chunk i sampled, or the error that ends it."""
+        """Commit a synchronized step; ``results[i]`` is what chunk i sampled, or the error that ends its request."""
         advance, running = Advance(self._clock()), State.RUNNING
         for chunk, result in zip(step, results, strict=True):
             sequence = chunk.sequence
@@ -284,7 +284,7 @@ class Scheduler:
                 sequence.prompt_logprobs.extend(result.prompt)
                 takers = [sequence, *sequence.forks][: len(result.drawn)]
                 for taker, draw in zip(takers, result.drawn, strict=True):
-                    if taker.state is not State.FINISHED:  # with one before it, by an error
+                    if taker.state is not State.FINISHED:  # an earlier sample may have failed the family
                         self._accept(taker, draw, advance)
             elif result is not None:
                 self._accept(sequence, result, advance)
@@ -301,7 +301,7 @@ class Scheduler:
             self.finish(sequence, Outcome(error=draw))
             return
         leader, before, now = sequence.leader, sequence.last_token_at, advance.now
-        if leader is not None:  # the prompt is computed, for this one as well
+        if leader is not None:  # the prompt is computed for this fork too
             self.waiting.remove(sequence)
             sequence.admitted_at, sequence.cached_tokens = leader.admitted_at, len(sequence.request.prompt)
             self.looked_up_tokens += sequence.cached_tokens
@@ -326,7 +326,7 @@ class Scheduler:
             self.finish(sequence, outcome)
 
     def granted(self, grants: Items[Grant]) -> list[PageCopy]:
-        """Take the answer to the last ``demands()``. Returns the copies to be made before the next step."""
+        """Apply the grants of the last ``demands()``. Returns the page copies to make before the next step."""
         copies: list[PageCopy] = []
         (demands, removed), self._sent = self._sent, ([], [])
         for source_id in removed:
@@ -337,27 +337,27 @@ class Scheduler:
         short, opened, refused = False, list[Sequence](), list[Sequence]()
         for (demand, sequence), grant in zip(demands, grants, strict=True):
             if sequence.source_id != demand.sequence_id:
-                continue  # an answer further up has put it back to waiting
+                continue  # an earlier grant of this exchange requeued it
             if grant.error is None:
                 copies += self._take(sequence, demand, grant)
                 if demand.opening is not None or demand.parent:
                     opened.append(sequence)
             elif sequence.state is State.WAITING and grant.error.code == "RESOURCE_EXHAUSTED":
-                if sequence.leader is not None:  # refused as a fork, it opens as any other
+                if sequence.leader is not None:  # refused as a fork: open it separately
                     self._go_alone(sequence)
-                refused.append(sequence)  # pages, quota, sequences: what is short now may be there later
+                refused.append(sequence)  # short of pages, quota or sequences; retry later
             else:
                 short |= self._refused(sequence, demand, grant.error)
         self._admission.answered(opened, refused)
-        # Pages on their way back may be enough; else the last in order makes room, and only if the first itself is the
-        # last one running does it step back, since others than us hold what it needs.
+        # Pages about to be released may suffice. Otherwise preempt the last in order. The first request is preempted
+        # only if it is the only one running: then other engines hold the pages it needs.
         if short and self.running and not self.leaving and not self._released:
             self._preempt(self.running[-1])
         return copies
 
     def unanswered(self) -> None:
-        """The last exchange got no reply and may have been served. The next one repeats its removals, reports and
-        growths, and the openings that are still wanted; the other openings it removes.
+        """The last exchange got no reply, but may have been served. The next one repeats its removals, reports,
+        growths and still wanted openings, and removes its other openings.
         """
         (demands, _), self._sent = self._sent, ([], [])
         self._unsure = {
@@ -365,7 +365,7 @@ class Scheduler:
         }
 
     def lost_pages(self, total_pages: int | None = None) -> None:
-        """Every page is lost with its session: all that ran waits again, tokens kept, and what ended is settled."""
+        """The session is lost with all pages: requeue running requests with their tokens, and settle leaving ones."""
         self._sent = ([], [])
         self._released.clear()
         self._unsure.clear()
@@ -393,9 +393,9 @@ class Scheduler:
     # --- pages --------------------------------------------------------------------------------------------------
 
     def _forks(self, held: int) -> tuple[list[tuple[Demand, Sequence]], int]:
-        """Demands of those whose prompt is computed, and how many pages of their own they take; ``held`` stay with live
-        requests. Who cannot be opened now will be on its own: the leader goes on and is no longer what it was. So will
-        whoever would take the place of one that waits and comes before it.
+        """Returns the demands that fork computed prompts, and how many private pages they take; live requests keep
+        ``held`` pages. A fork that cannot be opened now is opened separately later, because the leader moves on and its
+        pages no longer match the fork. So is a fork that would take the slot of a waiting request that precedes it.
         """
         demands, own, opened = list[tuple[Demand, Sequence]](), 0, list(self.running)
         leaders = [one for one in (*self.running, *self.leaving.values()) if one.forks and one.num_generated_tokens]
@@ -414,13 +414,13 @@ class Scheduler:
         return demands, own
 
     def _go_alone(self, sequence: Sequence) -> None:
-        """Have a sequence share nobody's pages; a fork of it that was asked for may have been made."""
+        """Detach a fork from its leader, and release its source id: the source may have created the fork."""
         self._leave(sequence)
         if sequence.source_id:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Have its source id removed in the next exchange; the request goes on without it."""
+        """Remove its source id in the next exchange; the request continues without one."""
         self._released[sequence.source_id] = sequence
         sequence.source_id = ""
 
@@ -465,7 +465,7 @@ class Scheduler:
         if demand.total_pages * self._page_size > reported:
             sequence.shares_tail = False
         if sequence.state is State.FINISHED:
-            return []  # with another sample of its request
+            return []  # another sample failed its request
         if demand.opening is not None:
             self._admit(sequence, grant.cached_tokens)
         elif demand.parent:
@@ -485,15 +485,15 @@ class Scheduler:
             self.cached_tokens += cached_tokens
 
     def _refused(self, sequence: Sequence, demand: Demand, error: ServiceError) -> bool:
-        """Take an item's error; returns whether a running request is short of pages."""
-        if sequence.leader is not None:  # refused as a fork, it opens as any other
+        """Handle a grant's error. Returns whether a running request is short of pages."""
+        if sequence.leader is not None:  # refused as a fork: open it separately
             self._go_alone(sequence)
         if sequence.state is State.FINISHED:
             sequence.num_reported_tokens = sequence.num_computed_tokens  # not worth another exchange
         elif error.code == "RESOURCE_EXHAUSTED":
             if demand.total_pages <= self._admission.pages_for(sequence.resident_target):
                 return True
-            self._admission.close()  # it asked ahead of need: next it asks for what it needs
+            self._admission.close()  # the refused demand was ahead of need; the next one is not
         elif isinstance(error, SequenceUnknown | SequenceRemoved):
             log.warning("sequence_lost", request_id=sequence.id, source_id=sequence.source_id, reason=error.reason)
             self._requeue(sequence)
@@ -505,7 +505,7 @@ class Scheduler:
         return False
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Give a running request's pages up. Its complete ones stay cached, for it to find again if they last."""
+        """Release a running request's pages. Reported complete pages stay cached and can be hit until evicted."""
         log.info("preempted", request_id=sequence.id, tokens=sequence.num_tokens, pages=len(sequence.pages))
         self.preemptions += 1
         sequence.preemptions += 1
@@ -525,5 +525,5 @@ class Scheduler:
 
 
 def _precedes(sequence: Sequence, other: Sequence) -> bool:
-    """Whether the other comes before it."""
+    """Whether ``other`` comes before ``sequence``."""
     return other.order < sequence.order

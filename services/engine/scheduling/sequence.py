@@ -1,4 +1,4 @@
-"""One request on its way through the engine: its tokens, its pages, and how far the one has got into the other."""
+"""A request in the engine: its tokens, its pages, and how many of its tokens are computed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from services.common.errors import ServiceError
 from services.engine.pages.source import Retention
 from services.engine.sampling.result import Choice
 
-#: Samples of one prompt that a request may ask for.
+#: Most samples of one prompt per request.
 MAX_SAMPLES = 16
 
 
 class State(enum.Enum):
-    """WAITING -> RUNNING -> FINISHED; back to WAITING when the pages are lost or given up for a request before it."""
+    """WAITING -> RUNNING -> FINISHED; back to WAITING when its pages are lost or it is preempted."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -36,7 +36,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended: a reason, with the stop that matched, or an error."""
+    """How a request ended: a reason, with the stop token or string that matched, or an error."""
 
     reason: FinishReason | None = None
     stop_token_id: int | None = None
@@ -45,24 +45,25 @@ class Outcome:
 
 
 class Text(Protocol):
-    """Turns one request's tokens into text, holding back what may become a stop string."""
+    """Detokenizes one request, holding back text that may become a stop string."""
 
     @property
     def stopped(self) -> str | None:
         """The stop string that ended the text."""
 
     def push(self, token: int) -> str:
-        """Take one token; return the text that is sure to stand."""
+        """Take one token. Returns the text that is final."""
 
     def finish(self) -> str:
-        """Return what was held back; that may turn out to end in a stop string."""
+        """Returns the text held back, which may turn out to end in a stop string."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When a request ends, but for stop strings, which its text knows. No ``eos_token_ids``: it is to be ignored.
+    """The stop conditions of a request, except stop strings, which its `Text` has. Empty ``eos_token_ids`` ignore the
+    end of sequence.
 
-    ``min_tokens`` come before an end-of-sequence token or a stop token, which does not count as one of them.
+    At least ``min_tokens`` tokens precede an end-of-sequence or stop token, which is not counted.
     """
 
     max_tokens: int
@@ -71,7 +72,7 @@ class Stopping:
     stop_token_ids: frozenset[int] = frozenset()
 
 
-#: A first sample's is the request's id; no other's is any request's.
+#: The request's id for its first sample; for the others a pair, which no request id equals.
 Key: TypeAlias = str | tuple[str, int]
 
 
@@ -82,7 +83,7 @@ def key_of(request_id: str, sample: int) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request took: tokens, and seconds since it was submitted, None for what it never came to."""
+    """What a request used: tokens, and seconds since submission, None for a stage that it did not reach."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -95,10 +96,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for, checked. ``sampling`` is the sampler's and opaque to scheduling.
+    """A validated request. ``sampling`` belongs to the sampler and is opaque to scheduling.
 
-    Times are seconds of the engine's clock; at ``deadline`` the request ends, done or not. ``others`` are further
-    samples of the same prompt, numbered from 1 by ``sample``, with sampling and text of their own and all else alike.
+    Times are seconds of the engine's clock; the request ends at ``deadline``, finished or not. ``others`` are further
+    samples of the same prompt, numbered from 1 by ``sample``. They differ from the first in sampling and text only.
     """
 
     request_id: str
@@ -117,19 +118,19 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's progress. The counters are the truth; everything else is derived from them.
+    """A request's progress. The counters are authoritative; everything else is derived from them.
 
-    ``num_reported_tokens <= num_computed_tokens <= len(tokens)``, and ``num_computed_tokens`` never exceeds what
-    ``pages`` hold. ``pages`` is append-only while a ``source_id`` lasts; 64 bits each, they are laid out for a step at
-    once. A source id is given per admission and never used again; it is empty as long as the page source has not heard
-    of the sequence.
+    ``num_reported_tokens <= num_computed_tokens <= len(tokens)``, and ``num_computed_tokens`` never exceeds the
+    capacity of ``pages``. ``pages``, the block table, is append-only during the life of a ``source_id``, apart from
+    page copies; its 64-bit ids go into a step's block tables in bulk. Each admission uses a new source id, which is
+    never reused; it is empty while the page source does not know the sequence.
 
-    ``order`` never changes: the first by it is admitted first, has the step's budget first, and is preempted last.
+    ``order`` never changes: the first in order is admitted first, gets the step's budget first, and is preempted last.
 
-    Samples of one prompt are a ``family``, which a sequence on its own does not have. The first computes the prompt for
-    all; the others wait as its ``forks``, each with it as ``leader``, until they have their first token, which is drawn
-    when the leader's is, and share its pages. While ``shares_tail`` the page that the next token goes into may be
-    others' as well.
+    The samples of one prompt form a ``family``; a single sample has none. The first sample, the ``leader``, computes
+    the prompt for all. The others wait as its ``forks``: their first tokens are sampled together with the leader's,
+    then they share its pages. While ``shares_tail`` is set, other sequences may hold the page that the next token goes
+    into.
     """
 
     request: Request
@@ -146,8 +147,8 @@ class Sequence:
     leader: Sequence | None = None
     forks: list[Sequence] = field(default_factory=list)
     shares_tail: bool = False
-    counts: Any = None  # the sampler's, of its tokens
-    prompt_logprobs: list[Choice] = field(default_factory=list)  # of its prompt's tokens from the second on, so far
+    counts: Any = None  # the sampler's token counts
+    prompt_logprobs: list[Choice] = field(default_factory=list)  # so far, from the second prompt token on
     cached_tokens: int = 0
     preemptions: int = 0
     admitted_at: float | None = None
@@ -166,22 +167,22 @@ class Sequence:
 
     @property
     def id(self) -> str:
-        """The request's id."""
+        """The request id."""
         return self.request.request_id
 
     @property
     def order(self) -> tuple[float, int]:
-        """When it came, moved by its priority, in seconds of the engine's clock; among equals, first come."""
+        """The arrival time shifted by priority, in seconds of the engine's clock; ties break by arrival number."""
         return self.virtual_arrival, self.arrival
 
     @property
     def key(self) -> Key:
-        """What tells it from every other live sequence."""
+        """Unique among live sequences."""
         return key_of(self.id, self.request.sample)
 
     @property
     def held(self) -> bool:
-        """Whether nothing may be computed for it until others have taken copies of its last page, or it has."""
+        """Whether its last page is shared: nothing may be computed for it until it or the other holders have a copy."""
         return self.shares_tail or bool(self.forks and self.num_generated_tokens)
 
     @property
@@ -196,17 +197,17 @@ class Sequence:
 
     @property
     def max_resident_tokens(self) -> int:
-        """The most tokens whose K and V it can ever need: the last token's are never computed."""
+        """The most tokens whose K and V it can ever need. K and V of the last token are never computed."""
         return len(self.request.prompt) + self.request.stopping.max_tokens - 1
 
     @property
     def resident_target(self) -> int:
-        """Tokens it must have room for so that neither the step under way nor the next one waits for a page."""
+        """Tokens it must have pages for so that neither the step in flight nor the next one waits for a page."""
         return min(len(self.tokens) + 1, self.max_resident_tokens)
 
     @property
     def usage(self) -> Usage:
-        """What it took so far."""
+        """Its usage so far."""
         since = self.request.submitted_at
         queue_s, first_token_s, total_s = (
             None if at is None else at - since for at in (self.admitted_at, self.first_token_at, self.finished_at)
@@ -222,11 +223,11 @@ class Sequence:
         )
 
     def unreported_pages(self, page_size: int) -> int:
-        """Pages that are complete and that the source does not know to be."""
+        """Returns how many complete pages have not been reported to the source."""
         return self.num_computed_tokens // page_size - self.num_reported_tokens // page_size
 
     def forget_pages(self) -> None:
-        """Go back to having computed nothing. The tokens stay, so the same output comes out again."""
+        """Reset to nothing computed. The tokens stay, so recomputing continues the same output."""
         del self.pages[:]
         self.num_computed_tokens = self.num_reported_tokens = 0
         self.source_id = ""
@@ -234,7 +235,7 @@ class Sequence:
         self.state = State.WAITING
 
     def accept(self, token: int, now: float) -> tuple[str, Outcome | None]:
-        """Take a sampled token. Returns the text it released and, when it ends the request, how."""
+        """Append a sampled token. Returns the text that it releases, and the outcome when it ends the request."""
         tokens, request = self.tokens, self.request
         tokens.append(token)
         if self.first_token_at is None:
@@ -252,7 +253,7 @@ class Sequence:
             outcome = Outcome(FinishReason.LENGTH)
         if outcome is not None:
             released += text.finish()
-        # A stop string comes before whatever else ended the request at its last token.
+        # A stop string takes precedence over any other reason to end at this token.
         if text.stopped is not None:
             outcome = Outcome(FinishReason.STOP, stop_text=text.stopped)
         return released, outcome

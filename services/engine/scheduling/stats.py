@@ -1,4 +1,4 @@
-"""What the engine observes of its requests and steps, as distributions. Times in seconds."""
+"""Histograms of the engine's requests and steps. Times in seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.common.histogram import Histogram
 from services.engine.scheduling.sequence import Usage
 
 TOKENS = tuple(float(2**power) for power in range(18))
-#: Of requests: from a hit on a small model to a queue of minutes.
+#: Buckets for requests: from a prefix cache hit on a small model to minutes of queueing.
 FIRST_TOKEN_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -21,7 +21,7 @@ REQUEST_S = (
     *(0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-#: Of steps: scheduling and waiting for pages take microseconds, computing what the model takes.
+#: Buckets for steps: scheduling and waiting for pages take microseconds; compute time depends on the model.
 STEP_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0),
@@ -48,10 +48,10 @@ class Snapshot:
 
 
 class EngineStats:
-    """Written by the engine's thread alone; any may look.
+    """Written by the engine's thread only; any thread may read.
 
-    ``schedule``, ``compute`` and ``page_wait`` are the parts of each step; ``exchange_wait`` has every wait for an
-    exchange, those of rounds without a step too.
+    ``schedule``, ``compute`` and ``page_wait`` split each step's time. ``exchange_wait`` covers every wait for an
+    exchange, including rounds without a step.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class EngineStats:
         self.step_tokens = Histogram(TOKENS)
 
     def step(self, requests: int, tokens: int, schedule_s: float, compute_s: float, page_wait_s: float) -> None:
-        """A step is over."""
+        """Record a step."""
         self.step_requests.observe(requests)
         self.step_tokens.observe(tokens)
         self.schedule.observe(schedule_s)
@@ -77,7 +77,7 @@ class EngineStats:
         self.page_wait.observe(page_wait_s)
 
     def ended(self, usage: Usage) -> None:
-        """A request is over, however it ended."""
+        """Record a request that ended, with or without an error."""
         self.prompt_tokens.observe(usage.prompt_tokens)
         self.generated_tokens.observe(usage.completion_tokens)
         if usage.queue_s is not None:

@@ -1,4 +1,4 @@
-"""A step: which tokens of which requests are computed together, and how its budget of tokens is shared."""
+"""Composes a step: which tokens of which requests are computed together within the token budget."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from services.engine.scheduling.sequence import Sequence
 
 @dataclass(slots=True)
 class Chunk:
-    """``count`` tokens of a sequence from ``start`` on; ``samples`` when they are its last and the next is wanted.
+    """``count`` tokens of a sequence from position ``start`` on. ``samples`` is set when they are the sequence's last
+    tokens and the next one is to be sampled.
 
-    Not frozen, as a row's records are not: to make one takes a quarter of the time.
+    Not frozen: a mutable dataclass takes a quarter of the time to create.
     """
 
     sequence: Sequence
@@ -22,10 +23,11 @@ class Chunk:
 
 
 def share_out(running: Iterable[Sequence], budget: int, page_size: int) -> tuple[Chunk, ...]:
-    """A step of at most ``budget`` tokens for those of ``running``, which are in order, that have pages to compute in.
+    """Returns the chunks of a step: at most ``budget`` tokens of ``running``, in order, for requests with room in their
+    pages.
 
-    No prefill stalls a decoding request, nor the reverse: each that lacks one token has it, and the others share what
-    is left. A budget that is not larger than the batch may leave some without a token: the last of those that decode.
+    Prefill does not stall decode, nor decode prefill: each decoding request gets its one token, and prefills share the
+    rest. If the budget is not larger than the batch, the last decoding requests may get no token.
     """
     chunks, decoding, wanted = list[Chunk](), 0, 0
     for sequence in running:
@@ -48,7 +50,7 @@ def share_out(running: Iterable[Sequence], budget: int, page_size: int) -> tuple
 
 
 def _cut(chunks: list[Chunk], budget: int, decoding: int) -> list[Chunk]:
-    """Share out a budget that is less than the chunks want; ``decoding`` of them are of one that lacks one token."""
+    """Split a budget that is smaller than what the chunks need; ``decoding`` of them are decoding requests."""
     prefills = max(1, budget - decoding) if decoding < len(chunks) else 0
     decodes = budget - prefills
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""The requests that wait to run, in their order: as they came, moved by their priority."""
+"""The queue of waiting requests, ordered by arrival and priority."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from services.engine.scheduling.sequence import Sequence
 
 
 class WaitingQueue:
-    """Knows how many tokens wait, which a request's computation begins with: its prompt, and what it generated before
-    it lost its pages. A sequence gains no tokens while it is in here.
+    """Waiting sequences by `Sequence.order`. ``tokens`` is the total they have to compute: their prompts, and what they
+    generated before they lost their pages. A sequence gains no tokens while it waits.
     """
 
     def __init__(self) -> None:
@@ -25,17 +25,17 @@ class WaitingQueue:
         return iter(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence where it belongs."""
+        """Insert a sequence in order."""
         bisect.insort(self._sequences, sequence, key=_order)
         self.tokens += sequence.num_tokens
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out that is in here."""
+        """Remove a sequence, which must be in the queue."""
         del self._sequences[bisect.bisect_left(self._sequences, sequence.order, key=_order)]
         self.tokens -= sequence.num_tokens
 
     def tokens_behind(self, count: int) -> int:
-        """Tokens of all but the first ``count``."""
+        """Returns the tokens of all sequences but the first ``count``."""
         return self.tokens - sum(sequence.num_tokens for sequence in islice(self._sequences, count))
 
 

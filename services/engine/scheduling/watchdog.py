@@ -1,4 +1,4 @@
-"""Whether the engine stands still: requests run or wait, and no step is computed for them."""
+"""Detects stalls: requests run or wait, and no step completes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from services.engine.scheduling.scheduler import Scheduler
 
 log = structlog.get_logger()
 
-#: Seconds without a step that count as a stall. More than a daemon's restart takes, a lost lease of the default length
-#: (10 s) included, and far more than a step; less than the default patience (60 s), after which requests fail because
-#: the daemon is silent.
+#: Seconds without a step that count as a stall. Longer than a daemon restart including a lost lease of the default
+#: length (10 s), and much longer than a step; shorter than the default patience (60 s), after which requests fail
+#: because the daemon does not answer.
 STALL_S = 30.0
 
 
 class Watchdog:
-    """Measures how long no step has ended while requests run or wait, and logs when that is long and when it is over.
+    """Measures the time since the last step while requests run or wait, and logs the start and end of each stall.
 
     Times are seconds of ``clock``. The engine's thread calls ``look`` at the end of each round; any thread may read
     ``stalled_s``.
@@ -26,18 +26,18 @@ class Watchdog:
     def __init__(self, clock: Callable[[], float], stall_s: float = STALL_S) -> None:
         self._clock = clock
         self._stall_s = stall_s
-        self._since: float | None = None  # the last step, or when requests came after there were none
+        self._since: float | None = None  # the last step, or the end of idleness
         self._logged = False
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the last step, or since requests came after there were none; 0 while none run or wait."""
+        """Seconds since the last step, or since the engine was last idle; 0 while no request runs or waits."""
         since = self._since
         return 0.0 if since is None else max(0.0, self._clock() - since)
 
     def look(self, scheduler: Scheduler, *, stepped: bool = False, silent_s: float = 0.0) -> None:
-        """Note the state. ``stepped`` says that a step has ended since the last look; ``silent_s`` is for how many
-        seconds the page source has not answered, 0 when it has.
+        """Check for a stall. ``stepped``: a step has ended since the last call. ``silent_s``: seconds for which the
+        page source has not answered, 0 when it answers.
         """
         head = next(iter(scheduler.waiting), None) or next(iter(scheduler.running), None)
         stalled_s = self.stalled_s

@@ -73,7 +73,12 @@ def test_what_is_asked_of_the_cache() -> None:
         (retention(86400.5), {}, ".ttl", "at most 86400 s"),
         (retention(1, priority=0), {}, ".priority", "^cache_retention.priority is 0; it must be 1 to 100"),
         (retention(1, priority=101), {}, ".priority", "^cache_retention.priority is 101; it must be 1 to 100"),
-        (retention(1), {"sampling": pb.Sampling(prompt_logprobs=0)}, "", "nobody finds the pages of such a request"),
+        (
+            retention(1),
+            {"sampling": pb.Sampling(prompt_logprobs=0)},
+            "",
+            "the pages of such a request are not reusable",
+        ),
         (retention(1), {"retains": False}, "", "cache_retention needs a KV-cache daemon"),
     ],
 )
@@ -153,9 +158,9 @@ class Untouched:
 
 def test_what_is_too_long_is_refused_by_its_length() -> None:
     ids: Any = SimpleNamespace(WhichOneof=lambda name: "tokens", tokens=SimpleNamespace(ids=Untouched(5_000_000)))
-    with pytest.raises(PromptTooLong, match="the prompt has 5000000 tokens and the context"):
+    with pytest.raises(PromptTooLong, match="the prompt has 5000000 tokens; the context"):
         asyncio.run(_prompt(ids, CONFIG, TOKENIZER, CHAT))
-    with pytest.raises(FieldInvalid, match="logit_bias has 1000000 tokens; it may have 1024"):
+    with pytest.raises(FieldInvalid, match="logit_bias has 1000000 tokens; at most 1024"):
         validate(None, None, None, None, None, CONFIG, logit_bias=Untouched(1_000_000))  # type: ignore[arg-type]
     # ... and the message's own map is what is asked.
     sampling = pb.Sampling(logit_bias=dict.fromkeys(range(1025), 1.0))

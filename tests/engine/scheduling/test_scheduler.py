@@ -290,7 +290,7 @@ def test_a_request_of_several_samples_is_not_counted_among_those_that_wait() -> 
     with pytest.raises(QueueFull) as caught:
         scheduler.submit(make_request("family", n=2))
     assert caught.value.message == "the queue has no room for 2 samples: 2 requests are waiting, and at most 3 can"
-    with pytest.raises(FieldInvalid, match=r"^n is 6; at most 5 requests can run or wait here$"):
+    with pytest.raises(FieldInvalid, match=r"^n is 6; at most 5 requests can run or wait$"):
         scheduler.submit(make_request("family", n=6))
 
 
