@@ -1,1 +1,1 @@
-"""From the engine's thread to readers: streams, submitted generations, throttling."""
+"""Delivers events from the engine's thread to readers: streams, submitted generations, throttling."""

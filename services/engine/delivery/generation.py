@@ -1,4 +1,4 @@
-"""One submitted request: everything its samples have said so far, for any number of watchers from any token on."""
+"""A submitted request: all output of its samples, for any number of watchers, each starting at any token."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from services.engine.delivery.streams import News
 from services.engine.delivery.throttle import Bell, Throttle
 from services.engine.scheduling.event import Event
 
-#: What a generation without output counts for, in bytes: its objects, and its entries in the registry.
+#: Bytes accounted for a generation without output: its objects, and its entries in the registry.
 OVERHEAD_BYTES = 2048
-#: What each of its samples but the first counts for besides.
+#: Bytes accounted for each further sample.
 SAMPLE_BYTES = 1024
-#: Watchers at a time, each of which is an open call.
+#: Most concurrent watchers of a generation, each an open call.
 MAX_WATCHES = 64
-#: Tokens that a watcher is handed at a time at most, so that no replay makes a message too large.
+#: Most tokens in one message to a watcher, so that a replay stays within the message size limit.
 REPLAY_TOKENS = 4096
 
 
 class GenerationState(enum.Enum):
-    """QUEUED -> RUNNING -> DONE or FAILED. A cancelled one is DONE: its outcomes say so."""
+    """QUEUED -> RUNNING -> DONE or FAILED. A cancelled generation is DONE; its outcomes have the reason."""
 
     QUEUED = enum.auto()
     RUNNING = enum.auto()
@@ -36,10 +36,9 @@ class GenerationState(enum.Enum):
 
 
 class Generation:
-    """Owned by the asyncio loop. ``fingerprint`` tells what was asked, so that asking again can be recognised.
-
-    ``outputs`` are its samples', in their order, of which there is one at least; ``seed`` is the first one's. It is
-    over when each of them has ended.
+    """Owned by the asyncio loop. ``fingerprint`` is a hash of the request: it makes a repeated submission idempotent.
+    ``outputs`` has one entry per sample, in order, at least one; ``seed`` is the first sample's. The generation is over
+    when every sample has ended.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Generation:
         self.retention_s = retention_s
         self.outputs = tuple(Output() for _ in range(samples))
         self.forgotten = False
-        self._on_change = on_change  # is told by how many bytes it grew
+        self._on_change = on_change  # called with the bytes it grew by
         self._answered = asyncio.Event()
         self._watches: set[Watch] = set()
 
@@ -67,12 +66,12 @@ class Generation:
 
     @property
     def samples(self) -> int:
-        """How many it has."""
+        """The number of samples."""
         return len(self.outputs)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, of all samples."""
+        """Tokens generated so far, over all samples."""
         return sum(output.num_tokens for output in self.outputs)
 
     @property
@@ -82,7 +81,7 @@ class Generation:
 
     @property
     def error(self) -> ServiceError | None:
-        """What it failed with, once it is over; the first of the samples' errors."""
+        """The error it failed with, once it is over: the first of its samples' errors."""
         if not self.over:
             return None
         errors = (output.outcome.error for output in self.outputs if output.outcome is not None)
@@ -90,7 +89,7 @@ class Generation:
 
     @property
     def state(self) -> GenerationState:
-        """How far it is."""
+        """Its current state."""
         if self.over:
             return GenerationState.DONE if self.error is None else GenerationState.FAILED
         usages = (output.usage for output in self.outputs)
@@ -99,23 +98,23 @@ class Generation:
 
     @property
     def refusal(self) -> ServiceError | None:
-        """Why it was never queued."""
+        """The error it was rejected with before it was queued, if any."""
         first = self.outputs[0]
         return first.outcome.error if first.outcome is not None and first.usage is None else None
 
     @property
     def size(self) -> int:
-        """Bytes it counts for."""
+        """Bytes accounted for it."""
         return OVERHEAD_BYTES + SAMPLE_BYTES * (self.samples - 1) + sum(output.size for output in self.outputs)
 
     def push(self, event: Event) -> None:
-        """Take the next event."""
+        """Apply the next event."""
         grown, said, first = 0, range(self.samples), False
-        if event.outcome is None and event.sequence is not None:  # it is queued, all of it
+        if event.outcome is None and event.sequence is not None:  # all samples are queued
             for sequence in event.sequence.family or (event.sequence,):
                 self.outputs[sequence.request.sample].queued(sequence)
             said = range(0)
-        elif event.sequence is None and event.outcome is not None:  # it is refused, all of it
+        elif event.sequence is None and event.outcome is not None:  # all samples are refused
             for output in self.outputs:
                 output.push(event)
         else:
@@ -129,10 +128,10 @@ class Generation:
         self._wake(said, first)
 
     async def accepted(self) -> None:
-        """Wait until it is queued. Raises what it was refused with."""
+        """Wait until it is queued. Raises the error it was refused with."""
         await self._answered.wait()
         if self.refusal is not None:
-            raise copy(self.refusal)  # each caller has its own, to name the field at fault in
+            raise copy(self.refusal)  # callers prefix the error's field, so each needs its own copy
 
     @contextmanager
     def watch(
@@ -142,11 +141,11 @@ class Generation:
         without_samples: Items[int] = (),
         throttle: Throttle | None = None,
     ) -> Iterator[Watch]:
-        """Read it while the context lasts, from a token on: its one sample from ``from_token``, or each of several from
-        its own of ``from_tokens``, and those behind its end from their beginning; ``without_samples`` not at all. What
-        there is comes at once, what is new at the ``throttle``.
+        """Watch the generation while the context lasts. A single sample starts at ``from_token``; of several, sample i
+        starts at ``from_tokens[i]``, and samples past the end of that list start at 0. ``without_samples`` are skipped.
+        Existing output is sent at once, new output as the ``throttle`` allows.
 
-        Raises FieldInvalid when it has fewer tokens or samples, or none is left to read, and TooManyWatchers.
+        Raises FieldInvalid for a token or sample that does not exist, and when no sample is left; and TooManyWatchers.
         """
         starts = self._starts(from_token, from_tokens)
         self._check_without(without_samples)
@@ -161,16 +160,16 @@ class Generation:
 
     def _starts(self, from_token: int, from_tokens: Items[int]) -> list[int]:
         if from_token and from_tokens:
-            raise FieldInvalid(f"from_token is {from_token}, and from_tokens is given, too", field="from_tokens")
+            raise FieldInvalid(f"from_token is {from_token}; from_tokens cannot be set as well", field="from_tokens")
         if from_token and self.samples > 1:
             raise FieldInvalid(
-                f"from_token is {from_token} and there are {self.samples} samples; from_tokens says it of each",
+                f"from_token is {from_token}; with {self.samples} samples, use from_tokens",
                 field="from_token",
                 limit=0,
             )
         if len(from_tokens) > self.samples:
             raise FieldInvalid(
-                f"from_tokens has {len(from_tokens)} entries; it may have one for each sample, {self.samples}",
+                f"from_tokens has {len(from_tokens)} entries; at most one for each sample, {self.samples}",
                 field="from_tokens",
                 limit=self.samples,
             )
@@ -180,7 +179,7 @@ class Generation:
             if start > output.num_tokens:
                 name = f"from_tokens[{at}]" if from_tokens else "from_token"
                 raise FieldInvalid(
-                    f"{name} is {start} and there are {output.num_tokens} tokens so far",
+                    f"{name} is {start}; there are {output.num_tokens} tokens so far",
                     field=name,
                     limit=output.num_tokens,
                 )
@@ -189,7 +188,7 @@ class Generation:
     def _check_without(self, without_samples: Items[int]) -> None:
         if len(without_samples) > self.samples:
             raise FieldInvalid(
-                f"without_samples has {len(without_samples)} entries; it may have one for each sample, {self.samples}",
+                f"without_samples has {len(without_samples)} entries; at most one for each sample, {self.samples}",
                 field="without_samples",
                 limit=self.samples,
             )
@@ -204,7 +203,7 @@ class Generation:
             raise FieldInvalid("without_samples leaves no sample to watch", field="without_samples")
 
     def forget(self) -> None:
-        """Let its output go, whoever is reading it."""
+        """Drop its output. Watchers that have not read all of it get RequestUnknown."""
         self.forgotten = True
         for output in self.outputs:
             output.forget()
@@ -217,9 +216,9 @@ class Generation:
 
 
 class Watch:
-    """One reader's place in each sample of a generation. It holds no output, so one that stops reading costs nothing.
+    """One reader's position in each sample of a generation. It buffers no output, so a stalled reader costs no memory.
 
-    Samples with news have their turns one after another; none has another before those that waited meanwhile.
+    Samples with news are read round-robin.
     """
 
     def __init__(
@@ -227,19 +226,19 @@ class Watch:
     ) -> None:
         self._generation = generation
         self._at = array("I", starts)
-        self._turns = [at for at in range(generation.samples) if at not in without]  # whose end was not told
+        self._turns = [at for at in range(generation.samples) if at not in without]  # still to be read
         self._changed = asyncio.Event()
-        # Each sample has turns of its own: a turn is one message, but for what there is at first.
+        # Each sample has its own turns in the throttle. A turn is one message, except for the initial replay.
         self._bells = [Bell(self._changed.set, throttle, sounded=True) for _ in starts]
 
     def wake(self, sample: int, at_once: bool) -> None:
-        """There is something new of a sample; ``at_once`` when it is the first or the last that comes of it."""
+        """Signal news of a sample; ``at_once`` for its first token or its outcome."""
         if sample in self._turns:
             self._bells[sample].ring(at_once)
 
     async def next(self) -> News:
-        """Wait for news and take them: the next tokens of a sample, or how it ended, or both. Not to be called again
-        after those that say that it is over.
+        """Wait for news and return it: a sample's next tokens, its outcome, or both. Do not call it again after news
+        with ``over``.
 
         Raises RequestUnknown when the generation was forgotten before all of it was read.
         """
@@ -251,7 +250,7 @@ class Watch:
         if generation.forgotten and at < end:
             whose = f" of sample {sample}" if generation.samples > 1 else ""
             raise RequestUnknown(
-                f"{generation.request_id!r} was forgotten while token {at} of {output.num_tokens}{whose} was read",
+                f"{generation.request_id!r} was deleted or expired at token {at} of {output.num_tokens}{whose}",
                 field="request_id",
             )
         self._at[sample] = end

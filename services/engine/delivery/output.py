@@ -1,4 +1,4 @@
-"""What one sample of a submitted request has said so far, and what came with each token."""
+"""The output of one sample of a submitted request so far, by token."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from services.engine.sampling.result import Choice
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.sequence import Outcome, Sequence, Usage
 
-#: What a token's log probability counts for, in bytes, and each of the likeliest tokens told with it.
+#: Bytes accounted for a token's log probability, and for each of the top tokens returned with it.
 CHOICE_BYTES, TOP_BYTES = 160, 120
 
 
 class Output:
     """Owned by the asyncio loop.
 
-    Text comes with the token that released it: the text of the tokens from the k-th on begins where the text that came
-    with those before it ends, so that what a reader saw and a replay from there on are the whole, wherever it stopped.
+    Text belongs to the token that released it. The text of tokens k and later starts where the text of the tokens
+    before k ends, so a reader can resume at any token without a gap or a repetition.
     """
 
     def __init__(self) -> None:
@@ -24,34 +24,36 @@ class Output:
         self.outcome: Outcome | None = None
         self._token_ids = array("I")
         self._text = bytearray()  # UTF-8
-        self._ends = array("I")  # where the text that came with each token ends, in bytes
-        self._logprobs: list[Choice] = []  # of each token, if they were asked for
+        self._ends = array("I")  # the byte offset where each token's text ends
+        self._logprobs: list[Choice] = []  # one per token, if requested
         self._prompt_logprobs: tuple[Choice, ...] = ()
         self._choice_bytes = 0
-        self._sequence: Sequence | None = None  # while it is live: its prompt is not kept
+        self._sequence: Sequence | None = None  # only while it is live: its prompt is not kept
         self._usage: Usage | None = None
 
     @property
     def usage(self) -> Usage | None:
-        """What it took so far; None before it is queued."""
+        """Its usage so far; None before it is queued."""
         return self._sequence.usage if self._sequence is not None else self._usage
 
     @property
     def size(self) -> int:
-        """Bytes that what it said counts for."""
+        """Bytes accounted for its output."""
         return len(self._text) + 8 * len(self._token_ids) + self._choice_bytes
 
     @property
     def prompt_logprobs(self) -> tuple[Choice, ...]:
-        """Of the prompt's tokens but the first, once there is a token, if they were asked for and it tells them."""
+        """Log probabilities of the prompt's tokens except the first, if requested; the first sample's output has them,
+        from its first token on.
+        """
         return self._prompt_logprobs
 
     def queued(self, sequence: Sequence) -> None:
-        """Its usage is its sequence's from here on, until it ends."""
+        """Take the usage from ``sequence`` until the sample ends."""
         self._sequence = sequence
 
     def push(self, event: Event) -> None:
-        """Take the next event with text and tokens, or with its end."""
+        """Apply the next event with text and tokens, or with the outcome."""
         if event.token_ids:
             self._token_ids.extend(event.token_ids)
             self._text += event.text.encode()
@@ -66,16 +68,16 @@ class Output:
             self._usage = event.sequence.usage if event.sequence is not None else None
 
     def read(self, start: int, end: int) -> tuple[str, tuple[int, ...]]:
-        """Tokens ``start`` to ``end``, and the text that came with them."""
+        """Returns the text and the ids of tokens ``start`` to ``end``, ``end`` excluded."""
         first = self._ends[start - 1] if start else 0
         last = self._ends[end - 1] if end else 0
         return self._text[first:last].decode(), tuple(self._token_ids[start:end])
 
     def logprobs(self, start: int, end: int) -> tuple[Choice, ...]:
-        """The log probabilities of tokens ``start`` to ``end``; none if they were not asked for."""
+        """Returns the log probabilities of tokens ``start`` to ``end``, ``end`` excluded; none unless requested."""
         return tuple(self._logprobs[start:end])
 
     def forget(self) -> None:
-        """Let what it said go; how much that was, how it ended and what it took stay."""
+        """Drop the output; the token count, outcome and usage stay."""
         self._token_ids, self._text, self._ends = array("I"), bytearray(), array("I")
         self._logprobs, self._prompt_logprobs, self._choice_bytes = [], (), 0

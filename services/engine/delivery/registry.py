@@ -1,4 +1,4 @@
-"""The registry of submitted generations: the live ones, and for a while, within bounds, those that are over."""
+"""The registry of submitted generations: live ones, and finished ones until they expire or are evicted."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from services.engine.scheduling.deadlines import Deadlines
 
 @dataclass(frozen=True, slots=True)
 class RegistryLimits:
-    """What is kept of generations that are over.
+    """Limits on finished generations.
 
-    Each for ``ttl_s`` seconds unless it asked for less, ``count`` of them, and as many as ``memory`` bytes hold beside
-    the live ones; the newest is kept in any case. The oldest go first.
+    Each is kept for ``ttl_s`` seconds, or less if its request says so. At most ``count`` are kept, and at most
+    ``memory`` bytes including live ones. The oldest are evicted first; the newest is always kept.
     """
 
     ttl_s: float = 3600.0
@@ -28,7 +28,7 @@ class RegistryLimits:
 class GenerationRegistry:
     """Generations by id. Owned by the asyncio loop; times are seconds of the injected clock.
 
-    A live one is never forgotten: the engine's queue bounds those. Every call first forgets what has expired.
+    Live ones are never dropped: the engine's queue bounds them. Every call first drops expired ones.
     """
 
     def __init__(self, retention: RegistryLimits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +36,7 @@ class GenerationRegistry:
         self.bytes = 0
         self._clock = clock
         self._known: dict[str, Generation] = {}
-        self._over: OrderedDict[str, float] = OrderedDict()  # when those that are over ended, oldest first
+        self._over: OrderedDict[str, float] = OrderedDict()  # end time of finished ones, oldest first
         self._expiries = Deadlines()
 
     def __len__(self) -> int:
@@ -48,13 +48,13 @@ class GenerationRegistry:
 
     @property
     def retained(self) -> int:
-        """How many that are over are kept."""
+        """The number of finished generations kept."""
         return len(self._over)
 
     def open(
         self, request_id: str, fingerprint: bytes, seed: int, retention_s: float | None = None, samples: int = 1
     ) -> Generation:
-        """Make a generation known, to be kept ``retention_s`` seconds when it is over. Raises RequestExists."""
+        """Register a generation, to be kept for ``retention_s`` seconds after it ends. Raises RequestExists."""
         if request_id in self:
             raise RequestExists(f"a submitted generation has the id {request_id!r}", field="request_id")
         kept_s = self.retention.ttl_s if retention_s is None else min(retention_s, self.retention.ttl_s)
@@ -64,7 +64,7 @@ class GenerationRegistry:
         return generation
 
     def find(self, request_id: str) -> Generation:
-        """Raises RequestUnknown."""
+        """Returns a generation. Raises RequestUnknown."""
         self.expire()
         generation = self._known.get(request_id)
         if generation is None:
@@ -72,33 +72,33 @@ class GenerationRegistry:
         return generation
 
     def again(self, request_id: str, fingerprint: bytes) -> Generation | None:
-        """The generation that was submitted with the same request before, if any. Raises RequestExists when another
-        request was submitted under the id.
+        """Returns the generation that was submitted with this id and the same request, None if the id is unused.
+        Raises RequestExists when the id was used for a different request.
         """
         if request_id not in self:
             return None
         generation = self._known[request_id]
         if generation.fingerprint != fingerprint:
             raise RequestExists(
-                f"the id {request_id!r} was submitted with another request; the same one may be sent again",
+                f"the id {request_id!r} was already used for a different request",
                 field="request_id",
             )
         return generation
 
     def expires_in(self, generation: Generation) -> float | None:
-        """In how many seconds it will be forgotten at the latest; None while it is live."""
+        """Returns the seconds until it expires; None while it is live. It may be evicted earlier."""
         ended_at = self._over.get(generation.request_id)
         return None if ended_at is None else ended_at + generation.retention_s - self._clock()
 
     def delete(self, request_id: str) -> None:
-        """Forget one that is over. Raises RequestUnknown, RequestLive."""
+        """Drop a finished generation. Raises RequestUnknown, RequestLive."""
         generation = self.find(request_id)
         if not generation.over:
             raise RequestLive(f"{request_id!r} is {generation.state.name.lower()}; cancel it first", field="request_id")
         self._forget(request_id)
 
     def purge(self, older_than_s: float) -> int:
-        """Forget those that ended at least so long ago; how many they were."""
+        """Drop the generations that ended at least ``older_than_s`` seconds ago. Returns how many there were."""
         self.expire()
         before = self._clock() - older_than_s
         old = [name for name, ended_at in self._over.items() if ended_at <= before]
@@ -107,13 +107,13 @@ class GenerationRegistry:
         return len(old)
 
     def expire(self) -> None:
-        """Forget those whose time is up."""
+        """Drop expired generations."""
         for name in self._expiries.take(self._clock()):
             self._forget(name)
 
     def _changed(self, generation: Generation, grown: int) -> None:
         self.bytes += grown
-        if generation.refusal is not None:  # as though it had never been submitted
+        if generation.refusal is not None:  # a refused submission leaves no trace
             self._forget(generation.request_id)
         elif generation.over:
             self._over[generation.request_id] = ended_at = self._clock()

@@ -1,4 +1,4 @@
-"""The callers' side of live requests: what each has yet to be told, and which ids were over recently."""
+"""The callers' side of live requests: undelivered events, and the ids of requests that ended recently."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ REMEMBERED_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What was added to a sample since the last look, and, last, how it ended; no ``usage`` of one that was refused.
+    """A sample's output since the last read, and its outcome once it has ended; a refused request has no ``usage``.
 
-    ``logprobs`` are of ``token_ids``, one for each, if they were asked for; ``prompt_logprobs`` come with the first.
-    ``over`` is said with the last news of a request, whichever of its samples they are of.
+    ``logprobs`` has one entry per token id, if requested; ``prompt_logprobs`` comes with the first token. ``over`` is
+    set on a request's last news, whichever sample it belongs to.
     """
 
     text: str = ""
@@ -49,16 +49,16 @@ class _Untold:
 
 
 class Listener(Protocol):
-    """Hears of one request."""
+    """Receives the events of one request."""
 
     def push(self, event: Event) -> None:
-        """Take the next event."""
+        """Receive the next event."""
 
 
 class Stream:
-    """One request's news for one caller, of whichever of its samples has had them for longest.
+    """One request's news for one caller; the sample whose news has waited longest comes first.
 
-    A caller that is slow to take them gets them merged, so none piles up, and so does one that waits for its turn.
+    News of a sample is merged until it is read, so neither a slow caller nor the throttle makes a backlog of messages.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class Stream:
         self._untold: dict[int, _Untold] = {}
         self._changed = asyncio.Event()
         self._throttle = throttle
-        self._bells: dict[int, Bell] = {}  # each sample has turns of its own: a turn is one message
-        self._ready: dict[int, None] = {}  # those whose bell has sounded, in that order
+        self._bells: dict[int, Bell] = {}  # by sample: each has its own turns, one message a turn
+        self._ready: dict[int, None] = {}  # samples whose bell has sounded, in that order
 
     @property
     def has_news(self) -> bool:
-        """Whether there is anything to take now."""
+        """Whether there is news to take now."""
         return bool(self._ready)
 
     def push(self, event: Event) -> None:
         """Add an event."""
         if not event.token_ids and event.outcome is None:
-            return  # it is queued, which concerns nobody here
+            return  # queued: nothing to deliver
         untold = self._untold.setdefault(event.sample, _Untold())
         untold.text.append(event.text)
         untold.token_ids.extend(event.token_ids)
@@ -101,7 +101,7 @@ class Stream:
         self._on_news()
 
     def take(self) -> News:
-        """Take what there is of one sample; to be called only when there is."""
+        """Returns one sample's news. Call it only when there is news."""
         sample = next(iter(self._ready))
         del self._ready[sample]
         untold = self._untold.pop(sample)
@@ -120,13 +120,13 @@ class Stream:
         )
 
     async def next(self) -> News:
-        """Wait for news and take them."""
+        """Wait for news and return it."""
         await self._changed.wait()
         return self.take()
 
 
 class Bundle:
-    """Streams read together: whichever has had news for longest comes first. ``remaining`` have not ended yet."""
+    """Several streams read as one, the longest-waiting news first. ``remaining`` counts streams that have not ended."""
 
     def __init__(self, count: int, throttle: Throttle | None = None) -> None:
         self.remaining = count
@@ -135,12 +135,12 @@ class Bundle:
         self._changed = asyncio.Event()
 
     def stream(self, index: int, samples: int = 1) -> Stream:
-        """Make the stream of one."""
+        """Create the stream of item ``index``."""
         stream = Stream(lambda: self._mark(index, stream), samples, self._throttle)
         return stream
 
     def fail(self, index: int, error: ServiceError) -> None:
-        """End one that never came to have a stream."""
+        """End an item that got no stream."""
         self._mark(index, error)
 
     def _mark(self, index: int, what: Stream | ServiceError) -> None:
@@ -148,7 +148,7 @@ class Bundle:
         self._changed.set()
 
     async def next(self) -> tuple[int, News]:
-        """Wait for news of any and take them."""
+        """Wait for news of any item and return it with the item's index."""
         await self._changed.wait()
         index = next(iter(self._ready))
         what = self._ready.pop(index)
@@ -162,15 +162,15 @@ class Bundle:
 
 
 class Streams:
-    """Who hears of which request, from submission to the request's last event. Owned by the asyncio loop.
+    """Maps live requests to their listeners, from submission to the last event. Owned by the asyncio loop.
 
-    Ids that are over are remembered for ``REMEMBERED_S`` seconds, at most ``REMEMBERED`` of them, so that cancelling
-    one can be told from cancelling one that never was.
+    The last ``REMEMBERED`` ended ids are remembered for ``REMEMBERED_S`` seconds, so that cancelling a request that has
+    ended can be distinguished from cancelling an unknown one.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._live: dict[str, tuple[Listener, int]] = {}  # with how many samples have not ended
+        self._live: dict[str, tuple[Listener, int]] = {}  # and how many samples have not ended
         self._over: OrderedDict[str, float] = OrderedDict()
         self._none_live = asyncio.Event()
         self._none_live.set()
@@ -184,14 +184,14 @@ class Streams:
             raise RequestExists(f"a live request has the id {request_id!r}", field="request_id")
 
     def open(self, request_id: str, listener: Listener, samples: int = 1) -> None:
-        """Make a request known, of so many samples. Raises RequestExists when one with this id is live."""
+        """Register a request of ``samples`` samples. Raises RequestExists when one with this id is live."""
         self.check_free(request_id)
         self._over.pop(request_id, None)
         self._live[request_id] = listener, samples
         self._none_live.clear()
 
     def deliver(self, events: Iterable[Event]) -> None:
-        """Hand events to their listeners; the last one of a request ends its being known."""
+        """Pass events to their listeners; a request's last event unregisters it."""
         for event in events:
             listener, samples = self._live.get(event.request_id, (None, 0))
             if listener is None:
@@ -208,7 +208,7 @@ class Streams:
             self._none_live.set()
 
     def is_live(self, request_id: str) -> bool:
-        """Whether a request is live; False when it is over. Raises RequestUnknown when neither is known."""
+        """Whether a request is live; False when it ended recently. Raises RequestUnknown otherwise."""
         if request_id in self._live:
             return True
         self._expire()

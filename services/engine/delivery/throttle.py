@@ -1,4 +1,4 @@
-"""How often callers are told of what is generated, when there are many of them."""
+"""Rate-limits streamed messages."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-#: Seconds that news wait for their turn, at most. People who read along do not notice them.
+#: Most seconds that a message is delayed. Too short for a person reading along to notice.
 MOST_S = 0.1
-#: Seconds between two looks at who waits.
+#: Seconds between two passes over the waiting readers.
 TICK_S = 0.005
-#: Turns that may come at once where none was taken for a while, as seconds' worth of them.
+#: The burst size, in seconds' worth of messages.
 BURST_S = 0.02
 
 
 class Throttle:
-    """So many messages a second, over all who read: a message costs the same whether it has one token or four, and what
-    it costs is time of the interpreter, which the engine's thread needs to start steps.
+    """A token bucket of ``messages_per_s`` messages, shared by all readers. A message costs the same with one token or
+    with four: time under the GIL, which the engine's thread needs to launch steps.
 
-    Whoever has news has its turn at once as long as there are few of them; else after those that came before. What
-    comes meanwhile is told in the same turn. First tokens and ends are told out of turn, and count; and nobody waits
-    longer than `MOST_S`, so more than a tenth as many readers have more messages than that. Used on the event loop
-    alone; ``clock`` is monotonic, ``later`` the loop's ``call_later``, both in seconds.
+    Below the limit a message is sent at once; above it, readers queue in FIFO order, and tokens that arrive meanwhile
+    join the same message. First tokens and outcomes bypass the queue, but count. No message is delayed longer than
+    `MOST_S`, so with more than ``messages_per_s * MOST_S`` active readers the actual rate exceeds the limit. Used on
+    the event loop only; ``clock`` is monotonic, ``later`` is the loop's ``call_later``, both in seconds.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Throttle:
         self._waiting: deque[tuple[float, Bell]] = deque()
 
     def turn(self, bell: Bell) -> None:
-        """Sound the bell in its turn."""
+        """Sound the bell when the rate allows."""
         now = self._clock()
         self._refill(now)
         if not self._waiting and self._left >= 1.0:
@@ -54,7 +54,7 @@ class Throttle:
         self._waiting.append((now + MOST_S, bell))
 
     def out_of_turn(self, bell: Bell) -> None:
-        """Sound the bell now."""
+        """Sound the bell now, and count it."""
         self._refill(self._clock())
         self._left = max(0.0, self._left - 1.0)
         bell.sound()
@@ -62,12 +62,12 @@ class Throttle:
     def _tick(self) -> None:
         now = self._clock()
         self._refill(now)
-        # Those that came together shall not fall due together: from the first tick on a share of them has its turn.
+        # Spread readers that arrived together over MOST_S: each tick serves a share of them.
         self._share += len(self._waiting) * TICK_S / MOST_S
         while self._waiting and (self._left >= 1.0 or self._share >= 1.0 or self._waiting[0][0] <= now):
             self._share = max(0.0, self._share - 1.0)
             _, bell = self._waiting.popleft()
-            if bell.waits:  # it has not been sounded out of turn
+            if bell.waits:  # not sounded out of turn meanwhile
                 self._left = max(0.0, self._left - 1.0)
                 bell.sound()
         if self._waiting:
@@ -81,9 +81,9 @@ class Throttle:
 
 
 class Bell:
-    """Tells the reader of one sample that there is news: it sounds in its turn, and not again before they are taken.
+    """Signals news to the reader of one sample. It sounds when the throttle allows, and only once until ``hush``.
 
-    Without a ``throttle`` it is always its turn. One made as ``sounded`` is that of a reader who is about to look.
+    Without a ``throttle`` it sounds at once. Created as ``sounded``, it lets the first read proceed at once.
     """
 
     __slots__ = ("_sound", "_throttle", "sounded", "waits")
@@ -95,7 +95,7 @@ class Bell:
         self.waits = False
 
     def ring(self, at_once: bool = False) -> None:
-        """There is something new; ``at_once`` when it is the first or the last that comes."""
+        """Signal news; ``at_once`` for a first token or an outcome."""
         if self.sounded or (self.waits and not at_once):
             return
         if self._throttle is None:
@@ -107,10 +107,10 @@ class Bell:
             self._throttle.turn(self)
 
     def sound(self) -> None:
-        """Have the reader look."""
+        """Wake the reader."""
         self.waits, self.sounded = False, True
         self._sound()
 
     def hush(self) -> None:
-        """All news were taken."""
+        """Reset: all news was read."""
         self.sounded = False

@@ -71,12 +71,12 @@ class _Session:
 
 
 class GrpcPageSource:
-    """A page source on a daemon's pool. ``reopen`` opens it for the first time too.
+    """A page source on a daemon's pool. Call ``reopen`` to open the first session, too.
 
-    ``pool_id`` says whose K and V may be shared: engines with the same one must have the same weights. The lease is
-    ``ttl_s`` seconds, or what the daemon gives; a pool that this session makes has ``pool_pages`` pages, likewise.
-    With ``gpu`` the pages are in its memory, otherwise in the host's. ``calls`` counts what is called. Raises
-    InvalidConfiguration for pages of a type that is not served there.
+    Engines with the same ``pool_id`` share K and V, so they must have the same weights. The lease lasts ``ttl_s``
+    seconds, and a pool created by this session has ``pool_pages`` pages; None takes the daemon's default. With ``gpu``
+    the pages are in its memory, otherwise in host memory. ``calls`` counts the RPCs. Raises InvalidConfiguration for a
+    page dtype that the backend does not support.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class GrpcPageSource:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if geometry.dtype not in (_DATA_TYPES if gpu else ("f32",)):
-            raise InvalidConfiguration(f"pages of {geometry.dtype} are not served by this backend")
+            raise InvalidConfiguration(f"pages of {geometry.dtype} are not supported by this backend")
         self.target = target
         self._pool_id = pool_id
         self._geometry = geometry
@@ -113,7 +113,7 @@ class GrpcPageSource:
 
     @property
     def retains(self) -> bool:
-        """The daemon does."""
+        """Always true: the daemon supports retention."""
         return True
 
     @property
@@ -128,7 +128,7 @@ class GrpcPageSource:
 
     @property
     def epoch(self) -> int:
-        """The run of the daemon that the session belongs to; 0 without one."""
+        """The epoch of the daemon that the session belongs to; 0 without a session."""
         session = self._session
         return session.lease.epoch if session else 0
 
@@ -141,7 +141,7 @@ class GrpcPageSource:
         return self._live().memory
 
     def may_launch(self) -> bool:
-        """Whether the lease holds, by a margin, and was not heard to be over."""
+        """Whether the lease has not expired and lasts, with a safety margin."""
         session = self._session
         return session is not None and not session.lease.expired and self._clock() < session.lease.deadline
 
@@ -171,10 +171,11 @@ class GrpcPageSource:
     # --- the session ----------------------------------------------------------------------------------------------
 
     def reopen(self) -> None:
-        """Open a session, map its memory and prove it. No step may be under way, and no view of the memory be kept.
+        """Open a session, map its memory and verify the mapping. No step may be in flight, and no view of the old
+        memory may be kept.
 
-        Raises KvCacheDown when nobody answers, AttachMismatch when the memory is not what it should be, and whatever
-        OpenSession is refused with.
+        Raises KvCacheDown when there is no answer, AttachMismatch when the memory does not match, and any error of
+        OpenSession.
         """
         self._end()
         sent_at = self._clock()
@@ -202,14 +203,14 @@ class GrpcPageSource:
         self._keeper.start()
 
     def close(self) -> None:
-        """Give the session back, as far as anybody listens. Closing twice changes nothing."""
+        """Close the session, best effort. Idempotent."""
         self._keeper.close()
         self._caller.shutdown()
         self._end()
         self._channel.close()
 
     def _end(self) -> None:
-        """Let go of the session, if any: it may be over already, or nobody may be there to be told."""
+        """Close the session, if any; errors are ignored: it may have expired, or the daemon may be gone."""
         session, self._session = self._session, None
         if session is not None:
             _unmap(session.memory)  # first: a daemon without sessions may free it

@@ -1,7 +1,7 @@
-"""Pages in the memory of a GPU: the daemon's, opened by their IPC handle, or this process's own.
+"""Pages in GPU memory: the daemon's, opened by their IPC handle, or this process's own.
 
-What is handed on is an address and the shape; the view that CuPy makes of it owns nothing. So the order of ending is
-the caller's to keep: launch nothing more, drop the views, ``close``. ``close`` waits for the device before it unmaps.
+CuPy views of them do not own the memory. The caller must release in this order: stop launching, drop the views,
+``close``. ``close`` synchronizes the device before it unmaps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 
 class _Mapping:
-    """What a view keeps alive: nothing but the knowledge that there still is one."""
+    """Kept alive by a view, to detect views that outlive ``close``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,12 +39,12 @@ class DevicePages:
 
     @property
     def array(self) -> Any:
-        """The pages as a new ``cupy.ndarray``, uint8 ``[total_pages, page_bytes]``, that owns nothing.
+        """The pages as a new non-owning ``cupy.ndarray``, uint8 ``[total_pages, page_bytes]``.
 
-        It must be gone before ``close``. Raises GpuError afterwards.
+        Drop it before ``close``. Raises GpuError after ``close``.
         """
         if self._closed:
-            raise GpuError("these pages were unmapped")
+            raise GpuError("the pages are unmapped")
         import cupy
 
         size = self.total_pages * self.page_bytes
@@ -54,9 +54,9 @@ class DevicePages:
         return cupy.ndarray((self.total_pages, self.page_bytes), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
     def close(self) -> None:
-        """Wait for what runs on the device, then unmap or free. Closing twice changes nothing.
+        """Synchronize the device, then unmap or free the pages. Idempotent.
 
-        Never raises: a device that fails here has failed before, and whoever ran on it was told.
+        Never raises: a device that fails here has already failed a step, which reported the error.
         """
         if self._closed:
             return
@@ -82,17 +82,17 @@ def map_device_pages(
     size_bytes: int,
     canary_offset: int,
 ) -> tuple[DevicePages, bytes]:
-    """Open an arena on ``gpu`` by its 64-byte handle and answer its canary; returns the pages and the canary read.
+    """Open an arena on ``gpu`` by its 64-byte IPC handle and answer its canary. Returns the pages and the canary read.
 
-    ``device_ordinal`` and ``device_id`` say where the daemon has it. The pages come first; at ``canary_offset`` are 32
-    bytes of the daemon's, whose complement is written right behind them. Raises AttachMismatch when it is on another
-    GPU, cannot be opened or is not what was announced.
+    ``device_ordinal`` and ``device_id`` name the daemon's GPU. The pages come first. At ``canary_offset`` the daemon
+    wrote 32 bytes; their complement is written directly after them. Raises AttachMismatch when the arena is on another
+    GPU, cannot be opened or does not match the announced layout.
     """
     if device_id.lower() != gpu.id or (gpu.runtime.is_hip and device_ordinal != gpu.ordinal):
-        # A handle of HIP holds the exporter's ordinal, so there both have to number alike.
+        # A HIP handle holds the exporter's ordinal, so both processes must number the GPUs alike.
         raise AttachMismatch(
-            f"device_ordinal is {gpu.ordinal}: this engine's GPU {gpu.ordinal} is {gpu.id}, and the daemon's pages are "
-            f"on {device_id or 'none that it names'}, its GPU {device_ordinal}; start both with the same "
+            f"device_ordinal is {gpu.ordinal}: this engine's GPU {gpu.ordinal} is {gpu.id}, but the daemon's pages are "
+            f"on {device_id or 'an unnamed GPU'}, its GPU {device_ordinal}; start both with the same "
             "HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES",
             field="device_ordinal",
         )
@@ -102,7 +102,7 @@ def map_device_pages(
     except GpuError as error:
         raise AttachMismatch(
             f"the daemon's pages cannot be opened: {error.message}; `python -m services.engine doctor --peer "
-            "PID_OF_THE_DAEMON` looks for the cause"
+            "PID_OF_THE_DAEMON` diagnoses the cause"
         ) from error
     try:
         seen = gpu.read(pages.pointer + canary_offset, CANARY_BYTES)
@@ -114,9 +114,9 @@ def map_device_pages(
 
 
 def private_device_pages(geometry: Geometry, total_pages: int, gpu: Gpu) -> DevicePages:
-    """Pages of this process's own, with whatever is in them.
+    """Allocates private, uninitialized pages.
 
-    Raises MemoryError when the GPU has no room for them, GpuError when its runtime fails.
+    Raises MemoryError when the GPU has too little free memory, GpuError when its runtime fails.
     """
     size = page_bytes_of(geometry)
     return DevicePages(gpu, gpu.allocate(total_pages * size), total_pages, size, gpu.free)

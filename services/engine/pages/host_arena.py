@@ -1,4 +1,4 @@
-"""The daemon's memory, mapped into this process, and what the daemon is told of this process."""
+"""Maps the daemon's memory into this process, and identifies this process to the daemon."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ def page_shape(geometry: Geometry) -> tuple[int, int, int, int, int]:
 
 
 def page_bytes_of(geometry: Geometry) -> int:
-    """The size of one page; int8 pages end with one f32 scale for each [layer][k, v][kv_head]."""
+    """Returns the bytes of one page; int8 pages end with one f32 scale per [layer][k, v][kv_head]."""
     heads = geometry.layers * 2 * geometry.kv_heads
     scales = heads * _SCALE_BYTES if geometry.dtype == "int8" else 0
     return heads * geometry.page_size * geometry.head_dim * ITEM_BYTES[geometry.dtype] + scales
 
 
 def check_announced(geometry: Geometry, total_pages: int, page_bytes: int, size_bytes: int, canary_offset: int) -> None:
-    """Whether an arena can be what it was announced to be. Raises AttachMismatch."""
+    """Check the announced layout of an arena for consistency. Raises AttachMismatch."""
     expected = page_bytes_of(geometry)
     if page_bytes != expected:
-        raise AttachMismatch(f"the arena's pages have {page_bytes} bytes, the model's {expected}")
+        raise AttachMismatch(f"the arena's pages have {page_bytes} bytes; the model's have {expected}")
     if total_pages < 1 or total_pages * expected > canary_offset or canary_offset + 2 * CANARY_BYTES > size_bytes:
         raise AttachMismatch(
-            f"{total_pages} pages of {expected} bytes, a canary at {canary_offset}: they do not fit {size_bytes} bytes"
+            f"{total_pages} pages of {expected} bytes and a canary at {canary_offset} do not fit in {size_bytes} bytes"
         )
 
 
 def map_pages(
     path: Path, geometry: Geometry, *, total_pages: int, page_bytes: int, size_bytes: int, canary_offset: int
 ) -> tuple[Pages, bytes]:
-    """Map an arena file of f32 pages and answer its canary; returns the pages and the canary read.
+    """Map an arena file of f32 pages and answer its canary. Returns the pages and the canary read.
 
-    The pages come first; at ``canary_offset`` are 32 bytes of the daemon's, whose complement is written right behind
-    them. Raises AttachMismatch when the file cannot be had or is not what was announced.
+    The pages come first. At ``canary_offset`` the daemon wrote 32 bytes; their complement is written directly after
+    them. Raises AttachMismatch when the file cannot be mapped or does not match the announced layout.
     """
     check_announced(geometry, total_pages, page_bytes, size_bytes, canary_offset)
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            if os.fstat(file).st_size < size_bytes:  # touching what lies behind the end would kill the process
+            if os.fstat(file).st_size < size_bytes:  # access past the end raises SIGBUS
                 raise AttachMismatch(f"{path} is shorter than the {size_bytes} bytes announced")
             memory = mmap.mmap(file, size_bytes)
         finally:
@@ -68,20 +68,20 @@ def map_pages(
         raise AttachMismatch(f"the arena {path} cannot be mapped: {error.strerror or error}") from error
     seen = memory[canary_offset : canary_offset + CANARY_BYTES]
     memory[canary_offset + CANARY_BYTES : canary_offset + 2 * CANARY_BYTES] = bytes(byte ^ 0xFF for byte in seen)
-    # The array keeps the mapping alive, and is all that does.
+    # Only the array keeps the mapping alive.
     pages = np.frombuffer(memory, np.float32, total_pages * page_bytes // 4)
     return pages.reshape(total_pages, *page_shape(geometry)), seen
 
 
 def private_pages(geometry: Geometry, total_pages: int) -> Pages:
-    """Pages of this process's own. Raises MemoryError when there is no room for them."""
+    """Allocates private pages. Raises MemoryError when there is not enough memory."""
     return np.zeros((total_pages, *page_shape(geometry)), np.float32)
 
 
 def process_identity(proc: Path = Path("/proc/self")) -> tuple[int, int, str] | None:
-    """Pid, start time in clock ticks after boot, and pid namespace of this process; None where they cannot be told."""
+    """Returns pid, start time in clock ticks since boot, and pid namespace of this process; None when unavailable."""
     try:
-        # Fields behind the command, which may hold spaces and parentheses: state is the 3rd, the start time the 22nd.
+        # The fields after the command, which may contain spaces and parentheses: state is the 3rd, start time the 22nd.
         start_time = int((proc / "stat").read_text().rpartition(")")[2].split()[19])
         return os.getpid(), start_time, os.readlink(proc / "ns" / "pid")
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""The lease on a session, counted by this process's clock, and the thread that keeps it."""
+"""The lease of a session, by this process's clock, and the thread that renews it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from services.common.errors import ServiceError, SessionExpired
 
 log = structlog.get_logger()
 
-#: The engine stops launching this much of the ttl after it *sent* its last successful call, so before the daemon,
-#: which counts the whole ttl from when that call arrived, could give the pages to anybody else.
+#: The fence: the engine stops launching steps this fraction of the TTL after it *sent* its last successful call. The
+#: daemon counts the whole TTL from that call's arrival, so no page is reassigned before the engine has stopped.
 LEASE_SHARE = 0.8
 IDLE_S = 0.5
 
 
 @dataclass(slots=True)
 class Lease:
-    """One session's. ``deadline``, in seconds of the clock, is when its pages may no longer be touched.
+    """The lease of one session. No step may be launched on its pages after ``deadline``, in seconds of the clock.
 
-    Renewed by two threads without a lock: the older of two renewals may win, which only ends the lease earlier.
+    Two threads renew it without a lock. An older renewal may overwrite a newer one, which only shortens the lease.
     """
 
     epoch: int
@@ -32,11 +32,11 @@ class Lease:
 
     @property
     def deadline(self) -> float:
-        """When the last step on its pages may be launched."""
+        """The latest time at which a step on its pages may be launched."""
         return self.renewed_at + LEASE_SHARE * self.ttl_s
 
     def renewed(self, sent_at: float, epoch: int) -> None:
-        """Take a reply to a call sent at that time. Raises SessionExpired when another run of the daemon gave it."""
+        """Renew from a reply to a call sent at ``sent_at``. Raises SessionExpired when the daemon's epoch changed."""
         if epoch != self.epoch:
             self.expired = True
             raise SessionExpired("the daemon was restarted: its epoch changed")
@@ -44,9 +44,9 @@ class Lease:
 
 
 class LeaseKeeper:
-    """Renews a lease when no other call has done so for a third of its ttl.
+    """Renews the lease when no other call has done so for a third of its TTL.
 
-    ``current`` says which lease there is, if any; ``renew`` makes the call for it, and raises what it is answered.
+    ``current`` returns the lease, if any. ``renew`` makes the call and raises its error.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class LeaseKeeper:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Keep leases from now on; starting again changes nothing."""
+        """Start the renewal thread. Idempotent."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvcache-lease", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Stop, and wait until no call is under way."""
+        """Stop the thread, and wait for a call in flight."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Pages of this process's own: an engine without a daemon, and the plainest reading of what a page source promises."""
+"""Pages of this process's own, for an engine without a daemon. Also the reference implementation of a page source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.common.errors import (
 )
 from services.engine.pages.source import Demand, Exchange, Grant, Opening, PageCopy
 
-#: Removed ids are remembered so that a late demand cannot bring one back; only the last exchange is ever repeated.
+#: Removed ids are remembered so that a late demand cannot reopen one. Only the last exchange is ever repeated.
 REMEMBERED_REMOVALS = 4096
 
 
@@ -28,7 +28,7 @@ _Key = tuple[str, tuple[int, ...]]
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A published page: salt and tokens, below those of its parent. The root has no page."""
+    """A published page in the prefix tree, keyed by salt and tokens below its parent. The root has no page."""
 
     page: int
     key: _Key
@@ -42,9 +42,9 @@ class _Node:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A live sequence. ``opening`` is its prompt, or the name of what it is a fork of. ``path`` are the nodes of its
-    complete pages, whosever copy is the published one. ``copied`` is the page that its own one for the next token is
-    copied from, held until it reports that token.
+    """A live sequence. ``opening`` is its prompt, or the id of the sequence it was forked from. ``path`` has the nodes
+    of its complete pages, even where another sequence's copy is the published one. ``copied`` is the source of a
+    pending page copy, held until the sequence reports the next token.
     """
 
     opening: tuple[int, ...] | str
@@ -65,9 +65,9 @@ class _Answered:
 
 
 class LocalPageSource:
-    """Every page is free, cached (published, held by nobody, evictable) or held by at least one sequence.
+    """Every page is free, cached (published, no holders, evictable) or held by at least one sequence.
 
-    Used by one thread. Nobody can take the pages away, so the session never expires.
+    Used by one thread. The pages are private to this process, so the session never expires.
     """
 
     def __init__(self, total_pages: int, page_size: int, memory: Any = None) -> None:
@@ -94,46 +94,46 @@ class LocalPageSource:
 
     @property
     def retains(self) -> bool:
-        """Pages of one's own are kept by their use alone."""
+        """Local pages do not support retention."""
         return False
 
     @property
     def memory(self) -> Any:
-        """What was given for the pages to be in."""
+        """The memory given to the constructor."""
         return self._memory
 
     @property
     def epoch(self) -> int:
-        """There is no daemon."""
+        """0: there is no daemon."""
         return 0
 
     @property
     def free_pages(self) -> int:
-        """Pages that hold nothing."""
+        """Pages that hold no data."""
         return len(self._free)
 
     @property
     def cached_pages(self) -> int:
-        """Pages that a lookup can find and nobody holds."""
+        """Published pages without holders."""
         return len(self._cached)
 
     @property
     def live_sequences(self) -> int:
-        """Sequences opened and not removed."""
+        """Sequences that were opened and not removed."""
         return len(self._sequences)
 
     def exchange(self, demands: Items[Demand], removed: Items[str]) -> Exchange:
-        """Serve one batch at once."""
+        """Serve one batch immediately."""
         for sequence_id in removed:
             self._remove(sequence_id)
         return _Answered([self._serve(demand) for demand in demands])
 
     def may_launch(self) -> bool:
-        """Always: the pages are this process's."""
+        """Always true: the pages are private to this process."""
         return True
 
     def reopen(self) -> None:
-        """Start over with empty pages."""
+        """Start over with an empty pool."""
         self._free = list(range(self._total - 1, -1, -1))
         self._holders = [0] * self._total
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -143,7 +143,7 @@ class LocalPageSource:
         self._removed: OrderedDict[str, None] = OrderedDict()
 
     def close(self) -> None:
-        """Forget everything."""
+        """Drop all sequences and cached pages."""
         self.reopen()
 
     # --- one demand: check all of it, then commit ---------------------------------------------------------------
@@ -183,26 +183,26 @@ class LocalPageSource:
         if held is None:
             return None
         if opening is not None and (held.opening, held.salt) != (tuple(opening.prompt), opening.salt):
-            raise SequenceMismatch(f"sequence {demand.sequence_id!r} was opened with another prompt or salt")
+            raise SequenceMismatch(f"sequence {demand.sequence_id!r} was opened with a different prompt or salt")
         if demand.parent and held.opening != demand.parent:
-            raise SequenceMismatch(f"sequence {demand.sequence_id!r} is no fork of {demand.parent!r}")
+            raise SequenceMismatch(f"sequence {demand.sequence_id!r} is not a fork of {demand.parent!r}")
         return held
 
     def _begun(self, demand: Demand) -> _Held:
-        """What a sequence begins with: what is cached of its prompt, or what its parent has."""
+        """Returns a new sequence with the cached prefix of its prompt, or with what its parent holds."""
         if demand.sequence_id in self._removed:
             raise SequenceRemoved(f"sequence {demand.sequence_id!r} was removed")
         opening, parent = demand.opening, self._sequences.get(demand.parent)
         if opening is None and not demand.parent:
             raise SequenceUnknown(f"no sequence {demand.sequence_id!r}")
         if opening is not None and opening.retention is not None:
-            raise FieldInvalid("pages of a process of its own are kept by their use alone", field="opening.retention")
+            raise FieldInvalid("local pages do not support retention", field="opening.retention")
         if opening is None and parent is None:
             gone = SequenceRemoved if demand.parent in self._removed else SequenceUnknown
             raise gone(f"no sequence {demand.parent!r}")
         if parent is not None:
             pages = parent.pages[: -(-len(parent.tokens) // self._page_size)]
-            if parent.copied is not None:  # its engine may not have made the copy yet
+            if parent.copied is not None:  # the engine may not have made the copy yet
                 pages[-1] = parent.copied
             resident = len(parent.tokens)
             return _Held(demand.parent, parent.salt, pages, list(parent.tokens), list(parent.path), resident)
@@ -212,12 +212,12 @@ class LocalPageSource:
         return _Held(tuple(opening.prompt), opening.salt, [node.page for node in path], tokens, path, len(tokens))
 
     def _shares_tail(self, held: _Held, forks: bool) -> bool:
-        """Whether the page that the next token goes into holds tokens and has another holder, as a new fork's has."""
+        """Whether the page for the next token holds tokens and has another holder. A new fork's always has."""
         index, slot = divmod(len(held.tokens), self._page_size)
         return slot > 0 and (forks or self._holders[held.pages[index]] > 1)
 
     def _match(self, opening: Opening) -> list[_Node]:
-        """Nodes of the prompt's whole pages, never the one with its last token."""
+        """Returns the nodes of the prompt's cached complete pages, never the one with its last token."""
         found: list[_Node] = []
         node = self._root
         for start in range(0, len(opening.prompt) - self._page_size, self._page_size):
@@ -228,27 +228,31 @@ class LocalPageSource:
         return found
 
     def _check_tokens(self, demand: Demand, held: _Held, opens: bool) -> int:
-        """How many of the tokens are new."""
+        """Check the reported tokens. Returns how many are new."""
         resident, pages, end = held.tokens, len(held.pages), demand.start + len(demand.tokens)
         if demand.start > len(resident) or end > pages * self._page_size:
             raise PositionMismatch(
-                f"sequence {demand.sequence_id!r}: tokens {demand.start} to {end}, but {len(resident)} are resident "
-                f"and its {pages} pages hold {pages * self._page_size}"
+                f"sequence {demand.sequence_id!r}: tokens {demand.start} to {end} are out of range: "
+                f"{len(resident)} are resident, and its {pages} pages hold {pages * self._page_size}"
             )
         known = list(demand.tokens[: len(resident) - demand.start])
         if known != resident[demand.start : demand.start + len(known)]:
-            raise PositionMismatch(f"sequence {demand.sequence_id!r}: tokens from {demand.start} on differ")
+            raise PositionMismatch(
+                f"sequence {demand.sequence_id!r}: tokens from {demand.start} on differ from the resident ones"
+            )
         if end > len(resident) and self._shares_tail(held, opens):
-            raise PositionMismatch(f"sequence {demand.sequence_id!r}: its last page is shared, and not written yet")
+            raise PositionMismatch(f"sequence {demand.sequence_id!r}: its last page is shared and must not be written")
         return max(0, end - len(resident))
 
     def _check_growth(self, demand: Demand, held: _Held, unshares: bool, *, lets_go: bool) -> None:
         pages = held.pages
         if demand.known_pages > max(len(pages), demand.total_pages):
-            raise FieldInvalid(f"known_pages is {demand.known_pages} of {len(pages)}", field="known_pages")
+            raise FieldInvalid(
+                f"known_pages is {demand.known_pages}; the sequence has {len(pages)} pages", field="known_pages"
+            )
         if demand.total_pages > self._total:
             raise ExceedsPool(
-                f"sequence {demand.sequence_id!r} wants {demand.total_pages} pages and the pool has {self._total}"
+                f"sequence {demand.sequence_id!r} requests {demand.total_pages} pages; the pool has {self._total}"
             )
         spoken_for = sum(page in self._cached for page in pages)
         available = len(self._free) + len(self._cached) - spoken_for
@@ -257,7 +261,7 @@ class LocalPageSource:
         more = max(0, demand.total_pages - len(pages)) + unshares
         if more > available:
             raise CapacityExceeded(
-                f"sequence {demand.sequence_id!r} needs {more} more pages and {available} are free or evictable"
+                f"sequence {demand.sequence_id!r} needs {more} more pages; {available} are free or evictable"
             )
 
     # --- commits: none of these can fail ------------------------------------------------------------------------
@@ -269,12 +273,12 @@ class LocalPageSource:
         self._sequences[sequence_id] = held
 
     def _publish(self, held: _Held) -> None:
-        """Enter newly complete pages into the tree. A page that equals a published one stays private."""
+        """Publish newly complete pages in the tree. A duplicate of a published page stays private."""
         size = self._page_size
         while (at := len(held.path)) < len(held.tokens) // size:
             parent = held.path[-1] if held.path else self._root
             if parent is not self._root and self._nodes.get(parent.page) is not parent:
-                return  # somebody else's copy of the page before was evicted: no lookup would come this far
+                return  # the published copy of the previous page was evicted: unreachable
             key = (held.salt, tuple(held.tokens[at * size : (at + 1) * size]))
             node = parent.children.get(key)
             if node is None:
@@ -293,7 +297,7 @@ class LocalPageSource:
         return page
 
     def _withdraw(self, top: _Node) -> None:
-        """Take a node and all below it, which no lookup can reach without it, out of the tree."""
+        """Remove a node and its descendants, which become unreachable, from the tree."""
         if top.parent is not None:
             del top.parent.children[top.key]
         stack = [top]

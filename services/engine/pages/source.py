@@ -1,8 +1,8 @@
-"""Where an engine's pages come from: the one seam between the scheduler and the KV cache.
+"""The page source: the only interface between the scheduler and the KV cache.
 
-A source is asked at most once a step, for the whole batch, without waiting (``exchange``), while the step runs on the
-device; the answer is collected after the step. Two sources exist, and one conformance suite runs over both:
-`daemon.GrpcPageSource` (the daemon's) and `local.LocalPageSource` (this process's own).
+``exchange`` is called at most once per step, for the whole batch. It does not block: it overlaps with the step on the
+device, and its result is collected after the step. There are two sources, tested by one conformance suite:
+`daemon.GrpcPageSource` (the daemon's pages) and `local.LocalPageSource` (this process's own).
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ class Geometry:
     dtype: str
 
 
-#: The most that a `Retention` asks for.
+#: The upper limits of a `Retention`.
 MAX_RETENTION_S, MAX_RETENTION_PRIORITY = 86400.0, 100
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """For how long after a sequence's end its complete pages stay cached behind others, and how far behind.
+    """For ``ttl_s`` seconds after a sequence ends, its complete pages are evicted only after all unretained cached
+    pages. Retained pages are evicted in order of rising ``priority``.
 
-    ``ttl_s`` is above 0 and at most `MAX_RETENTION_S`, ``priority`` 1 to `MAX_RETENTION_PRIORITY`.
+    ``ttl_s`` is above 0 and at most `MAX_RETENTION_S`; ``priority`` is 1 to `MAX_RETENTION_PRIORITY`.
     """
 
     ttl_s: float
@@ -42,7 +43,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Opens a sequence: its whole cached pages of ``prompt`` under ``salt`` are shared into it."""
+    """Opens a sequence. It shares the cached complete pages of ``prompt`` under ``salt``."""
 
     prompt: Sequence[int]
     salt: str = ""
@@ -51,17 +52,17 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one sequence tells and asks in one exchange.
+    """One sequence's report and request in an exchange.
 
-    ``tokens`` are those whose K and V are in the pages as of the last synchronised step, ``tokens[0]`` at position
-    ``start``; reporting them again is harmless. ``total_pages`` is a target size. ``known_pages`` says how much of the
-    block table the engine has. With a ``parent`` instead of an ``opening`` the sequence is opened as a fork of that
-    live one: it shares the pages of all that is resident there.
+    ``tokens`` are tokens whose K and V are resident as of the last synchronized step, ``tokens[0]`` at position
+    ``start``; repeating a report is harmless. ``total_pages`` is a target size. ``known_pages`` is the length of the
+    engine's block table. With a ``parent`` instead of an ``opening``, the sequence is forked from that live one: it
+    shares the pages of all tokens resident there.
 
-    One that opens or forks has no tokens and no pages to tell of, and does not do both: ValueError otherwise.
+    A demand that opens or forks has no tokens and knows no pages, and never does both: ValueError otherwise.
 
-    A last page that holds tokens and is shared is nobody's to write. Whoever has room behind what is resident in its
-    ``total_pages`` is granted a page of its own instead, and told to copy.
+    A shared last page that holds tokens must not be written (copy on write). A demand whose ``total_pages`` have room
+    for more than the resident tokens gets a private page for it, and a copy to make.
     """
 
     sequence_id: str
@@ -88,7 +89,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Page ``source`` is to be copied to ``target``, which then stands at ``index`` of the block table."""
+    """Copy page ``source`` to ``target``, which replaces it at ``index`` of the block table."""
 
     index: int
     source: int
@@ -97,12 +98,11 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The answer to one demand. An ``error`` means that nothing of the demand was done.
+    """The answer to one demand. With an ``error``, no part of the demand was carried out.
 
-    ``pages`` continue the block table at ``first_index``. ``cached_tokens``, told when a sequence is opened, counts the
-    leading tokens whose K and V are already there: whole pages of a prompt, or all that the parent of a fork had.
-    ``copies`` are to be made before
-    anything is written behind the resident tokens; they are told again until such a token is reported.
+    ``pages`` extend the block table from ``first_index``. ``cached_tokens``, set when a sequence is opened, counts the
+    leading tokens whose K and V are already there: whole pages of a prompt, or all that a fork's parent had. ``copies`` must be made before anything is
+    written past the resident tokens; they are repeated until such a token is reported.
     """
 
     sequence_id: str
@@ -114,18 +114,18 @@ class Grant:
 
 
 class Exchange(Protocol):
-    """An exchange under way."""
+    """An exchange in flight."""
 
     def result(self) -> list[Grant]:
-        """Wait for the grants, one for each demand, in order.
+        """Wait for the grants, one per demand, in order.
 
-        Raises ``SessionExpired`` when every page of this engine is lost, and ``KvCacheDown`` when nobody answered and
-        the same exchange may be sent again.
+        Raises ``SessionExpired`` when all of this engine's pages are lost, and ``KvCacheDown`` when there was no answer
+        and the same exchange may be retried.
         """
 
 
 class PageSource(Protocol):
-    """Pages for one engine. Used by the engine's thread alone."""
+    """Pages for one engine. Used by the engine's thread only."""
 
     @property
     def total_pages(self) -> int:
@@ -141,26 +141,28 @@ class PageSource(Protocol):
 
     @property
     def memory(self) -> Any:
-        """The pages themselves, ``[page, layer, (k, v), kv_head, slot, head_dim]``, as the backend made or mapped them.
+        """The pages, ``[page, layer, (k, v), kv_head, slot, head_dim]``, as the backend allocated or mapped them.
 
         Raises ``SessionExpired`` while there is no session.
         """
 
     @property
     def epoch(self) -> int:
-        """The daemon's run that the pages belong to, 0 without a daemon."""
+        """The epoch of the daemon that owns the pages, 0 without a daemon."""
 
     def exchange(self, demands: Sequence[Demand], removed: Sequence[str]) -> Exchange:
-        """Send one batch: ``removed`` sequences are let go first, then ``demands`` are served in order.
+        """Send one batch: ``removed`` sequences are removed first, then ``demands`` are served in order.
 
-        Nothing that ran on a removed sequence's pages may still be under way. Does not wait.
+        No step in flight may use a removed sequence's pages. Does not block.
         """
 
     def may_launch(self) -> bool:
-        """Whether the lease surely holds long enough to launch a step on the pages."""
+        """Whether the lease is certain to last long enough to launch a step on the pages."""
 
     def reopen(self) -> None:
-        """Open anew after ``SessionExpired``: every sequence is gone. Raises ``KvCacheDown`` when nobody answers."""
+        """Open a new session after ``SessionExpired``, without any sequences. Raises ``KvCacheDown`` when there is no
+        answer.
+        """
 
     def close(self) -> None:
-        """Give everything back. No step may be under way."""
+        """Release everything. No step may be in flight."""

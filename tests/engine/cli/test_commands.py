@@ -185,8 +185,8 @@ def test_a_submission_with_samples(engine: Engine, capsys: Captured) -> None:
         f"sample {at} (length): prompt 2" for at in range(3)
     ]
     for arguments, said in (
-        (["--from-token", "6"], "from_token is 6 and there are 3 samples; from_tokens says it of each"),
-        (["--from-token", "6", "--from-token", "7"], "from_tokens[1] is 7 and there are 6 tokens so far"),
+        (["--from-token", "6"], "from_token is 6; with 3 samples, use from_tokens"),
+        (["--from-token", "6", "--from-token", "7"], "from_tokens[1] is 7; there are 6 tokens so far"),
         (["--without-sample", "3"], "without_samples[0] is 3; it must be at most 2"),
     ):
         assert run(engine, "watch", "three", *arguments) == 1
@@ -259,9 +259,9 @@ def test_one_that_fails(engine: Engine, capsys: Captured) -> None:
     capsys.readouterr()
     for command in ("watch", "get"):
         assert run(engine, command, "late") == 1
-        assert f"rocmforge {command}: DEADLINE_EXCEEDED: not done in time" in capsys.readouterr().err
+        assert f"rocmforge {command}: DEADLINE_EXCEEDED: deadline exceeded" in capsys.readouterr().err
     assert run(engine, "status", "late") == 0
-    assert capsys.readouterr().out.startswith("late: failed (DEADLINE_EXCEEDED: not done in time")
+    assert capsys.readouterr().out.startswith("late: failed (DEADLINE_EXCEEDED: deadline exceeded")
 
 
 def test_the_status_of_the_engine(engine: Engine, capsys: Captured) -> None:

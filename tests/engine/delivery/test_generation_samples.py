@@ -373,22 +373,22 @@ def test_a_refusal_is_of_all_samples_and_leaves_nothing() -> None:
 @pytest.mark.parametrize(
     ("samples", "from_token", "from_tokens", "without", "name", "says", "limit"),
     [
-        (1, 3, [], [], "from_token", "from_token is 3 and there are 2 tokens so far", "2"),
-        (1, 0, [3], [], "from_tokens[0]", "from_tokens[0] is 3 and there are 2 tokens so far", "2"),
-        (1, 0, [1, 0], [], "from_tokens", "from_tokens has 2 entries; it may have one for each sample, 1", "1"),
-        (3, 0, [2, 1, 0], [], "from_tokens[1]", "from_tokens[1] is 1 and there are 0 tokens so far", "0"),
+        (1, 3, [], [], "from_token", "from_token is 3; there are 2 tokens so far", "2"),
+        (1, 0, [3], [], "from_tokens[0]", "from_tokens[0] is 3; there are 2 tokens so far", "2"),
+        (1, 0, [1, 0], [], "from_tokens", "from_tokens has 2 entries; at most one for each sample, 1", "1"),
+        (3, 0, [2, 1, 0], [], "from_tokens[1]", "from_tokens[1] is 1; there are 0 tokens so far", "0"),
         (
             3,
             0,
             [0, 0, 2**32 - 1],
             [],
             "from_tokens[2]",
-            "from_tokens[2] is 4294967295 and there are 1 tokens so far",
+            "from_tokens[2] is 4294967295; there are 1 tokens so far",
             "1",
         ),
-        (3, 0, [0, 0, 0, 0], [], "from_tokens", "from_tokens has 4 entries; it may have one for each sample, 3", "3"),
-        (3, 2, [], [], "from_token", "from_token is 2 and there are 3 samples; from_tokens says it of each", "0"),
-        (3, 2, [2], [], "from_tokens", "from_token is 2, and from_tokens is given, too", None),
+        (3, 0, [0, 0, 0, 0], [], "from_tokens", "from_tokens has 4 entries; at most one for each sample, 3", "3"),
+        (3, 2, [], [], "from_token", "from_token is 2; with 3 samples, use from_tokens", "0"),
+        (3, 2, [2], [], "from_tokens", "from_token is 2; from_tokens cannot be set as well", None),
         (3, 0, [], [0, 3], "without_samples[1]", "without_samples[1] is 3; it must be at most 2", "2"),
         (3, 0, [], [2, 1, 0], "without_samples", "without_samples leaves no sample to watch", None),
         (1, 0, [], [0], "without_samples", "without_samples leaves no sample to watch", None),
@@ -398,7 +398,7 @@ def test_a_refusal_is_of_all_samples_and_leaves_nothing() -> None:
             [],
             [1] * 4,
             "without_samples",
-            "without_samples has 4 entries; it may have one for each sample, 3",
+            "without_samples has 4 entries; at most one for each sample, 3",
             "3",
         ),
     ],
@@ -521,7 +521,7 @@ def test_forgotten_while_one_sample_is_still_to_be_read() -> None:
             story.generations.delete("g")
             assert [(await abreast.next()).over for _ in range(2)] == [False, True]
             assert (await behind.next()).outcome == LENGTH
-            with pytest.raises(RequestUnknown, match="while token 0 of 1 of sample 1 was read"):
+            with pytest.raises(RequestUnknown, match="deleted or expired at token 0 of 1 of sample 1"):
                 await behind.next()
 
     run(body())

@@ -203,7 +203,7 @@ def test_a_watcher_that_stops_reading_holds_nothing_and_stalls_nobody() -> None:
 
 def test_where_a_watch_may_begin_and_how_many_there_may_be() -> None:
     generation = begun(registry()[0])
-    with pytest.raises(FieldInvalid, match="from_token is 9 and there are 8 tokens") as caught:
+    with pytest.raises(FieldInvalid, match="from_token is 9; there are 8 tokens") as caught:
         generation.watch(9).__enter__()
     assert caught.value.field == "from_token"
     contexts = [generation.watch(0) for _ in range(MAX_WATCHES)]
@@ -229,7 +229,7 @@ def test_a_generation_forgotten_while_it_is_watched() -> None:
             generations.delete("g")  # before any of them had its turn
             assert (await pending).outcome == END
             assert (await abreast.next()).outcome == END  # it lacks no token
-            with pytest.raises(RequestUnknown, match="while token 0 of 8 was read"):
+            with pytest.raises(RequestUnknown, match="deleted or expired at token 0 of 8"):
                 await behind.next()
         assert generation.size == OVERHEAD_BYTES and generations.bytes == 0
 
@@ -265,7 +265,7 @@ def test_the_same_request_again_is_the_same_generation_and_another_is_an_error()
     assert generations.again("g", b"mark") is generation
     end(generation)
     assert generations.again("g", b"mark") is generation
-    with pytest.raises(RequestExists, match="another request"):
+    with pytest.raises(RequestExists, match="a different request"):
         generations.again("g", b"other")
     with pytest.raises(RequestExists):
         generations.open("g", b"mark", seed=1)

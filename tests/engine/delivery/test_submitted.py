@@ -209,7 +209,7 @@ def test_another_request_under_the_same_id(engine: Engine) -> None:
     for other in others:
         error = refused(lambda asked=other: engine.stub.SubmitGeneration(asked))  # type: ignore[misc]
         assert (error.code, error.reason, error.field) == ("ALREADY_EXISTS", "REQUEST_EXISTS", "request.request_id")
-        assert "another request" in error.message
+        assert "a different request" in error.message
     assert len(watched(watching(engine, name))[1]) == 6
 
 
@@ -500,7 +500,7 @@ DURATION = duration_pb2.Duration
         ("SubmitGeneration", pb.SubmitGenerationRequest(), "request.prompt", "missing"),
         ("SubmitGeneration", submission(LONG), "request.request_id", "129 characters; it must have 0 to 128"),
         ("SubmitGeneration", submission(cache_salt=LONG), "request.cache_salt", "128"),
-        ("SubmitGeneration", submission(prompt=[]), "request.prompt.tokens.ids", "one at least"),
+        ("SubmitGeneration", submission(prompt=[]), "request.prompt.tokens.ids", "needs at least 1"),
         ("SubmitGeneration", submission(stopping={"stop": ["x", ""]}), "request.stopping.stop[1]", "1 to 256"),
         ("SubmitGeneration", submission(sampling={"top_p": 2.0}), "request.sampling.top_p", "at most 1"),
         ("SubmitGeneration", submission(timeout=0), "timeout", "more than 0 and at most 86400 s"),
@@ -518,7 +518,7 @@ DURATION = duration_pb2.Duration
             "SubmitGeneration",
             pb.SubmitGenerationRequest(request=request(), retention=DURATION(seconds=1, nanos=-1)),
             "retention",
-            "one sign",
+            "the same sign",
         ),
         ("WatchGeneration", pb.WatchGenerationRequest(), "request_id", "1 to 128"),
         ("WatchGeneration", pb.WatchGenerationRequest(request_id=LONG), "request_id", "1 to 128"),
@@ -527,7 +527,7 @@ DURATION = duration_pb2.Duration
         ("DeleteGeneration", pb.DeleteGenerationRequest(), "request_id", "1 to 128"),
         ("DeleteGeneration", pb.DeleteGenerationRequest(request_id=LONG), "request_id", "1 to 128"),
         ("CancelGeneration", pb.CancelGenerationRequest(request_id=LONG), "request_id", "1 to 128"),
-        ("PurgeGenerations", pb.PurgeGenerationsRequest(), "older_than", "missing; 0 purges all"),
+        ("PurgeGenerations", pb.PurgeGenerationsRequest(), "older_than", "missing; 0 purges every"),
         ("PurgeGenerations", pb.PurgeGenerationsRequest(older_than=DURATION(seconds=-1)), "older_than", "0 or more"),
         ("PurgeGenerations", pb.PurgeGenerationsRequest(older_than=DURATION(nanos=10**9)), "older_than", "nanos"),
     ],
@@ -545,7 +545,7 @@ def test_from_a_token_that_is_not_there(engine: Engine) -> None:
     watched(watching(engine, submit(engine, "short", 3).request_id))
     error = refused(lambda: watching(engine, "short", 4))
     assert (error.reason, error.field) == ("FIELD_INVALID", "from_token")
-    assert "from_token is 4 and there are 3 tokens" in error.message
+    assert "from_token is 4; there are 3 tokens" in error.message
 
 
 @pytest.mark.parametrize("edge", [{"timeout": 86400.0}, {"retention": 3600.0}, {"retention": 1e-9}])

@@ -484,11 +484,11 @@ def test_where_a_watch_may_not_begin(engine: Engine) -> None:
     name = submit(engine, asked(3, 4)).request_id
     watched(engine, name)
     for fields, where, says in (
-        ({"from_tokens": [4, 5, 4]}, "from_tokens[1]", "from_tokens[1] is 5 and there are 4 tokens so far"),
-        ({"from_tokens": [0] * 4}, "from_tokens", "from_tokens has 4 entries; it may have one for each sample, 3"),
+        ({"from_tokens": [4, 5, 4]}, "from_tokens[1]", "from_tokens[1] is 5; there are 4 tokens so far"),
+        ({"from_tokens": [0] * 4}, "from_tokens", "from_tokens has 4 entries; at most one for each sample, 3"),
         ({"from_tokens": [1] * 1_000_000}, "from_tokens", "1000000 entries"),
-        ({"from_token": 1}, "from_token", "from_token is 1 and there are 3 samples; from_tokens says it of each"),
-        ({"from_token": 1, "from_tokens": [1]}, "from_tokens", "from_token is 1, and from_tokens is given, too"),
+        ({"from_token": 1}, "from_token", "from_token is 1; with 3 samples, use from_tokens"),
+        ({"from_token": 1, "from_tokens": [1]}, "from_tokens", "from_token is 1; from_tokens cannot be set as well"),
         ({"without_samples": [2, 3]}, "without_samples[1]", "without_samples[1] is 3; it must be at most 2"),
         ({"without_samples": [2, 1, 0]}, "without_samples", "leaves no sample to watch"),
         ({"without_samples": [0] * 1_000_000}, "without_samples", "1000000 entries"),
