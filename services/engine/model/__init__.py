@@ -1,1 +1,1 @@
-"""The model and its forward pass: loading, batches, backend, runner."""
+"""The model and its forward pass: loading, batches, backends, runner."""

@@ -1,4 +1,4 @@
-"""What computes, and where its pages lie: NumPy in the host's memory, or a GPU in its own."""
+"""Compute backends: NumPy with pages in host memory, or a GPU with pages in its own memory."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ REPLAYS = (TAPES, GRAPHS, OFF)
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One way to compute. ``dtype`` is of weights and activations, ``kv_dtype`` of K and V in pages.
+    """A compute backend. ``dtype`` is that of weights and activations, ``kv_dtype`` that of K and V in pages.
 
-    ``name`` is for people. ``gpu`` is None on the host. ``prepare`` makes all that a model's steps would otherwise wait
-    for and returns what draws from its logits; it raises InvalidConfiguration for a model that is not computed here.
-    ``finish`` returns when nothing of a step is under way: only then may its pages be told of or given up.
+    ``name`` is for display. ``gpu`` is None on the host. ``prepare`` compiles ahead what the model's steps need and
+    returns the sampler of its logits; it raises InvalidConfiguration for an unsupported model. ``finish`` synchronizes:
+    a step's pages may be reported or released only after it returns.
     """
 
     name: str
@@ -47,24 +47,24 @@ class Backend:
     finish: Callable[[], None]
 
     def private(self, geometry: Geometry, total_pages: int) -> Any:
-        """Pages of this process's own. Raises MemoryError when there is no room for them."""
+        """Allocates private pages. Raises MemoryError when there is not enough memory."""
         if self.gpu is None:
             return private_pages(geometry, total_pages)
         return private_device_pages(geometry, total_pages, self.gpu)
 
     @staticmethod
     def view(memory: Any) -> Any:
-        """A source's memory as a forward pass takes it, for one step: a view of a GPU's pages must not outlive it."""
+        """Returns a source's memory as the forward pass takes it. A view of GPU pages must not outlive its step."""
         return memory.array if isinstance(memory, DevicePages) else memory
 
 
 def on_host(dtype: str | None, kv_dtype: str | None, replay: str | None = None) -> Backend:
-    """NumPy, which computes in f32. Raises InvalidConfiguration for other types, and for replays."""
+    """The NumPy backend, which computes in f32. Raises InvalidConfiguration for other dtypes, and for replay."""
     if replay not in (None, OFF):
-        raise InvalidConfiguration(f"--replay {replay}: a CPU queues nothing; see --device", field="--replay")
+        raise InvalidConfiguration(f"--replay {replay}: not available on a CPU; see --device", field="--replay")
     for flag, value in (("--dtype", dtype), ("--kv-dtype", kv_dtype)):
         if value not in (None, "f32"):
-            raise InvalidConfiguration(f"{flag} {value}: a CPU computes in f32; see --device", field=flag)
+            raise InvalidConfiguration(f"{flag} {value}: a CPU supports only f32; see --device", field=flag)
     return Backend("numpy", ops_numpy, "f32", "f32", None, lambda config: reference.sample, lambda: None)
 
 
@@ -76,9 +76,11 @@ def on_gpu(
     replay: str | None = None,
     make_ops: Callable[..., CupyOps] = CupyOps,
 ) -> Backend:
-    """CuPy on GPU ``ordinal``, its functions by ``make_ops``. Raises InvalidConfiguration when it cannot be used."""
+    """The CuPy backend on GPU ``ordinal``; ``make_ops`` creates its operations. Raises InvalidConfiguration when the
+    GPU cannot be used.
+    """
     gpu = Runtime.load().gpu(ordinal)
-    # A step's pages of int8 are written by launches whose extents are the step's own.
+    # Writing int8 pages launches kernels with extents specific to the step, so it cannot be replayed.
     replay = replay or (OFF if kv_dtype == "int8" else TAPES)
     try:
         replays = None if replay == OFF else Graphs() if replay == GRAPHS else Tapes()
@@ -94,7 +96,7 @@ def on_gpu(
                 config.query_heads, config.layers, config.kv_heads, config.head_dim, config.head_dim**-0.5
             )
         except ValueError as error:
-            raise InvalidConfiguration(f"--model: not served on a GPU: {error}", field="--model") from error
+            raise InvalidConfiguration(f"--model: not supported on a GPU: {error}", field="--model") from error
         except KernelError as error:
             raise InvalidConfiguration(f"--device gpu: {error}", field="--device") from error
 

@@ -1,4 +1,4 @@
-"""One step's rows, laid out flat for the kernels."""
+"""Packs the rows of a step into flat arrays for the kernels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ I64: TypeAlias = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Row:
-    """Runs ``tokens`` at the positions from ``start`` on of a sequence whose block table is ``pages``.
+    """Computes ``tokens`` from position ``start`` on, for a sequence with block table ``pages``.
 
-    K and V of the positions before ``start`` are in the pages already. ``want_logits`` is of how many of the last
-    tokens the logits are wanted. No two rows of a batch write to the same slot.
+    K and V of the positions before ``start`` are already in the pages. Logits are returned for the last ``want_logits``
+    tokens. No two rows of a batch write to the same slot.
     """
 
     tokens: Sequence[int]
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows one after another: ``n`` tokens in all, every array int64."""
+    """The rows concatenated: ``n`` tokens in total. Every array is int64."""
 
     tokens: I64  # [n]
     positions: I64  # [n]
@@ -41,16 +41,16 @@ class Batch:
     starts: I64  # [rows]: position of each row's first token
     lengths: I64  # [rows]: tokens of each row
     block_tables: I64  # [rows, longest]: page ids, 0 after a row's last
-    asking: I64  # [rows that want logits]: which rows those are
-    asked: I64  # [rows that want logits]: of how many of their last tokens
-    wanted: I64  # [their sum]: flat index of those tokens, row after row
+    asking: I64  # [rows that want logits]: their row numbers
+    asked: I64  # [rows that want logits]: how many of their last tokens
+    wanted: I64  # [sum of asked]: flat indices of those tokens, row by row
 
     @classmethod
     def build(cls, rows: Sequence[Row], page_size: int, total_pages: int, vocab_size: int, max_context: int) -> Batch:
-        """Lay out ``rows``, at least one.
+        """Pack ``rows``, at least one.
 
-        Raises ``ForwardFailed`` naming the row when it is empty, has too few pages for its tokens, or has a token, a
-        page or a position out of range.
+        Raises ``ForwardFailed`` naming the row when it is empty, has too few pages for its tokens, or has a token, page
+        or position out of range.
         """
         if [row.want_logits for row in rows].count(1) == [len(row.tokens) for row in rows].count(1) == len(rows):
             found = cls._decoding(rows, page_size, total_pages, vocab_size, max_context)
@@ -77,7 +77,7 @@ class Batch:
         _check(np.logical_or(wants < 0, wants > lengths), "wants the logits of more tokens than it has")
         asking = np.flatnonzero(wants)
         asked = wants[asking]
-        # The last of each row, as often as the row wants, less how many of its wanted tokens come behind.
+        # For each wanted token: the index of its row's last token, minus how many of the row's tokens follow it.
         behind = np.repeat(np.cumsum(asked), asked) - 1 - np.arange(asked.sum())
         positions = np.arange(len(tokens)) - np.repeat(last + 1 - lengths, lengths) + starts[row_of]
         return cls(
@@ -97,9 +97,9 @@ class Batch:
     def _decoding(
         cls, rows: Sequence[Row], page_size: int, total_pages: int, vocab_size: int, max_context: int
     ) -> Batch | None:
-        """What `build` returns for rows of one token, each of which wants its logits; None if one of them is wrong.
+        """The fast path of `build` for rows of a single token with logits; None if a row is invalid.
 
-        These are most steps, and of few rows: what counts is how often NumPy is called.
+        Most steps are decode steps with few rows, where the number of NumPy calls dominates.
         """
         tokens, starts = [row.tokens[0] for row in rows], [row.start for row in rows]
         held = [len(row.pages) for row in rows]
@@ -128,12 +128,12 @@ class Batch:
 
 
 def _joined(rows: Sequence[Row]) -> I64:
-    """All rows' block tables, one after another."""
+    """Returns the rows' block tables concatenated."""
     return np.frombuffer(b"".join([_table(row.pages) for row in rows]), np.int64)
 
 
 def _tables(pages: I64, held: I64, widest: int) -> I64:
-    """Joined block tables of ``held`` pages each, ``widest`` at most: ``[rows, widest]``, made up with zeros."""
+    """Splits concatenated block tables of ``held`` pages each into ``[rows, widest]``, padded with zeros."""
     if len(pages) == len(held) * widest:
         return pages.reshape(len(held), widest)
     tables = np.zeros((len(held), widest), np.int64)
@@ -142,12 +142,14 @@ def _tables(pages: I64, held: I64, widest: int) -> I64:
 
 
 def _table(pages: Sequence[int]) -> array[int]:
-    """A block table as 64-bit integers: itself, if it is."""
+    """Returns a block table as 64-bit integers, without a copy if it already is."""
     return pages if isinstance(pages, array) and pages.typecode == "q" else array("q", pages)
 
 
 def _check(wrong: NDArray[np.bool_], what: str, lengths: I64 | None = None) -> None:
-    """Raise naming the first row that is ``wrong``, or has something that is, of as many as its length."""
+    """Raises ForwardFailed naming the first row that is ``wrong``. With ``lengths``, ``wrong`` has one entry per token
+    or page, and ``lengths`` says how many belong to each row.
+    """
     if wrong.any():
         at = int(np.argmax(wrong))
         row = at if lengths is None else int(np.searchsorted(np.cumsum(lengths), at, side="right"))

@@ -1,4 +1,4 @@
-"""A model as it lies on disk: a Hugging Face folder, or a GGUF file."""
+"""A model on disk: a Hugging Face folder, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What is known of a model before a tensor is read."""
+    """A model's metadata, before any tensor is read."""
 
     path: Path
     config: ModelConfig
@@ -34,9 +34,9 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path | str, max_context: int | None = None) -> Checkpoint:
-        """Read a model's configuration; ``max_context`` asks for less than its own. Raises ``ModelInvalid``.
+        """Read a model's configuration; ``max_context`` lowers its context. Raises ``ModelInvalid``.
 
-        Warns of each thing that the model's files ask of sampling and that is not done here.
+        Logs a warning for each sampling setting in the model's files that is not supported.
         """
         path = Path(path)
         if not path.exists():
@@ -48,14 +48,14 @@ class Checkpoint:
         return cls(path, config, gguf)
 
     def weights(self) -> Weights:
-        """Find every tensor that the model needs. Raises ``ModelInvalid``."""
+        """Locate every tensor of the model. Raises ``ModelInvalid``."""
         found = read_headers(self.path) if self.gguf is None else tensors_of(self.gguf, self.config)
         return Weights(self.path, self.config, found)
 
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; for a GGUF file with one that cannot be built, that beside it.
+        """Load the model's tokenizer. If a GGUF file's own cannot be built, load the tokenizer.json next to the file.
 
-        Raises ``ModelInvalid`` when there is none, it is damaged, or has ids the model does not know.
+        Raises ``ModelInvalid`` when there is none, it is damaged, or it has ids outside the model's vocabulary.
         """
         vocab_size = self.config.vocab_size
         if self.gguf is None:
@@ -70,7 +70,8 @@ class Checkpoint:
             return Tokenizer.load(beside, vocab_size)
 
     def chat(self, tokenizer: Tokenizer) -> Chat:
-        """The model's chat, by its own template or by that beside a GGUF file without, if a tokenizer is there, too.
+        """Load the model's chat template. For a GGUF file without one, load the template next to it, provided that a
+        tokenizer.json is there, too.
 
         Raises ``ModelInvalid`` for a template that is damaged or does not parse.
         """

@@ -21,7 +21,7 @@ from services.engine.model.checkpoint import Checkpoint
 from services.engine.model.loading import Loading
 from services.engine.pages.source import Geometry
 
-#: Logits that are in memory at a time, about, when those of many tokens are wanted: 256 MB.
+#: The approximate number of logits in memory at a time when many tokens want them: 256 MB.
 MOST_LOGITS = 1 << 26
 
 
@@ -32,7 +32,7 @@ class _Layer:
     attention_norm: Any
     qkv: Any  # outputs: query heads, then key heads, then value heads
     qkv_bias: Any | None
-    qk_norms: tuple[Any, Any] | None  # of a head of queries, and of keys
+    qk_norms: tuple[Any, Any] | None  # for query heads, and for key heads
     output: Any
     mlp_norm: Any
     gate_up: Any  # outputs: gate, then up
@@ -41,21 +41,23 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A batch as the layers take it; ``wanted`` and ``last_plan`` where they take all of it but for the last one."""
+    """A batch in the form that the layers take. ``wanted`` and ``last_plan`` are set when the last layer computes only
+    the tokens whose logits are wanted.
+    """
 
     tokens: Any
     places: Any
     angles: Any
     plan: Any
-    count: int  # of tokens whose logits are wanted
+    count: int  # number of tokens whose logits are wanted
     wanted: Any = None
     last_plan: Any = None
 
 
 class Model:
-    """Weights and the forward pass. No state but the weights: K and V live in the caller's pages and nowhere else.
+    """Weights and the forward pass. The weights are its only state: K and V are kept only in the caller's pages.
 
-    ``ops`` is the backend that computes, with weights and activations of ``dtype``, a name such as ``f32``.
+    ``ops`` are the backend's operations; ``dtype`` of weights and activations is a name such as ``f32``.
     """
 
     def __init__(
@@ -65,15 +67,15 @@ class Model:
         dtype: str = "f32",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read the weights, one after another: never is one in memory twice, nor are the files needed afterwards.
+        """Read the weights one by one: none is in memory twice, and the files are not needed afterwards.
 
-        Raises ``ModelInvalid``, also when a weight does not fit ``dtype``; MemoryError when there is no room for them.
+        Raises ``ModelInvalid``, also when a weight does not fit ``dtype``; MemoryError when there is not enough memory.
         """
         self.config = config = checkpoint.config
         weights = checkpoint.weights()
         self.parameters = weights.parameters
         self._ops = ops
-        self._weights = object()  # what tells them from another model's
+        self._weights = object()  # identifies this model's weights
         loading = Loading(weights, clock)
 
         def weight(*names: str) -> Any:
@@ -96,29 +98,29 @@ class Model:
         return cls(Checkpoint.open(path), ops, dtype)
 
     def geometry(self, page_size: int, dtype: str = "f32") -> Geometry:
-        """The pages this model needs, of ``page_size`` tokens, K and V of ``dtype``."""
+        """Returns the page geometry of this model, with ``page_size`` tokens per page and K and V of ``dtype``."""
         return Geometry(page_size, self.config.layers, self.config.kv_heads, self.config.head_dim, dtype)
 
     def forward(self, rows: Sequence[Row], pages: Any) -> Any:
-        """Run all tokens of ``rows`` and return the logits the rows ask for.
+        """Compute all tokens of ``rows`` and return the logits that the rows want.
 
         ``pages`` is the arena, ``[page, layer, (k, v), kv_head, slot, head_dim]``, as the backend takes it; K and V of
-        every token are written to its row's pages. Returns float32 ``[the sum of want_logits, vocab_size]``, row after
-        row, an array of the backend that lasts until the next call. A pure function of weights, rows and pages; on
-        NumPy no row influences another, bit for bit (see `kernels.ops_numpy`). Raises ``ForwardFailed`` for a row or an
-        arena that does not fit the model.
+        every token are written to its row's pages. Returns float32 ``[sum of want_logits, vocab_size]``, row by row, in
+        a backend array that is valid until the next call. A pure function of weights, rows and pages; on NumPy rows are
+        bitwise independent of each other (see `kernels.ops_numpy`). Raises ``ForwardFailed`` for a row or an arena that
+        does not fit the model.
         """
         return self.logits(self.states(rows, pages))
 
     @property
     def logits_at_once(self) -> int:
-        """Of how many tokens `logits` should be asked for at a time, at most."""
+        """The most states that `logits` should be called with at a time."""
         return max(1, MOST_LOGITS // self.config.vocab_size)
 
     def logits(self, states: Any) -> Any:
-        """Return the logits ``[n, vocab_size]`` float32 of n consecutive `states`."""
+        """Returns the logits, float32 ``[n, vocab_size]``, of n consecutive `states`."""
         if not len(states):
-            return np.empty((0, self.config.vocab_size), np.float32)  # nothing that a sampler would look at
+            return np.empty((0, self.config.vocab_size), np.float32)  # a sampler does not read it
         return self._ops.linear(states, self._head, widen=True)
 
     def copy_page(self, pages: Any, source: int, target: int) -> None:
@@ -126,7 +128,7 @@ class Model:
         pages = self._fitted(pages)
         total_pages, _ = self._ops.extent(pages)
         if not (0 <= source < total_pages and 0 <= target < total_pages):
-            raise ForwardFailed(f"page {source} cannot be copied to page {target}: there are {total_pages}")
+            raise ForwardFailed(f"page {source} cannot be copied to page {target}: the arena has {total_pages} pages")
         self._ops.copy_page(pages, source, target)
 
     def _fitted(self, pages: Any) -> Any:
@@ -137,7 +139,7 @@ class Model:
             raise ForwardFailed(str(error)) from error
 
     def states(self, rows: Sequence[Row], pages: Any) -> Any:
-        """Do as `forward` does, but return what `logits` makes the logits of: ``[the sum of want_logits, hidden]``."""
+        """Like `forward`, but return the final hidden states for `logits`: ``[sum of want_logits, hidden_size]``."""
         config, ops = self.config, self._ops
         pages = self._fitted(pages)
         total_pages, page_size = ops.extent(pages)
@@ -149,7 +151,7 @@ class Model:
         return states if len(states) == len(batch.wanted) else states[: len(batch.wanted)]
 
     def _prepared(self, batch: Batch, pages: Any) -> _Step:
-        """What the layers need to know of a batch, made before the first of them runs."""
+        """Prepare a batch's inputs to the layers."""
         config, ops = self.config, self._ops
         every = len(batch.wanted) == len(batch.tokens)
         with ops.step(batch.lengths):
@@ -159,7 +161,7 @@ class Model:
             tokens = ops.indices(batch.tokens)
             if every or not len(batch.wanted):
                 return _Step(tokens, places, angles, plan, len(batch.wanted))
-            # Of the last layer only K and V are needed, but for the tokens whose logits are wanted.
+            # The last layer computes K and V of every token, but the rest only for tokens whose logits are wanted.
             wanted = ops.indices(batch.wanted)
             firsts = batch.positions[batch.wanted[np.cumsum(batch.asked) - batch.asked]]
             tables = batch.block_tables[batch.asking]
@@ -167,10 +169,10 @@ class Model:
             return _Step(tokens, places, angles, plan, len(batch.wanted), wanted, last_plan)
 
     def _computed(self, step: _Step, pages: Any) -> Any:
-        """The layers, and the last norm, of what is wanted."""
+        """Run the layers and the final norm. Returns the states of the wanted tokens."""
         config, ops, plan = self.config, self._ops, step.plan
         total = ops.take(self._embedding, step.tokens)
-        change: Any = None  # what the block before adds to the residual stream
+        change: Any = None  # what the previous block adds to the residual stream
         for index, layer in enumerate(self._layers):
             qkv, total = ops.norm_linear(total, layer.attention_norm, config.rms_norm_eps, layer.qkv, change)
             q = ops.rope_write_kv(
@@ -191,7 +193,7 @@ class Model:
 
 def _layer(weight: Callable[..., Any], config: ModelConfig, prefix: str) -> _Layer:
     def joined(what: str, *names: str) -> Any:
-        """Join along the outputs, for one product instead of several."""
+        """Concatenate along the outputs, to compute one product instead of several."""
         return weight(*(f"{prefix}{name}.{what}" for name in names))
 
     qkv = [f"self_attn.{part}_proj" for part in ("q", "k", "v")]

@@ -1,4 +1,4 @@
-"""A model's weights on their way from their files to the backend, one after another."""
+"""Reads a model's weights from their files, one by one, and logs progress."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from services.engine.checkpoint.weights import Weights
 
 log = structlog.get_logger()
 
-#: Seconds from one word about progress to the next.
+#: Seconds between progress events.
 EVERY_S = 5.0
 _DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 
 class Loading:
-    """One reading of all weights. What `take` returns is the only copy of it, and the caller's.
+    """One pass over all weights. `take` returns the only copy of a tensor, which the caller owns.
 
-    Told at its start, every few seconds of ``clock``, and at its end: the bytes and tensors read, and the seconds left.
+    Logs the bytes and tensors read and the estimated seconds left, at the start, every ``every_s`` seconds of
+    ``clock``, and at the end.
     """
 
     def __init__(self, weights: Weights, clock: Callable[[], float] = time.monotonic, every_s: float = EVERY_S) -> None:
@@ -35,7 +36,7 @@ class Loading:
         self._every_s = every_s
         self._total_bytes = weights.stored_bytes
         self._bytes = 0
-        # What decoding takes goes with the numbers, whatever the bytes that these are stored in.
+        # Decoding time is proportional to the number of values, not to their stored bytes.
         self._total_numbers = weights.parameters
         self._numbers = 0
         self._tensors = 0
@@ -44,9 +45,9 @@ class Loading:
         log.info("weights_loading", **self._words, total_bytes=self._total_bytes, total_tensors=len(weights))
 
     def take(self, *names: str, dtype: str) -> NDArray[Any]:
-        """Read tensors, joined along their first axis, into one new array.
+        """Read tensors, concatenated along their first axis, into a new array.
 
-        It is of ``dtype`` if all of them are stored so, float32 otherwise: nothing is rounded here. Raises
+        It has ``dtype`` if all of them are stored in it, float32 otherwise: no value is rounded. Raises
         ``ModelInvalid``.
         """
         tensors = [self._weights[name] for name in names]
@@ -62,7 +63,7 @@ class Loading:
         return joined
 
     def end(self) -> None:
-        """Tell that all is done."""
+        """Log the end of the pass."""
         seconds = round(self._clock() - self._begun, 3)
         log.info("weights_loaded", **self._words, bytes=self._bytes, tensors=self._tensors, seconds=seconds)
 

@@ -1,4 +1,4 @@
-"""Computes one step: the scheduled chunks as one forward pass, then one sample for each that wants it."""
+"""Executes a step: one forward pass over the scheduled chunks, then sampling for each chunk that needs a token."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ class Forward(Protocol):
 
     @property
     def logits_at_once(self) -> int:
-        """Of how many tokens `logits` should be asked for at a time, at most."""
+        """The most states that `logits` should be called with at a time."""
 
     def forward(self, rows: Items[Row], pages: Any) -> Any:
-        """Write the rows' K and V into their pages; return the logits that they want, in order."""
+        """Write the rows' K and V to their pages. Returns the logits that the rows want, in order."""
 
     def states(self, rows: Items[Row], pages: Any) -> Any:
-        """The same, but return what `logits` takes."""
+        """Like `forward`, but returns the hidden states that `logits` takes."""
 
     def logits(self, states: Any) -> Any:
-        """Return the logits of consecutive states."""
+        """Returns the logits of consecutive states."""
 
     def copy_page(self, pages: Any, source: int, target: int) -> None:
-        """Make a page equal to another."""
+        """Copy page ``source`` to page ``target``."""
 
 
 @dataclass(slots=True)
 class _Asks:
-    """What is wanted of rows of logits, one after another, as columns: how each is drawn from, the position that the
-    token will have, what its request has so far, and what must not be drawn.
+    """The sampling inputs of consecutive rows of logits, as columns: parameters, the position of the token to be
+    sampled, the request's token counts, and banned tokens.
 
-    ``forks`` are by row, of those from which one more is drawn for each sequence that is to go on from there too.
+    ``forks`` maps a row to the sequences that fork there: one more token is sampled for each of them.
     """
 
     params: list[SamplingParams] = field(default_factory=list)
@@ -63,7 +63,7 @@ class _Asks:
         return len(self.params)
 
     def next_token(self, sequence: Sequence) -> None:
-        """Ask for what comes after a sequence's last token."""
+        """Add a row that samples a sequence's next token."""
         request = sequence.request
         stopping, params = request.stopping, request.sampling
         banned = params.suppressed if sequence.num_generated_tokens else params.begin_suppressed
@@ -75,7 +75,7 @@ class _Asks:
         self.banned.append(banned)
 
     def prompt(self, sequence: Sequence, count: int) -> None:
-        """Ask for the log probabilities of the next ``count`` tokens of a prompt."""
+        """Add rows for the log probabilities of the next ``count`` tokens of a prompt."""
         first = len(sequence.prompt_logprobs) + 1
         for at in range(first, first + count):
             self.params.append(certain(sequence.tokens[at], sequence.request.sampling.prompt_logprobs))
@@ -84,7 +84,7 @@ class _Asks:
             self.banned.append(_NOTHING)
 
     def part(self, first: int, end: int) -> _Asks:
-        """Those of the rows ``first`` to ``end``."""
+        """Returns the rows ``first`` to ``end``, ``end`` excluded."""
         cut = slice(first, end)
         forks = {at - first: one for at, one in self.forks.items() if first <= at < end}
         return _Asks(self.params[cut], self.positions[cut], self.counts[cut], self.banned[cut], forks)
@@ -93,9 +93,9 @@ class _Asks:
 class Runner:
     """Runs steps on a model and the memory that holds the pages.
 
-    ``memory`` is asked at every step, since a session that was opened anew has another. A row that makes the forward
-    pass raise is found by running the rows one by one; K and V are written again in place, so that changes nothing for
-    the others. Only what computes failing as a whole is raised, as GpuError.
+    ``memory`` is called at every step, because a new session maps different memory. If the forward pass raises, the
+    rows are run one by one to find the row at fault; rewriting the same K and V in place does not affect the others.
+    Raises GpuError only when the device itself has failed.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Runner:
         draw: Drawer = reference.sample,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
-        """``draw`` takes the model's logits. ``finish`` returns when nothing of a step is under way any more: pages are
-        told of and given up only then.
+        """``draw`` samples from the model's logits. ``finish`` synchronizes: pages are reported and released only after
+        it returns.
         """
         self._model = model
         self._memory = memory
@@ -114,7 +114,7 @@ class Runner:
         self._finish = finish
 
     def run(self, step: Items[Chunk]) -> list[Result]:
-        """A result for each chunk: the token sampled, None when none was wanted, or the error that ends the request."""
+        """Returns a result per chunk: a sampled token, None if none was wanted, or the error that ends the request."""
         try:
             results = self._run(step)
             self._finish()
@@ -124,14 +124,14 @@ class Runner:
             try:
                 self._finish()
             except Exception as lost:
-                # A GPU that has failed once answers every call with an error: no row is at fault, and none can be run.
+                # After a sticky GPU error every call fails: no row is at fault, and none can run.
                 raise GpuError(f"the GPU failed: {lost}") from failure
             if len(step) > 1:
                 return [result for chunk in step for result in self.run((chunk,))]
             return [ForwardFailed(f"the forward pass raised {type(failure).__name__}")]
 
     def copy_pages(self, copies: Items[PageCopy]) -> None:
-        """Make each target equal to its source, in order. No step is under way. Raises GpuError."""
+        """Copy each source page to its target, in order. No step may be in flight. Raises GpuError."""
         try:
             for copy in copies:
                 self._model.copy_page(self._memory(), copy.source, copy.target)
@@ -179,7 +179,7 @@ class Runner:
         return drawn
 
     def _of_rows(self, logits: Any, asks: _Asks) -> list[Draw]:
-        # A token's random numbers depend on the seed and its position alone, not on batch, chunk or attempt.
+        # A token's random numbers depend only on the seed and its position, not on batch, chunk or attempt.
         params, positions, counts = asks.params, asks.positions, asks.counts
         banned = asks.banned if any(asks.banned) else None
         if any(one.logprobs is not None for one in params):
@@ -192,14 +192,14 @@ class Runner:
 
 
 def _untold(chunk: Chunk) -> int:
-    """Of how many of the prompt's tokens the chunk has the log probabilities that are still to be told."""
+    """Returns how many prompt tokens get their log probabilities from this chunk for the first time."""
     sequence = chunk.sequence
-    # Whatever lies before the chunk was told when it was computed, perhaps for pages that were given up since.
+    # Those before the chunk were returned when they were computed, perhaps before a preemption.
     return max(0, min(chunk.start + chunk.count, len(sequence.request.prompt) - 1) - len(sequence.prompt_logprobs))
 
 
 def _counts(sequence: Sequence) -> TokenCounts:
-    """How often the sequence has which token; kept whatever becomes of its pages."""
+    """Returns the sequence's token counts, up to date. They survive the loss of its pages."""
     prompt, counts = sequence.request.prompt, sequence.counts
     if counts is None:
         counts = sequence.counts = TokenCounts(prompt)

@@ -1,1 +1,1 @@
-"""Sampling parameters, and what a draw results in."""
+"""Sampling parameters and results."""

@@ -1,7 +1,7 @@
-"""From logits to a token: what a request may ask of the draw, and what comes of it.
+"""Samples tokens from logits: validates a request's sampling parameters, and calls the sampler.
 
-The draw itself is ``kernels.sampling.reference``, or ``kernels.sampling.launch`` where the logits stay on a device:
-both take the same arrays and draw the same tokens.
+The sampler is ``kernels.sampling.reference``, or ``kernels.sampling.launch`` for logits on a device. Both take the same
+arrays and draw the same tokens.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ MAX_PENALTY = 2.0
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGPROBS = launch.MAX_LOGPROBS
-#: A bias that no logit outweighs.
+#: A bias larger than any logit.
 _CERTAIN = 3e38
 _NO_ENTRIES = launch.entries()
 
-#: What draws from the logits of a backend: `kernels.sampling.reference.sample`, or a device's.
+#: A backend's sampler: `kernels.sampling.reference.sample`, or a device's.
 Drawer = Callable[[Any, Batch], Drawn]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request draws.
+    """The sampling parameters of one request.
 
-    ``temperature`` 0 takes the likeliest; ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, ``repetition_penalty`` 1 and the other
-    penalties 0 are off. ``logit_bias`` has (token, what to add) in the order of tokens. ``logprobs`` is how many of the
-    likeliest tokens to tell with the log probability of the one drawn, None for neither; ``prompt_logprobs`` the same
-    of the prompt's tokens. ``suppressed`` are never drawn, ``begin_suppressed`` not as the first token.
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, ``repetition_penalty`` 1 and the other penalties
+    at 0 are off. ``logit_bias`` has (token, bias) pairs sorted by token. ``logprobs`` is how many top tokens to return
+    along with the log probability of the sampled one, None for no log probabilities; ``prompt_logprobs`` is the same
+    for the prompt's tokens. ``suppressed`` tokens are never sampled, ``begin_suppressed`` ones not as the first token.
 
-    The rest follows from these, and is kept because every step needs it of every row: ``record`` is what a sampler
-    takes; ``counts_tokens`` is whether a draw needs the request's `TokenCounts`, and ``changes_logits`` whether any
-    logits are penalised or biased.
+    The other fields are derived, and precomputed because every step needs them for every row: ``record`` is the
+    sampler's input; ``counts_tokens`` says whether sampling needs the request's `TokenCounts`; ``changes_logits`` says
+    whether any logits are penalized or biased.
     """
 
     temperature: float
@@ -98,9 +98,9 @@ def validate(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Check what a request asks for; what it leaves out is the model's default, then temperature 1 and no limits.
+    """Validate a request's parameters. Those unset default to the model's, then to temperature 1 without any filter.
 
-    A seed left out is drawn at random. Raises ``FieldInvalid`` with ``field`` ``sampling.<name>``.
+    An unset seed is random. Raises ``FieldInvalid`` with ``field`` ``sampling.<name>``.
     """
     if temperature is None:
         temperature = 1.0 if defaults.default_temperature is None else defaults.default_temperature
@@ -161,20 +161,20 @@ def validate(
 
 
 def seed_of(seed: int, sample: int) -> int:
-    """The seed of one of several samples, of which the first has ``seed``."""
+    """Returns the seed of sample number ``sample``; sample 0 has ``seed``."""
     return (seed + sample) % (MAX_SEED + 1)
 
 
 @functools.lru_cache(maxsize=4096)
 def certain(token: int, logprobs: int) -> SamplingParams:
-    """Parameters that draw this token whatever the logits are, and tell its log probability in them."""
+    """Returns parameters that always sample ``token``, to get its log probability."""
     return SamplingParams(0.0, 0, 1.0, 0.0, 0, logit_bias=((token, _CERTAIN),), logprobs=logprobs)
 
 
 def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     if len(biases) > MAX_LOGIT_BIASES:
         raise FieldInvalid(
-            f"logit_bias has {len(biases)} tokens; it may have {MAX_LOGIT_BIASES}", field="sampling.logit_bias"
+            f"logit_bias has {len(biases)} tokens; at most {MAX_LOGIT_BIASES}", field="sampling.logit_bias"
         )
     for token, bias in biases.items():
         field = f"sampling.logit_bias[{token}]"
@@ -196,7 +196,7 @@ def sample(
     banned: Sequence[Iterable[int]] | None = None,
     draw: Drawer = reference.sample,
 ) -> list[int | ServiceError]:
-    """Draw a token for each row of ``logits``, as `choose` does."""
+    """Sample a token for each row of ``logits``. Like `choose`, without log probabilities."""
     drawn = draw(logits, batch(params, positions, counts, banned))
     tokens: list[int | ServiceError] = drawn.tokens.tolist()
     for row, error in _errors(drawn, positions):
@@ -212,12 +212,12 @@ def choose(
     banned: Sequence[Iterable[int]] | None = None,
     draw: Drawer = reference.sample,
 ) -> list[Choice | ServiceError]:
-    """Draw a token for each row of ``logits`` ``[n, vocab_size]``, of what ``draw`` takes: an array, or a device's.
+    """Sample a token for each row of ``logits``, ``[n, vocab_size]``, a host or device array as ``draw`` takes it.
 
-    ``positions[i]`` is the position the token of row i will have; ``counts[i]`` what its request has so far, which a
-    request with penalties needs; ``banned[i]`` tokens that row i must not draw now, as those that would end it before
-    ``min_tokens``. A result depends on its row, its parameters and its position alone. A row that holds NaN or infinity
-    gets ``ForwardFailed`` in the place of a token, one that has every token banned ``FieldInvalid``.
+    ``positions[i]`` is the position of row i's new token; ``counts[i]`` its request's token counts, required with
+    penalties; ``banned[i]`` tokens that row i must not sample now, such as stop tokens before ``min_tokens``. A result
+    depends only on its row, parameters and position. A row with NaN or infinity gets ``ForwardFailed`` instead of a
+    token, a row with every token banned ``FieldInvalid``.
     """
     drawn = draw(logits, batch(params, positions, counts, banned))
     results: list[Choice | ServiceError] = [Choice(token) for token in drawn.tokens.tolist()]
@@ -234,7 +234,7 @@ def choose(
 def _errors(drawn: Drawn, positions: Sequence[int]) -> Iterator[tuple[int, ServiceError]]:
     for row in drawn.errors.nonzero()[0].tolist():
         if drawn.errors[row] == launch.NOT_FINITE:
-            yield row, ForwardFailed(f"the logits at position {positions[row]} hold NaN or infinity")
+            yield row, ForwardFailed(f"the logits at position {positions[row]} contain NaN or infinity")
         else:
             yield row, FieldInvalid(f"every token is banned at position {positions[row]}", field="sampling")
 
@@ -245,7 +245,7 @@ def batch(
     counts: Sequence[TokenCounts | None] | None = None,
     banned: Sequence[Iterable[int]] | None = None,
 ) -> Batch:
-    """Return the arrays that a sampler takes; arguments as of `choose`. ValueError if penalties miss their counts."""
+    """Returns the sampler's input arrays; arguments as for `choose`. Raises ValueError for penalties without counts."""
     records = [p.record for p in params]
     if banned is None and not any(p.changes_logits for p in params):
         return Batch.of(records, positions)
@@ -257,7 +257,7 @@ def batch(
             continue
         own = counts[row] if counts is not None and p.counts_tokens else None
         if own is None and p.counts_tokens:
-            raise ValueError(f"row {row} has penalties, and no counts of its tokens")
+            raise ValueError(f"row {row} has penalties but no token counts")
         prompt = p.repetition_penalty != 1
         entries.append(launch.entries(own, dict(p.logit_bias), barred, prompt))
     return Batch.of(records, positions, entries)

@@ -1,4 +1,4 @@
-"""What a step says of a sequence: the tokens that were drawn for it, and how likely tokens were."""
+"""The results of a step: sampled tokens and log probabilities."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from services.common.errors import ServiceError
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A token drawn, or one of a prompt.
+    """A sampled token, or a prompt token.
 
-    ``logprob`` and ``rank`` are of the logits as the model gave them, before temperature, penalties, biases and bans:
-    the natural logarithm of the token's chance in their softmax, and 1 for the likeliest. ``top`` has the likeliest
-    tokens, in this order, with their log probabilities. None and empty where the request did not ask.
+    ``logprob`` and ``rank`` refer to the model's raw logits, before temperature, penalties, biases and bans: the
+    natural logarithm of the token's softmax probability, and its rank, 1 for the likeliest. ``top`` has the likeliest
+    tokens in descending order, with their log probabilities. None and empty unless requested.
     """
 
     token: int
@@ -23,21 +23,21 @@ class Choice:
     top: tuple[tuple[int, float], ...] = ()
 
 
-#: A token, as a Choice where its log probability was asked for; or why none could be drawn.
+#: A token, as a Choice if log probabilities were requested; or the error that prevented sampling.
 Draw: TypeAlias = int | Choice | ServiceError
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """All there is to say of a chunk that gave more than a token.
+    """The result of a chunk with more than one token.
 
-    ``prompt`` are the next of the prompt's tokens to be told of. ``drawn`` is the sequence's token, and behind it, when
-    it was the first, one for each sequence that is to fork from it; empty when none was wanted.
+    ``prompt`` has the next prompt tokens with log probabilities. ``drawn`` has the sequence's token, followed by one
+    for each fork if it was the first; empty when no token was wanted.
     """
 
     prompt: tuple[Choice, ...] = ()
     drawn: tuple[Draw, ...] = ()
 
 
-#: Of a chunk: what was drawn, more than that, or None when nothing was wanted. An error ends the request.
+#: A chunk's result: a draw, a Computed, or None when nothing was wanted. An error ends the request.
 Result: TypeAlias = Draw | Computed | None

@@ -1,4 +1,4 @@
-"""A conversation as a prompt: checked, written by the model's chat template, and read as tokens."""
+"""Converts a conversation to a prompt: validates it, renders the model's chat template, and tokenizes the text."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from services.engine.text.tokenizer import Tokenizer
 MAX_MESSAGES = 16384
 MAX_ROLE = 128
 
-#: Names that are said in fields of their own.
+#: Template variables that have message fields of their own.
 _FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-#: Up to here a double holds every whole number.
+#: Doubles represent every integer below this exactly.
 _EXACT = 1 << 53
 _KEYS = ("role", "content", "name")
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What a template made of messages, and its token ids."""
+    """The text rendered from messages, and its token ids."""
 
     text: str
     token_ids: tuple[int, ...]
 
 
 class Chat:
-    """The chat of one model: what its template makes of messages. Any thread may use it.
+    """Renders messages with a model's chat templates. Thread-safe.
 
-    A model without a template has one, too, which refuses messages; ``error`` says why if there was a template.
+    Without a template it rejects messages; ``error`` says why when the model has one that cannot be used.
     """
 
     def __init__(self, templates: Mapping[str, ChatTemplate], tokenizer: Tokenizer, error: str = "") -> None:
@@ -47,7 +47,7 @@ class Chat:
 
     @classmethod
     def of(cls, source: ChatSource | None, tokenizer: Tokenizer) -> Chat:
-        """Take what a checkpoint has. Raises ``ModelInvalid`` for a template that does not parse, naming its file."""
+        """Parse a checkpoint's templates. Raises ``ModelInvalid`` naming the file of a template that does not parse."""
         if source is None:
             return cls({}, tokenizer)
         templates = {}
@@ -64,7 +64,7 @@ class Chat:
         return bool(self._templates)
 
     async def read(self, message: Any, size: int) -> Rendered:
-        """Write and read a Messages, in a thread of its own; neither it nor its text may have more than ``size`` bytes.
+        """Render and tokenize a Messages, in a thread. Both the message and its text may have at most ``size`` bytes.
 
         Raises FieldInvalid and PromptTooLong, naming the field from ``messages`` on.
         """
@@ -72,7 +72,7 @@ class Chat:
             why = f": {self.error}" if self.error else ""
             raise FieldInvalid(f"the model has no chat template{why}; give text or tokens", field="messages")
         if (given := message.ByteSize()) > size:
-            raise PromptTooLong(f"messages has {given} bytes; it may have {size}", field="messages", limit=size)
+            raise PromptTooLong(f"messages has {given} bytes; at most {size}", field="messages", limit=size)
         return await asyncio.to_thread(self._read, message, size)
 
     def _read(self, message: Any, size: int) -> Rendered:
@@ -87,7 +87,7 @@ class Chat:
         asking = message.add_generation_prompt if message.HasField("add_generation_prompt") else not going_on
         if going_on and asking:
             raise FieldInvalid(
-                "add_generation_prompt begins a new message, continue_final_message goes on with one: set one of them",
+                "add_generation_prompt and continue_final_message cannot both be set",
                 field="messages.continue_final_message",
             )
         messages = [self._message(one, f"messages.items[{at}]") for at, one in enumerate(message.items)]
@@ -95,7 +95,7 @@ class Chat:
         for name in _FIELDS:
             if name in arguments:
                 raise FieldInvalid(
-                    f"template_arguments has {name}, which is a field of its own", field="messages.template_arguments"
+                    f"template_arguments has {name}; set the field {name} instead", field="messages.template_arguments"
                 )
         tools = [self._object(tool, f"messages.tools[{at}]") for at, tool in enumerate(message.tools)]
         template = self._templates.get(TOOL_USE if tools else DEFAULT, self._templates[DEFAULT])
@@ -110,17 +110,17 @@ class Chat:
         plain = self._special.plain(text)
         if len(plain.encode()) > size:
             raise PromptTooLong(
-                f"the chat template makes {len(plain.encode())} bytes of messages; it may make {size}",
+                f"the chat template renders {len(plain.encode())} bytes of messages; at most {size}",
                 field="messages",
                 limit=size,
             )
         ids = self._special.encode(text)
         if not ids:
-            raise FieldInvalid("the chat template makes nothing of messages", field="messages")
+            raise FieldInvalid("the chat template renders messages to an empty text", field="messages")
         return Rendered(plain, tuple(ids))
 
     def _message(self, message: Any, field: str) -> dict[str, Any]:
-        """A message as a template sees it."""
+        """Converts a message to what a template sees."""
         if not 1 <= len(message.role) <= MAX_ROLE:
             raise FieldInvalid(
                 f"{field}.role has {len(message.role)} characters; it must have 1 to {MAX_ROLE}", field=f"{field}.role"
@@ -134,20 +134,20 @@ class Chat:
         other = self._object(message.other, f"{field}.other") if message.other else {}
         for key in _KEYS:
             if key in other:
-                raise FieldInvalid(f"{field}.other has {key}, which is a field of its own", field=f"{field}.other")
+                raise FieldInvalid(f"{field}.other has {key}; set the field {key} instead", field=f"{field}.other")
         return told | other
 
     def _arguments(self, message: Any) -> Any:
-        """A Struct as a template sees it. Its numbers are doubles: those that are whole count as whole numbers."""
+        """Converts a Struct to what a template sees. Its numbers are doubles; integral ones become integers."""
         field = "messages.template_arguments"
         try:
             value = json_format.MessageToDict(message)
-        except (ValueError, json_format.Error) as error:  # what JSON cannot say: NaN, infinity, a value that is unset
+        except (ValueError, json_format.Error) as error:  # not expressible in JSON: NaN, infinity, an unset value
             raise FieldInvalid(f"{field} is not JSON: {error}", field=field) from error
         return self._guarded(_whole(value), field)
 
     def _object(self, text: str, field: str) -> Any:
-        """An object of JSON as a template sees it."""
+        """Parses a JSON object to what a template sees."""
         try:
             value = self._guarded(json.loads(text, parse_constant=_no_number), field)
         except (ValueError, RecursionError) as error:
@@ -169,20 +169,20 @@ class Chat:
     def _text(self, text: str, field: str) -> str:
         try:
             text.encode()
-        except UnicodeError as error:  # JSON can spell a lone surrogate
-            raise FieldInvalid(f"{field} holds half a character", field=field) from error
+        except UnicodeError as error:  # JSON can escape a lone surrogate
+            raise FieldInvalid(f"{field} contains a lone surrogate", field=field) from error
         for character in RESERVED:
             if character in text:
-                raise FieldInvalid(f"{field} holds U+{ord(character):04X}, which is no character", field=field)
+                raise FieldInvalid(f"{field} contains the noncharacter U+{ord(character):04X}", field=field)
         return self._special.guard(text)
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"there is no {name} in JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _whole(value: Any) -> Any:
-    """A value of a Struct with whole numbers as such."""
+    """Returns a Struct's value with integral doubles as integers."""
     match value:
         case dict():
             return {key: _whole(inner) for key, inner in value.items()}

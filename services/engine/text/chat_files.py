@@ -1,4 +1,4 @@
-"""Where a checkpoint keeps its chat template, and the special tokens that a template may name."""
+"""Reads a checkpoint's chat templates, and the special tokens that templates refer to."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _OLDER_TOKENS_FILE = "special_tokens_map.json"
 MAX_TEMPLATE_BYTES = 1 << 20
 
-#: The names of templates: the usual one, and one for prompts with tools where the model has two.
+#: Template names: the default, and the one for prompts with tools in models that have both.
 DEFAULT, TOOL_USE = "default", "tool_use"
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-#: A token's name for templates -> its key in a GGUF file, less tokenizer.ggml. and _token_id.
+#: A token's name in templates -> its key in a GGUF file, without tokenizer.ggml. and _token_id.
 _GGUF_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator"} | {
     "pad_token": "padding",
     "cls_token": "cls",
@@ -32,7 +32,7 @@ _GGUF_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", 
 
 @dataclass(frozen=True, slots=True)
 class ChatSource:
-    """Templates by name, as they were found in ``file``; ``special`` is the text of each special token by its name."""
+    """Templates by name, as found in ``file``; ``special`` maps the name of each special token to its text."""
 
     file: str
     templates: Mapping[str, str]
@@ -40,9 +40,9 @@ class ChatSource:
 
 
 def of_folder(folder: Path) -> ChatSource | None:
-    """Read a Hugging Face folder's, of ``chat_template.jinja`` or else of ``tokenizer_config.json``.
+    """Read the templates of a Hugging Face folder, from ``chat_template.jinja`` or else ``tokenizer_config.json``.
 
-    None when it has none. Raises ``ModelInvalid`` naming the file and what is wrong with it.
+    Returns None when it has none. Raises ``ModelInvalid`` naming the file and what is wrong with it.
     """
     config_file, template_file = folder / TOKENIZER_CONFIG_FILE, folder / TEMPLATE_FILE
     config = Fields.of(config_file) if config_file.exists() else Fields(config_file, {})
@@ -63,7 +63,7 @@ def of_folder(folder: Path) -> ChatSource | None:
 
 
 def of_gguf(file: GgufFile) -> ChatSource | None:
-    """Read a GGUF file's. None when it has none. Raises ``ModelInvalid`` naming the file and the key."""
+    """Read the templates of a GGUF file; None when it has none. Raises ``ModelInvalid`` naming the file and key."""
     keys = Fields(file.path, file.metadata)
     named = {DEFAULT: "tokenizer.chat_template", TOOL_USE: "tokenizer.chat_template.tool_use"}
     templates = {name: _template(keys, key) for name, key in named.items() if keys.has(key)}
@@ -92,7 +92,7 @@ def _read(file: Path) -> str:
 
 
 def _named(config: Fields) -> dict[str, str]:
-    """One template, or a list of them with their names, of which one is ``default``."""
+    """Reads a single template, or a list of named ones including ``default``."""
     value = config.values["chat_template"]
     if isinstance(value, str):
         return {DEFAULT: value}
@@ -101,22 +101,22 @@ def _named(config: Fields) -> dict[str, str]:
         if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str):
             found[entry["name"]] = entry["template"]
     if DEFAULT not in found:
-        config.refuse("chat_template", f"it must be a text, or a list of named ones with one named {DEFAULT}")
+        config.refuse("chat_template", f"it must be a string, or a list of named templates with one named {DEFAULT}")
     return {name: found[name] for name in (DEFAULT, TOOL_USE) if name in found}
 
 
 def _template(keys: Fields, key: str) -> str:
     value = keys.values[key]
     if not isinstance(value, str) or len(value) > MAX_TEMPLATE_BYTES:
-        keys.refuse(key, f"it must be a text of at most {MAX_TEMPLATE_BYTES} characters")
+        keys.refuse(key, f"it must be a string of at most {MAX_TEMPLATE_BYTES} characters")
     return value
 
 
 def _text_of(keys: Fields, name: str) -> str | None:
-    """A token as a text, or as an object that has it as ``content``."""
+    """Reads a token given as a string, or as an object with the string as ``content``."""
     value: Any = keys.values.get(name)
     if isinstance(value, dict):
         value = value.get("content")
     if value is not None and not isinstance(value, str):
-        keys.refuse(name, "it must be a token's text, or an object with that as content")
+        keys.refuse(name, "it must be a string, or an object with the string as content")
     return value

@@ -1,7 +1,7 @@
-"""A model's chat template: messages to text, as Hugging Face's ``apply_chat_template`` writes them.
+"""Renders a model's chat template: messages to text, like Hugging Face's ``apply_chat_template``.
 
-A template is a Jinja program that came with the model. It runs in Jinja's sandbox, in the environment that
-``transformers`` gives it (``utils/chat_template_utils.py``), and what it may do is bounded: see `ChatTemplate.render`.
+A template is a Jinja program that ships with the model. It runs in Jinja's sandbox, in the environment that
+``transformers`` provides (``utils/chat_template_utils.py``), within resource limits: see `ChatTemplate.render`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from jinja2.sandbox import MAX_RANGE, ImmutableSandboxedEnvironment
 from services.common.errors import FieldInvalid, PromptTooLong
 from services.engine.text.special_tokens import GUARD
 
-#: Turns of loops and calls of macros that a rendering may take, all of them together: so many, and so many more for
-#: each character of the messages, since there are templates that go through these one by one.
+#: Most loop iterations and macro calls in a rendering: a base, plus an allowance per character of the messages, because
+#: some templates iterate over characters.
 MAX_STEPS = 200_000
 STEPS_A_CHARACTER = 4
-_LOOKS = 256  # steps between two looks at the clock
+_LOOKS = 256  # steps between clock checks
 MAX_SECONDS = 10.0
-#: Bits of a whole number.
+#: Most bits of an integer.
 MAX_BITS = 4096
 
-#: Marks the end of a message that is to be continued. The space goes when the template trims the message.
+#: Marks the end of the message to continue. If the template trims the message, the space disappears.
 _OPEN_END = "\ufdd2"
 _OPEN_TAG = f"{_OPEN_END} "
 
 
 class TemplateUnfit(ValueError):
-    """A template that cannot be used; says why."""
+    """The template cannot be used; the message says why."""
 
 
 class _Refused(jinja2.TemplateError):
@@ -50,16 +50,16 @@ class _Refused(jinja2.TemplateError):
 
 
 class _Spent(Exception):
-    """A rendering went beyond a bound; says which."""
+    """A rendering exceeded a limit; the message says which."""
 
 
 class _TooLong(_Spent):
-    """It was that of the text."""
+    """The text exceeded its limit."""
 
 
 @dataclass(slots=True)
 class _Budget:
-    """What is left of a rendering's bounds. Sizes are in characters, or in items of a list."""
+    """The limits and counters of a rendering. Sizes are in characters, or in list items."""
 
     size: int
     clock: Callable[[], float]
@@ -77,7 +77,7 @@ class _Budget:
 
     def hold(self, size: int) -> None:
         if size > self.size:
-            raise _TooLong(f"it makes more than {self.size} characters")
+            raise _TooLong(f"it builds more than {self.size} characters")
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
@@ -89,7 +89,7 @@ _budget: ContextVar[_Budget] = ContextVar("budget")
 
 
 class _Generator(CodeGenerator):
-    """Has ``~`` go through the environment, as the operators that Jinja itself can intercept do."""
+    """Routes ``~`` through the environment, like the operators that Jinja itself can intercept."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.joined((")
@@ -100,7 +100,7 @@ class _Generator(CodeGenerator):
 
 
 class _Generation(Extension):
-    """``{% generation %}``, which marks an assistant's words for training: what is within counts as it stands."""
+    """``{% generation %}``, which marks assistant text for training: its content is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
@@ -110,7 +110,7 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with a count of what is done in it."""
+    """The sandbox, with accounting."""
 
     code_generator_class = _Generator
     intercepted_binops = frozenset(("+", "*", "**", "%"))
@@ -126,19 +126,19 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @property
     def step(self) -> bool:
-        """One more turn of a loop, or call of a macro; not a call itself, of which the sandbox makes much."""
+        """Counts a loop iteration or macro call. A property, because the sandbox makes calls expensive."""
         _budget.get().step()
         return True
 
     @staticmethod
     def joined(parts: tuple[Any, ...]) -> str:
-        """What ``~`` makes."""
+        """Evaluates ``~``."""
         texts = [str(part) for part in parts]
         _budget.get().hold(sum(map(len, texts)))
         return str_join(texts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """What the intercepted operators make, if it is of a sensible size."""
+        """Evaluates an intercepted operator if its result is within the limits."""
         budget = _budget.get()
         if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
             budget.hold(len(left) + len(right))
@@ -151,11 +151,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > MAX_BITS:
-                raise _Spent(f"it makes a number of more than {MAX_BITS} bits")
+                raise _Spent(f"it computes a number of more than {MAX_BITS} bits")
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """A call, if it asks for nothing of a senseless size."""
+        """Makes a call if its arguments and result are within the limits."""
         budget = _budget.get()
         budget.take(args, kwargs)
         made = super().call(context, callee, *args, **kwargs)
@@ -169,7 +169,7 @@ def _step() -> nodes.Expr:
 
 
 def _finalized(value: Any) -> Any:
-    """Count what is written, be it into a variable."""
+    """Counts all output, including output captured in a variable."""
     if isinstance(value, str) and (budget := _budget.get(None)) is not None:
         budget.captured += len(value)
         if budget.captured > 16 * budget.size:
@@ -194,25 +194,25 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON that is not escaped for HTML, unlike Jinja's own."""
+    """Like Jinja's ``tojson``, without HTML escaping."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-    if ensure_ascii:  # all but the guard, which would stay behind in the text
+    if ensure_ascii:  # except the guard, which must stay removable
         text = re.sub(rf"[^\x00-\x7f{GUARD}]+", lambda match: json.dumps(match[0])[1:-1], text)
     return text
 
 
-#: Filters that make much of a small value.
+#: Filters whose output can be much larger than their input.
 _SIZED = ("batch", "center", "indent", "join", "replace", "slice", "tojson", "wordwrap")
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that takes no senseless number and makes no senseless text."""
+    """Wraps a filter with limits on its arguments and its result."""
 
     @functools.wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
         budget = _budget.get(None)
         if budget is None:
-            raise nodes.Impossible  # it is constant, and is done when it is rendered
+            raise nodes.Impossible  # defer constant folding to the rendering
         budget.take(args, kwargs)
         made = function(*args, **kwargs)
         if isinstance(made, str):
@@ -237,17 +237,17 @@ def _environment(today: Callable[[], datetime]) -> _Environment:
     made.filters["format"] = _format
     for name in _SIZED:
         made.filters[name] = _bounded(made.filters[name])
-    del made.globals["lipsum"]  # paragraphs at random
+    del made.globals["lipsum"]  # random text
     made.globals["raise_exception"] = _raise_exception
     made.globals["strftime_now"] = lambda form: today().strftime(form[:100])
     return made
 
 
 class ChatTemplate:
-    """A template that parses. Never changed, so any thread may render it.
+    """A parsed template. Immutable, so thread-safe.
 
-    ``special`` are the names of special tokens and their texts (``bos_token``: ``<s>``), which a template may use.
-    ``clock`` is monotonic, in seconds; ``today`` is the time of day that a template can ask for.
+    ``special`` maps names of special tokens to their texts (``bos_token``: ``<s>``), as template variables. ``clock``
+    is monotonic, in seconds; ``today`` returns the date and time for ``strftime_now``.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class ChatTemplate:
             self._template = _environment(today).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateUnfit(f"line {error.lineno}: {error.message}") from error
-        except Exception as error:  # compiling runs what is constant in it
+        except Exception as error:  # compiling evaluates constant expressions
             raise TemplateUnfit(f"{type(error).__name__}: {error}") from error
 
     def render(
@@ -277,14 +277,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Write messages (objects with ``role``, ``content`` and what else there is of each) as text.
+        """Render messages (objects with ``role``, ``content`` and any other keys) to text.
 
-        It ends after MAX_STEPS and some turns of loops and calls of macros, after MAX_SECONDS, and when the text, or
-        what one operator or call makes, is longer than ``size`` characters. It may take as long as that: no event
-        loop's work.
+        Limits: MAX_STEPS loop iterations and macro calls plus STEPS_A_CHARACTER per character, MAX_SECONDS, and
+        ``size`` characters for the text and for the result of any operator or call. It may block for that long, so do
+        not call it on the event loop.
 
-        Raises PromptTooLong when the text is too long, and FieldInvalid when the template refuses the messages, fails,
-        or goes beyond another bound. Both name the field ``messages``.
+        Raises PromptTooLong when the text is too long, and FieldInvalid when the template rejects the messages, fails,
+        or exceeds another limit. Both name the field ``messages``.
         """
         if continue_final_message:
             last = messages[-1]
@@ -303,13 +303,13 @@ class ChatTemplate:
             text = _limited(self._template.generate(names), size)
         except _TooLong as spent:
             raise PromptTooLong(
-                f"the chat template's text of messages is too long: {spent}", field="messages", limit=size
+                f"the text rendered by the chat template is too long: {spent}", field="messages", limit=size
             ) from None
         except _Spent as spent:
-            raise FieldInvalid(f"the chat template does not come to an end: {spent}", field="messages") from None
+            raise FieldInvalid(f"the chat template exceeds a limit: {spent}", field="messages") from None
         except _Refused as refused:
             told = str(refused).replace(GUARD, "")[:500]
-            raise FieldInvalid(f"the chat template refuses messages: {told}", field="messages") from None
+            raise FieldInvalid(f"the chat template rejects messages: {told}", field="messages") from None
         except Exception as error:
             told = f"{type(error).__name__}: {error}".replace(GUARD, "")[:500]
             raise FieldInvalid(f"the chat template fails on messages: {told}", field="messages") from None
@@ -326,16 +326,16 @@ def _limited(pieces: Iterable[str], size: int) -> str:
             raise _TooLong(f"it has more than {size} characters")
         taken.append(piece)
     text = "".join(taken)
-    text.encode()  # a lone surrogate is no text
+    text.encode()  # raises for a lone surrogate
     return text
 
 
 def _left_open(text: str) -> str:
-    """The text up to the end of the final message, which is trimmed if the template trims it."""
+    """Returns the text up to the end of the final message, trimmed if the template trims it."""
     end = text.rfind(_OPEN_END)
     if end < 0:
         raise FieldInvalid(
-            "the chat template does not write the final message, which was to be continued", field="messages"
+            "the chat template does not render the final message, which cannot be continued", field="messages"
         )
     before = text[:end] if text.startswith(_OPEN_TAG, end) else text[:end].rstrip()
     return before.replace(_OPEN_TAG, "").replace(_OPEN_END, "")  # a template may write a message more than once

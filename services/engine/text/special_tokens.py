@@ -1,4 +1,4 @@
-"""Special tokens in the text of a chat: what the template wrote are tokens, what somebody typed is text."""
+"""Special tokens in chat text: those written by the template are tokens, those typed by a user are plain text."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tokenizers import AddedToken
 
 from services.engine.text.tokenizer import Tokenizer, ids_of
 
-#: Noncharacters, which Unicode sets aside for a program's own use; text with one of these is not taken.
+#: Noncharacters, which Unicode reserves for internal use. Text that contains one is rejected.
 GUARD, _MARK = "\ufdd1", "\ufdd0"
 RESERVED = "\ufdd0\ufdd1\ufdd2"
 
 
 class SpecialTokens:
-    """Tells special tokens apart by who wrote them. Any thread may use it.
+    """Distinguishes special tokens of a template from those in user text. Thread-safe.
 
-    `guard` puts a noncharacter into every special token that a text spells. A template may trim, cut and join such a
-    text, and what it writes beside it has no guard; `encode` then reads special tokens that have none, and takes the
-    guards out of the others.
+    `guard` inserts a noncharacter into every special token spelled in user text. A template may trim, cut and join such
+    text; what the template itself writes has no guard. `encode` then treats only unguarded special tokens as tokens,
+    and removes the guards from the others.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -31,34 +31,34 @@ class SpecialTokens:
             for number, token in tokenizer.inner.get_added_tokens_decoder().items()
             if token.special and token.content
         }
-        # The longest first: it is what the tokenizer takes where two begin.
+        # Longest first, as the tokenizer matches them.
         self._spelled = sorted({token.content for token in self._added.values()}, key=len, reverse=True)
         self._lock = threading.Lock()
         self._marked: tuple[tokenizers.Tokenizer, dict[int, int]] | None = None
 
     def guard(self, text: str) -> str:
-        """A text in which no special token is spelled any more, until `plain` gives it back."""
+        """Returns the text with every special token guarded; `plain` restores it."""
         found = [token for token in self._spelled if token in text]
         if not found:
             return text
 
         def guarded(match: re.Match[str]) -> str:
-            # Within the token, where no trimming reaches it; before one that has no within.
+            # Inside the token, out of reach of trimming; before a token of one character.
             return f"{GUARD if match[2] in found else ''}{match[2]}{GUARD if len(match[1]) > 1 else ''}"
 
         return re.sub(rf"(?=({_one_of(found)}))(.)", guarded, text, flags=re.DOTALL)
 
     @staticmethod
     def plain(text: str) -> str:
-        """The text without guards."""
+        """Returns the text without guards."""
         return text.replace(GUARD, "")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text with guards; nothing is added at its begin or end.
+        """Returns the token ids of a guarded text; adds nothing at its start or end.
 
-        Without guards, which is almost always, they are what the tokenizer makes of the text. With them the special
-        tokens are marked, and read by a copy of the tokenizer that knows these by their marks only: all between them is
-        cut and merged as it is beside a special token.
+        Text without guards, the usual case, goes to the tokenizer as it is. Otherwise the unguarded special tokens are
+        marked, and the text is encoded by a copy of the tokenizer that recognizes them only by their marks. The text
+        between them is split and merged as it would be next to a special token.
         """
         if GUARD not in text:
             return ids_of(self._tokenizer.inner, text, add_special_tokens=False)
@@ -69,7 +69,7 @@ class SpecialTokens:
         return [numbers.get(token, token) for token in ids]
 
     def _copy(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """The copy, and the ids of its marked tokens to those of the tokenizer. Made when it is needed first."""
+        """Returns the copy, and a map from its marked token ids to the tokenizer's. Created on first use."""
         with self._lock:
             if self._marked is None:
                 copy = tokenizers.Tokenizer.from_str(self._tokenizer.inner.to_str())
@@ -78,7 +78,7 @@ class SpecialTokens:
                 numbers = dict[int, int]()
                 for number, token in self._added.items():
                     spelling = f"{_MARK}{token.content}"
-                    # Not special itself: special ones are what the copy reads as text.
+                    # Not special: the copy reads special tokens as text.
                     like = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
                     copy.add_tokens([AddedToken(spelling, special=False, normalized=False, **like)])
                     if (marked := copy.token_to_id(spelling)) is not None:
@@ -89,5 +89,5 @@ class SpecialTokens:
 
 
 def _one_of(texts: list[str]) -> str:
-    """A pattern that matches each of the texts, the first where several do."""
+    """Returns a pattern that matches any of the texts, earlier ones first."""
     return "|".join(map(re.escape, texts))

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and the text of one request as it grows."""
+"""The tokenizer, and incremental detokenization of one request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """A tokenizer of the ``tokenizers`` library. Never changed once loaded, so any thread may use it."""
+    """A tokenizer of the ``tokenizers`` library. Immutable once loaded, so thread-safe."""
 
     def __init__(self, inner: tokenizers.Tokenizer, vocab_size: int) -> None:
         self.inner = inner
@@ -23,9 +23,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path | str, vocab_size: int) -> Tokenizer:
-        """Read ``tokenizer.json`` of ``folder`` for a model of ``vocab_size`` tokens; ids it lacks decode to nothing.
+        """Read ``tokenizer.json`` of ``folder`` for a model of ``vocab_size`` tokens. Ids it lacks decode to nothing.
 
-        Raises ``ModelInvalid`` when the file is missing or damaged, or has ids the model does not know.
+        Raises ``ModelInvalid`` when the file is missing or damaged, or has ids outside the model's vocabulary.
         """
         file = Path(folder) / TOKENIZER_FILE
         try:
@@ -41,38 +41,38 @@ class Tokenizer:
 
     @classmethod
     def of(cls, inner: tokenizers.Tokenizer, vocab_size: int, file: str) -> Tokenizer:
-        """Take a tokenizer that ``file`` has. Raises ``ModelInvalid`` when it has ids the model does not know."""
+        """Wrap a tokenizer read from ``file``. Raises ``ModelInvalid`` when it has ids outside the vocabulary."""
         highest = max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
         if highest >= vocab_size:
-            raise ModelInvalid(f"{file} has token id {highest}, the model's vocab_size is {vocab_size}")
-        # A file may carry the settings it was trained with; a prompt must never be cut or filled up in silence.
+            raise ModelInvalid(f"{file} has token id {highest}; the model's vocab_size is {vocab_size}")
+        # A file may carry training settings; prompts must never be truncated or padded silently.
         inner.no_truncation()
         inner.no_padding()
         return cls(inner, vocab_size)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``, with the special tokens the file says a text begins or ends with."""
+        """Returns the token ids of ``text``, including the special tokens that the file adds at its start and end."""
         return ids_of(self.inner, text)
 
     def decode(self, ids: Sequence[int], keep_special: bool = False) -> str:
-        """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of ``ids``; invalid UTF-8 becomes U+FFFD."""
         return self.inner.decode(list(ids), skip_special_tokens=not keep_special)
 
 
 def ids_of(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Return the token ids of ``text``. Every thread goes on meanwhile: to encode a text that is no batch holds them up
-    for as long as it takes, seconds for a megabyte.
+    """Returns the token ids of ``text``. Encodes it as a batch of one, which releases the GIL; encoding a single text
+    would block all threads, for seconds per megabyte.
     """
     return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 class TextStream:
-    """The text of one request: whole characters as tokens come, cut at a stop string.
+    """Incremental detokenization of one request, in whole characters, cut at a stop string.
 
-    The first stop string that is complete ends the text, as it does for vLLM and transformers: of the matches in the
-    whole text that which ends first, the longest of those, however the text falls into tokens. Text that may still
-    become part of a match is held back. Without a match, the pushes and `finish` together are ``Tokenizer.decode`` of
-    all ids. What the first ``min_tokens`` tokens released is never part of a match.
+    The first stop string to be completed ends the text, as in vLLM and transformers: the match that ends first, and the
+    longest of those, independent of token boundaries. Text that may still become part of a match is held back. Without
+    a match, the pushes and `finish` together equal ``Tokenizer.decode`` of all ids. Text released by the first
+    ``min_tokens`` tokens is never part of a match.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], include_stop: bool, min_tokens: int = 0) -> None:
@@ -83,20 +83,20 @@ class TextStream:
         self._min_tokens = min_tokens
         self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
-        self._decoded = 0  # characters of the decoded text that were taken
-        self._held = ""  # taken, and not handed out yet
+        self._decoded = 0  # characters of the decoded text consumed so far
+        self._held = ""  # consumed, but not released yet
 
     def push(self, token_id: int) -> str:
-        """Take one token and return the text that is now certain. Not called again once `stopped` is set."""
+        """Take one token. Returns the text that is now final. Do not call it once `stopped` is set."""
         self._ids.append(token_id)
         piece = self._step(token_id)
         self._decoded += len(piece)
         return self._take(piece, final=False) if piece else ""
 
     def finish(self) -> str:
-        """Return what is left: held back text, an incomplete character as U+FFFD.
+        """Returns the remaining text: what was held back, and an incomplete character as U+FFFD. Empty after a stop.
 
-        Sets `stopped` if U+FFFD completes a match. Nothing is left after a stop.
+        Sets `stopped` if U+FFFD completes a match.
         """
         if self.stopped is not None:
             return ""
@@ -105,13 +105,13 @@ class TextStream:
         return self._take(rest, final=True)
 
     def _step(self, token_id: int) -> str:
-        """Return what the last token adds to the text: nothing while a character is incomplete."""
+        """Returns what the last token adds to the text: nothing while a character is incomplete."""
         if self._stream is not None:
             try:
                 return self._stream.step(self._tokenizer.inner, token_id) or ""
             except Exception:  # the library raises nothing more specific
-                # Tokenizers that fall back to bytes decode a run of them as one: a wrong byte also spoils the right
-                # ones before it, handed out already. They stand, and the text goes on at its new length.
+                # Tokenizers with byte fallback decode a run of bytes as a whole: an invalid byte also invalidates
+                # valid ones before it that were already released. Keep those, and continue at the new length.
                 self._stream = None
         text = self._tokenizer.decode(self._ids)
         return "" if text.endswith("\ufffd") else text[self._decoded :]
@@ -125,14 +125,14 @@ class TextStream:
         if stop:
             self.stopped, self._held = stop, ""
             return text[: end if self._include_stop else start]
-        # Where the earliest match that more text might complete would begin.
+        # The start of the earliest match that more text might complete.
         open_at = len(text) if final else min(_open_match(text, s) for s in self._stop)
         self._held = text[open_at:]
         return text[:open_at]
 
 
 def _open_match(text: str, stop: str) -> int:
-    """Return where the longest end of ``text`` that is a beginning, not all, of ``stop`` starts; its length if none."""
+    """Returns where the longest suffix of ``text`` that is a proper prefix of ``stop`` starts; its length if none."""
     at = max(0, len(text) - len(stop) + 1)
     while (at := text.find(stop[0], at)) >= 0:
         if stop.startswith(text[at:]):

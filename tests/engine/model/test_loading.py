@@ -106,7 +106,7 @@ def test_a_model_tells_its_progress(tmp_path: Path, logged: list[MutableMapping[
 
 def test_a_failure_is_told_by_its_error_alone(tmp_path: Path, logged: list[MutableMapping[str, Any]]) -> None:
     last = {"model.norm.weight": np.full(256, np.nan, np.float32)}
-    with pytest.raises(ModelInvalid, match=r"model\.norm\.weight holds NaN"):
+    with pytest.raises(ModelInvalid, match=r"model\.norm\.weight contains NaN"):
         Model.load(write_checkpoint(tmp_path, CONFIG, TENSORS | last))
     assert [event["event"] for event in logged] == ["weights_loading"]
 

@@ -173,7 +173,7 @@ def test_too_much(made: pb.Messages, source: str) -> None:
 
 
 def test_nothing() -> None:
-    assert "makes nothing" in refusal(messages(said("x")), chat("{# nothing #}")).message
+    assert "to an empty text" in refusal(messages(said("x")), chat("{# nothing #}")).message
 
 
 def test_it_is_no_work_of_the_event_loop_s() -> None:

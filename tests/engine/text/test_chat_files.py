@@ -64,9 +64,9 @@ def test_named_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"chat_template": 7}, "chat_template is 7: it must be a text, or a list of named ones"),
+        ({"chat_template": 7}, "chat_template is 7: it must be a string, or a list of named templates"),
         ({"chat_template": [{"name": "rag", "template": "x"}]}, "with one named default"),
-        (CONFIG | {"bos_token": 7}, "bos_token is 7: it must be a token's text"),
+        (CONFIG | {"bos_token": 7}, "bos_token is 7: it must be a string, or"),
         ("{", "is not JSON"),
     ],
 )

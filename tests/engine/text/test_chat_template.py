@@ -48,7 +48,7 @@ def test_a_message_to_go_on_with_is_found_where_it_is() -> None:
     twice = "{{ messages[0].content }} and {{ messages[0].content }}!"
     assert written(twice, said("x"), continue_final_message=True) == "x and x"
     assert written("{{ messages[-1].content | trim }}!", said(" x "), continue_final_message=True) == " x ".strip()
-    with pytest.raises(FieldInvalid, match="does not write the final message"):
+    with pytest.raises(FieldInvalid, match="does not render the final message"):
         written("nothing", continue_final_message=True)
 
 
@@ -79,7 +79,7 @@ def test_a_template_that_does_not_parse(source: str, says: str) -> None:
 
 
 def test_what_a_template_refuses_is_said_in_its_words() -> None:
-    with pytest.raises(FieldInvalid, match="refuses messages: After the optional system message") as caught:
+    with pytest.raises(FieldInvalid, match="rejects messages: After the optional system message") as caught:
         written(template_of("mistral"), [*said("Hi!"), {"role": "user", "content": "?"}])
     assert caught.value.field == "messages"
     with pytest.raises(FieldInvalid, match="Only user and assistant roles"):
@@ -114,7 +114,7 @@ TWICE = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% end
 
 @pytest.mark.parametrize("source", [NESTED, FILTERED, TWICE])
 def test_an_endless_template_ends(source: str) -> None:
-    with pytest.raises(FieldInvalid, match=f"does not come to an end: it takes more than {MAX_STEPS + 12} steps"):
+    with pytest.raises(FieldInvalid, match=f"exceeds a limit: it takes more than {MAX_STEPS + 12} steps"):
         written(source)
 
 
