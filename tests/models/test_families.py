@@ -202,7 +202,7 @@ def test_frequencies_equal_transformers(tmp_path: Path, references: dict[str, ND
 
 def test_divisors_of_another_number_are_refused() -> None:
     assert np.array_equal(frequencies(4, 100.0, Divisors((1.0, 4.0))), np.array([1, 0.025], np.float32))
-    with pytest.raises(ValueError, match="3 divisors of rotary frequencies do not go with 2"):
+    with pytest.raises(ValueError, match="there are 3 frequency divisors for 2 frequencies"):
         frequencies(4, 100.0, Divisors((1.0, 1.0, 1.0)))
 
 

@@ -107,7 +107,7 @@ def test_a_head_is_checked_as_any_tensor_is(tmp_path: Path) -> None:
         Model.load(write_checkpoint(tmp_path, TIED, TENSORS | {HEAD: OWN[1:]}))
     bad = OWN.copy()
     bad[3, 4] = np.nan
-    with pytest.raises(ModelInvalid, match=r"lm_head.weight holds NaN or infinity"):
+    with pytest.raises(ModelInvalid, match=r"lm_head.weight contains NaN or infinity"):
         Model.load(write_checkpoint(tmp_path, TIED, TENSORS | {HEAD: bad}))
 
 

@@ -1,1 +1,1 @@
-"""Models on disk: configuration, tensors, weights."""
+"""Model checkpoints on disk: configuration, tensors, weights."""

@@ -1,4 +1,4 @@
-"""A model's shape and constants, from a Hugging Face folder's ``config.json`` and ``generation_config.json``."""
+"""A model's configuration, from a Hugging Face folder's ``config.json`` and ``generation_config.json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.engine.checkpoint import sampling_defaults
 from services.engine.checkpoint.fields import Fields
 from services.engine.checkpoint.rope import Linear, Llama3, Scaling
 
-#: More than any model has; the names of all their tensors are held in memory.
+#: More than any model has. Bounds the memory for tensor names.
 MOST_LAYERS = 1024
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _ROPES = ("default", "linear", "llama3")
@@ -19,7 +19,7 @@ _ROPES = ("default", "linear", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the decoders of an architecture differ, and what ``transformers`` takes for a key that is left out."""
+    """An architecture's decoder variant, and the defaults that ``transformers`` uses for missing keys."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -39,7 +39,7 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What the decoder needs to know. ``default_*`` are ``None`` where the model states none."""
+    """The decoder's configuration. ``default_*`` is ``None`` where the model sets no default."""
 
     architecture: str
     vocab_size: int
@@ -52,39 +52,39 @@ class ModelConfig:
     max_context: int
     rope_theta: float
     rms_norm_eps: float
-    tied_embeddings: bool  # what the configuration says; `Weights.tied` is what the tensors are
+    tied_embeddings: bool  # as configured; `Weights.tied` is the truth
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    #: What the weights were trained or published in, f32, f16 or bf16.
+    #: The dtype that the weights were trained or published in: f32, f16 or bf16.
     dtype: str = "f32"
     default_temperature: float | None = None
     default_top_k: int | None = None
     default_top_p: float | None = None
     default_min_p: float | None = None
     default_repetition_penalty: float | None = None
-    #: Never drawn, and never drawn as an answer's first token.
+    #: Tokens that are never sampled, and tokens that are never sampled as the first one.
     suppressed_tokens: tuple[int, ...] = ()
     begin_suppressed_tokens: tuple[int, ...] = ()
-    #: What the model's files ask of sampling that is not done here: (key, value), for a warning.
+    #: Unsupported sampling settings in the model's files, as (key, value), for a warning.
     unserved_sampling: tuple[tuple[str, Any], ...] = ()
     rope_scaling: Scaling | None = None
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether something is added to queries, keys and values."""
+        """Whether the query, key and value projections have a bias."""
         return FAMILIES[self.architecture].qkv_bias
 
     @property
     def qk_norm(self) -> bool:
-        """Whether each head of queries and keys goes through a norm of its own."""
+        """Whether query and key heads are normalized."""
         return FAMILIES[self.architecture].qk_norm
 
     @classmethod
     def from_folder(cls, path: Path | str, max_context: int | None = None) -> ModelConfig:
-        """Read and check the folder's configuration; ``max_context`` asks for less than the model's.
+        """Read and validate the folder's configuration; ``max_context`` lowers the model's context.
 
-        Raises ``ModelInvalid`` naming the file, the key and its value when something is missing, malformed, or asks for
-        what this decoder does not compute.
+        Raises ``ModelInvalid`` naming the file, the key and its value when a key is missing, malformed, or requires
+        something that this decoder does not support.
         """
         folder = Path(path)
         config = Fields.of(folder / "config.json")
@@ -93,9 +93,9 @@ class ModelConfig:
 
         architectures = config.values.get("architectures")
         if not (isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in (*FAMILIES,)):
-            config.refuse("architectures", f"served are {', '.join(FAMILIES)}, one to a model")
+            config.refuse("architectures", f"it must be one of {', '.join(FAMILIES)}")
         family = FAMILIES[architectures[0]]
-        # Each of these changes the computation; ignoring one would give other tokens than the model's.
+        # Each of these changes the computation; ignoring one would change the model's output.
         config.require("hidden_act", "silu", default="silu")
         if not family.qkv_bias:
             config.require("attention_bias", False, default=False)
@@ -115,9 +115,9 @@ class ModelConfig:
             config.refuse("num_attention_heads", f"without head_dim it must divide hidden_size, {hidden_size}")
         head_dim = config.integer("head_dim", default=family.head_dim or hidden_size // query_heads)
         if head_dim % 2:
-            config.refuse("head_dim", "rotary embeddings need an even one")
+            config.refuse("head_dim", "it must be even for rotary embeddings")
 
-        # generation_config.json is the newer word on where to stop; config.json has one id even where there are more.
+        # generation_config.json takes precedence: config.json often has only one of several end-of-sequence ids.
         eos = generation.token_ids("eos_token_id", vocab_size) or config.token_ids("eos_token_id", vocab_size)
         bos = generation.token_ids("bos_token_id", vocab_size) or config.token_ids("bos_token_id", vocab_size)
         theta, scaling = _rope(config)
@@ -145,22 +145,23 @@ class ModelConfig:
 
 
 def served_context(keys: Fields, window_key: str, trained: int, window: int | None, asked: int | None) -> int:
-    """The context a model is served with. Raises ``ModelInvalid`` for one that it does not have.
+    """Returns the context length to serve. Raises ``ModelInvalid`` when it is above what the model supports.
 
-    Within ``window`` tokens attention that sees only the last ``window`` sees all, and is what is computed here.
+    Sliding-window attention is not implemented. Within ``window`` tokens it equals full attention, so a context of at
+    most ``window`` is served exactly.
     """
     if asked is not None and asked > trained:
         raise ModelInvalid(f"--max-context {asked}: the context of {keys.path} is {trained}")
     context = trained if asked is None else asked
     if window is not None and window < context:
         keys.refuse(
-            window_key, f"attention over a window is not served beyond it; --max-context {window} serves what is within"
+            window_key, f"sliding-window attention is not supported; --max-context {window} stays within the window"
         )
     return context
 
 
 def _window(config: Fields, family: Family, layers: int) -> int | None:
-    """How many tokens attention sees; None where it sees all in every layer."""
+    """Returns the sliding window in tokens; None when every layer has full attention."""
     if family.sliding_window is None:
         return None
     kinds = config.values.get("layer_types")
@@ -179,16 +180,16 @@ def _window(config: Fields, family: Family, layers: int) -> int | None:
 
 
 def _dtype(config: Fields) -> str:
-    """Newer configurations call it ``dtype``, older ones ``torch_dtype``; without either it is float32."""
+    """Newer configurations call it ``dtype``, older ones ``torch_dtype``; the default is float32."""
     key = "dtype" if config.has("dtype") else "torch_dtype"
     value = config.values.get(key, "float32")
     if not isinstance(value, str) or value not in _DTYPES:
-        config.refuse(key, f"served are {', '.join(_DTYPES)}")
+        config.refuse(key, f"it must be one of {', '.join(_DTYPES)}")
     return _DTYPES[value]
 
 
 def _rope(config: Fields) -> tuple[float, Scaling | None]:
-    """Newer configurations keep theta and the kind of scaling in ``rope_parameters``, older ones in two places."""
+    """Newer configurations have theta and the scaling in ``rope_parameters``, older ones in two separate keys."""
     theta = config.number("rope_theta", 1.0, 1e12, default=10000.0)
     found: list[Scaling | None] = []
     for key in ("rope_scaling", "rope_parameters"):
@@ -202,7 +203,7 @@ def _rope(config: Fields) -> tuple[float, Scaling | None]:
         theta = nested.number("rope_theta", 1.0, 1e12, default=theta)
         found.append(_scaling(nested))
         if found[0] != found[-1]:
-            config.refuse(key, "rope_scaling says something else")
+            config.refuse(key, "it contradicts rope_scaling")
     return theta, found[0] if found else None
 
 
@@ -219,4 +220,4 @@ def _scaling(keys: Fields) -> Scaling | None:
         if high <= low:
             keys.refuse("high_freq_factor", f"it must be more than low_freq_factor, {low:g}")
         return Llama3(keys.number("factor", 1.0, 1e6), low, high, keys.integer("original_max_position_embeddings"))
-    keys.refuse(key, f"served are {', '.join(_ROPES)}")
+    keys.refuse(key, f"it must be one of {', '.join(_ROPES)}")

@@ -1,4 +1,4 @@
-"""What a model's file says about it, key by key, each value checked as it is read."""
+"""Typed, validated access to the keys of a model's files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from services.common.errors import ModelInvalid
 from services.engine.checkpoint.placeholders import HEAD_BYTES, refuse_placeholder
 
 _MAX_FILE_BYTES = 1 << 20
-_MAX_SIZE = 1 << 24  # of any one dimension; keeps products far from 64 bits
+_MAX_SIZE = 1 << 24  # of any dimension; keeps products far below 64 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The keys of one JSON object, or of a GGUF file's metadata; every complaint names file, key and value."""
+    """The keys of one JSON object, or of a GGUF file's metadata. Every error names the file, the key and the value."""
 
     path: Path
     values: Mapping[str, Any]
@@ -25,7 +25,7 @@ class Fields:
 
     @classmethod
     def of(cls, path: Path) -> Fields:
-        """Those of a JSON file. Raises ``ModelInvalid`` when it is none."""
+        """Read a JSON file. Raises ``ModelInvalid`` when it is not a JSON object."""
         try:
             if path.stat().st_size > _MAX_FILE_BYTES:
                 raise ModelInvalid(f"{path} is larger than {_MAX_FILE_BYTES} bytes")
@@ -42,30 +42,30 @@ class Fields:
         return cls(path, values)
 
     def has(self, key: str) -> bool:
-        """Whether there is a value, and not null."""
+        """Whether the key is there and not null."""
         return self.values.get(key) is not None
 
     def refuse(self, key: str, why: str) -> NoReturn:
-        """Raise ``ModelInvalid`` about a key."""
+        """Raise ``ModelInvalid`` for a key."""
         found = shortened(self.values[key]) if key in self.values else "missing"
         raise ModelInvalid(f"{self.path}: {self.prefix}{key[:100]} is {found}: {why}")
 
     def require(self, key: str, only: Any, default: Any) -> None:
-        """Refuse every value but ``only``; without the key it is ``default``."""
+        """Raise ``ModelInvalid`` for any value but ``only``; a missing key counts as ``default``."""
         if self.values.get(key, default) != only:
-            self.refuse(key, f"only {json.dumps(only)} is served")
+            self.refuse(key, f"only {json.dumps(only)} is supported")
 
     def integer(self, key: str, *, least: int = 1, most: int = _MAX_SIZE, default: int | None = None) -> int:
-        """A whole number from ``least`` to ``most``; required unless there is a default."""
+        """Returns an integer from ``least`` to ``most``; required unless there is a default."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            self.refuse(key, f"it must be a whole number from {least} to {most}")
+            self.refuse(key, f"it must be an integer from {least} to {most}")
         return value
 
     def number(self, key: str, low: float, high: float, *, default: float | None = None) -> float:
-        """A number from ``low`` to ``high``; required unless there is a default."""
+        """Returns a number from ``low`` to ``high``; required unless there is a default."""
         value = self.optional_number(key, low, high)
         if value is None:
             if default is None:
@@ -74,34 +74,34 @@ class Fields:
         return value
 
     def optional_number(self, key: str, low: float, high: float) -> float | None:
-        """A number from ``low`` to ``high``, or None where there is none."""
+        """Returns a number from ``low`` to ``high``, or None when it is missing."""
         value = self.values.get(key)
         if value is None:
             return None
-        # An int too large for a float would raise in isfinite, so the range is checked first; NaN fails it.
+        # The range check also rejects NaN, and integers too large for a float.
         if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
             self.refuse(key, f"it must be a number from {low:g} to {high:g}")
         return float(value)
 
     def boolean(self, key: str, *, default: bool) -> bool:
-        """True or false."""
+        """Returns a boolean."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             self.refuse(key, "it must be true or false")
         return value
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """No token, one, or a list of them."""
+        """Returns token ids given as null, one id, or a list."""
         value = self.values.get(key)
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-                self.refuse(key, f"it must hold token ids from 0 to {vocab_size - 1}")
+                self.refuse(key, f"it must have token ids from 0 to {vocab_size - 1}")
         return tuple(ids)
 
 
 def shortened(value: Any) -> str:
-    """A value as JSON, as much of it as a message has room for."""
+    """Returns a value as JSON, truncated for an error message."""
     return json.dumps(value, default=str)[:100]

@@ -1,8 +1,8 @@
-"""Rotary embeddings that were stretched to a longer context than a model was first trained with.
+"""RoPE scaling: rotary embeddings extended beyond the context that a model was first trained with.
 
-A kind of scaling is what it does to the frequencies, ``theta ** (-2i / head_dim)``: the angles that the pairs of
-components turn by from one position to the next. All of it is float32, one operation after another in the order of the
-code that models are trained with: a last bit of a frequency is seen in the logits some thousand tokens on.
+Scaling modifies the frequencies, ``theta ** (-2i / head_dim)``: the angles by which component pairs rotate per
+position. Everything is float32, in the operation order of the training code: an error in the last bit of a frequency
+becomes visible in the logits after some thousand tokens.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Linear:
     factor: float
 
     def scaled(self, frequencies: F32) -> F32:
-        """What becomes of the frequencies, ``[head_dim / 2]``."""
+        """Returns the scaled frequencies, ``[head_dim / 2]``."""
         return frequencies / np.float32(self.factor)
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3:
-    """Llama 3.1's: what turns slowly is divided by ``factor``, what turns fast is kept, with a ramp between.
+    """Llama 3.1 scaling: low frequencies are divided by ``factor``, high ones are kept, with a ramp in between.
 
-    A pair that makes ``high`` turns or more within ``original_context`` tokens is kept, one that makes ``low`` or fewer
-    is divided; between, both are mixed by the number of turns. As in ``apply_scaling`` of Meta's ``llama_models``
-    (models/llama3/model.py).
+    A pair that rotates ``high`` times or more within ``original_context`` tokens is kept; one that rotates ``low``
+    times or less is divided; in between, the two are interpolated by the number of rotations. As in ``apply_scaling``
+    of Meta's ``llama_models`` (models/llama3/model.py).
     """
 
     factor: float
@@ -46,9 +46,9 @@ class Llama3:
     original_context: int
 
     def scaled(self, frequencies: F32) -> F32:
-        """What becomes of the frequencies, ``[head_dim / 2]``."""
+        """Returns the scaled frequencies, ``[head_dim / 2]``."""
         one, factor = np.float32(1), np.float32(self.factor)
-        # A number divided by a tensor is, in torch, the number times the tensor's reciprocal.
+        # torch computes scalar / tensor as the scalar times the tensor's reciprocal.
         wavelengths = one / frequencies * np.float32(2 * math.pi)
         turns = one / wavelengths * np.float32(self.original_context)
         kept = (turns - np.float32(self.low)) / np.float32(self.high - self.low)
@@ -60,14 +60,14 @@ class Llama3:
 
 @dataclass(frozen=True, slots=True)
 class Divisors:
-    """Each frequency is divided by a number of its own, ``[head_dim / 2]``, that the model's file has."""
+    """Each frequency has its own divisor, ``[head_dim / 2]``, from the model's file."""
 
     values: Sequence[float]
 
     def scaled(self, frequencies: F32) -> F32:
-        """What becomes of the frequencies, ``[head_dim / 2]``. Raises ValueError when there are not as many."""
+        """Returns the scaled frequencies, ``[head_dim / 2]``. Raises ValueError when the lengths differ."""
         if len(self.values) != len(frequencies):
-            raise ValueError(f"{len(self.values)} divisors of rotary frequencies do not go with {len(frequencies)}")
+            raise ValueError(f"there are {len(self.values)} frequency divisors for {len(frequencies)} frequencies")
         divisors: F32 = np.array(self.values, np.float32)
         return frequencies / divisors
 
@@ -76,6 +76,6 @@ Scaling: TypeAlias = Linear | Llama3 | Divisors
 
 
 def frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> F32:
-    """Return the frequencies of a model, ``[head_dim / 2]``, scaled from those it was first trained with."""
+    """Returns a model's rotary frequencies, ``[head_dim / 2]``, with its scaling applied."""
     plain = rope_frequencies(head_dim, theta)
     return plain if scaling is None else scaling.scaled(plain)

@@ -1,7 +1,7 @@
-"""The safetensors files of a Hugging Face folder, one or sharded: their headers.
+"""Reads the headers of a Hugging Face folder's safetensors files, single or sharded.
 
-The files are hostile until proven otherwise: nothing is allocated for a tensor before the header's lengths, shapes and
-offsets were checked against the size of the file, in Python integers.
+The files are untrusted: the header's lengths, shapes and offsets are checked against the file size, in Python integers,
+before anything is allocated for a tensor.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a folder by its name.
+    """Returns every tensor of a folder by name.
 
-    Raises ``ModelInvalid`` naming the file and the tensor for a file that is missing or damaged, a tensor that is not
-    of type F32, F16 or BF16, that is in two files, or not where the index says.
+    Raises ``ModelInvalid`` naming the file and the tensor for a missing or damaged file, and for a tensor that is not
+    F32, F16 or BF16, is in two files, or is missing from the file that the index names.
     """
     tensors: dict[str, StoredTensor] = {}
     for file, wanted in _files(folder):
@@ -35,27 +35,27 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         for name in sorted(found.keys() & tensors.keys()):
             raise ModelInvalid(f"{file}: tensor {name[:100]} is in two files")
         for name in sorted(wanted - found.keys()):
-            raise ModelInvalid(f"{file}: missing tensor {name[:100]}, which {_INDEX} places there")
+            raise ModelInvalid(f"{file}: missing tensor {name[:100]}, which {_INDEX} places in it")
         tensors |= found
     return tensors
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, set[str]]]:
-    """Yield each file with the names the index places in it, none for a checkpoint of a single file."""
+    """Yields each file with the tensor names that the index places in it; no names for a single-file checkpoint."""
     if (folder / _SINGLE).exists():
         yield folder / _SINGLE, set()
         return
     index = folder / _INDEX
     if not index.exists():
-        raise ModelInvalid(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
+        raise ModelInvalid(f"{folder} has neither {_SINGLE} nor {_INDEX}")
     if file_size(index) > _MAX_INDEX_BYTES:
         raise ModelInvalid(f"{index} is larger than {_MAX_INDEX_BYTES} bytes")
     weight_map = _parse(index.read_bytes(), index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelInvalid(f"{index}: weight_map is not an object of tensors")
+        raise ModelInvalid(f"{index}: weight_map is not an object with tensors")
     shards: dict[str, set[str]] = {}
     for name, file in weight_map.items():
-        # The index must not lead out of the folder.
+        # The index must not refer to files outside the folder.
         if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
             raise ModelInvalid(
                 f"{index}: tensor {name} is in {str(file)[:100]!r}, not a safetensors file of the folder"
@@ -66,14 +66,14 @@ def _files(folder: Path) -> Iterator[tuple[Path, set[str]]]:
 
 
 def _header(file: Path) -> list[StoredTensor]:
-    """Read and check the header: 8 bytes of length, JSON, then the tensors' bytes without gap or overlap."""
+    """Read and validate a header: an 8-byte length, JSON, then the tensors' bytes without gaps or overlaps."""
     size = file_size(file)
     with file.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
         length = int.from_bytes(head[:8], "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             refuse_placeholder(file, head)
-            raise ModelInvalid(f"{file}: a header of {length} bytes does not fit the file of {size} bytes")
+            raise ModelInvalid(f"{file}: a header of {length} bytes does not fit in the file of {size} bytes")
         stream.seek(8)
         header = _parse(stream.read(length), file)
     header.pop("__metadata__", None)
@@ -86,9 +86,9 @@ def _header(file: Path) -> list[StoredTensor]:
         except (TypeError, KeyError, ValueError):
             raise ModelInvalid(f"{label} lacks dtype, shape or data_offsets") from None
         if not isinstance(dtype, str) or dtype not in _ENCODINGS:
-            raise ModelInvalid(f"{label} is of type {str(dtype)[:20]}, served are {', '.join(_ENCODINGS)}")
+            raise ModelInvalid(f"{label} is of type {str(dtype)[:20]}; supported types are {', '.join(_ENCODINGS)}")
         if not isinstance(shape, list) or len(shape) > 8 or not all(map(_is_size, [*shape, begin, end])):
-            raise ModelInvalid(f"{label} has a shape or an offset that is no size of anything in a file")
+            raise ModelInvalid(f"{label} has an invalid shape or offset")
         if end - begin != math.prod(shape) * _ENCODINGS[dtype].block_bytes:
             raise ModelInvalid(f"{label} of shape {shape} does not fill its {end - begin} bytes")
         spans.append((begin, end, label))
@@ -96,7 +96,7 @@ def _header(file: Path) -> list[StoredTensor]:
     at = 0
     for begin, end, label in sorted(spans):
         if begin != at:
-            raise ModelInvalid(f"{label} begins at {begin}, not at {at} where the one before it ends")
+            raise ModelInvalid(f"{label} begins at {begin}, not at {at}, where the previous one ends")
         at = end
     if at != size - 8 - length:
         raise ModelInvalid(f"{file}: truncated or padded: tensors end at {at}, the data at {size - 8 - length}")
@@ -108,12 +108,12 @@ def _is_size(number: object) -> bool:
 
 
 def _parse(raw: bytes, file: Path) -> dict[str, Any]:
-    """Parse a JSON object in which no key comes twice: two readers could take two different tensors by one name."""
+    """Parse a JSON object and reject duplicate keys, which two readers could resolve to different tensors."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise ValueError("a key comes twice")
+            raise ValueError("duplicate key")
         return found
 
     try:

@@ -1,4 +1,4 @@
-"""What a model's own files say of sampling: what is a default here, what changes no token, and what is warned of."""
+"""Sampling settings in a model's files: defaults that are supported, settings without effect, unsupported settings."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 from services.engine.checkpoint.fields import Fields
 
-#: Fields of ``generation_config.json`` that are served: as defaults of a request, ends of a text, or bans.
+#: Supported fields of ``generation_config.json``: request defaults, end-of-sequence ids, and banned tokens.
 SERVED = frozenset(
     (
         "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "suppress_tokens",
         "begin_suppress_tokens", "eos_token_id", "bos_token_id",
     )
 )  # fmt: skip
-#: Fields that change which tokens come, with the values, beside null, at which they do not; not served.
+#: Unsupported fields that change the output, with the values, besides null, at which they have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": ([],),
     "constraints": ([],),
@@ -41,8 +41,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "watermarking_config": (),
 }
-#: Fields that change no token of an answer: how many are asked for, how fast they come, what is told beside them, what
-#: only another field makes use of, and where the file is from.
+#: Fields that never change a sampled token: lengths, performance, additional outputs, fields that only modify another
+#: field, and provenance.
 INERT = frozenset(
     (
         "_from_model_config", "_commit_hash", "assistant_confidence_threshold", "assistant_early_exit",
@@ -57,19 +57,19 @@ INERT = frozenset(
     )
 )  # fmt: skip
 
-#: Where GGUF files have sampling, and what is served of it: key -> field of ``generation_config.json``.
+#: The prefix of GGUF sampling keys, and the supported ones: key -> field of ``generation_config.json``.
 _GGUF = "general.sampling."
 GGUF_SERVED = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
-#: As `NEUTRAL`; what is none of these is warned of.
+#: Like `NEUTRAL`. Any other key is reported as unsupported.
 GGUF_NEUTRAL: dict[str, tuple[Any, ...]] = {"mirostat": (0,), "penalty_last_n": (-1,), "xtc_probability": (0,)}
-#: What only another key makes use of.
+#: Keys that only modify another key.
 GGUF_INERT = frozenset(("mirostat_tau", "mirostat_eta", "xtc_threshold"))
 
 
 def of_folder(generation: Fields, vocab_size: int) -> dict[str, Any]:
-    """Fields of `ModelConfig` from a ``generation_config.json``. Raises ``ModelInvalid``."""
+    """Returns fields of `ModelConfig` from a ``generation_config.json``. Raises ``ModelInvalid``."""
     found = _defaults(generation, "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     if generation.values.get("do_sample") is False:
         found["default_temperature"] = 0.0
@@ -83,11 +83,11 @@ def of_folder(generation: Fields, vocab_size: int) -> dict[str, Any]:
 
 
 def of_gguf(metadata: Fields) -> dict[str, Any]:
-    """Fields of `ModelConfig` from a GGUF file's metadata. Raises ``ModelInvalid``."""
+    """Returns fields of `ModelConfig` from a GGUF file's metadata. Raises ``ModelInvalid``."""
     found = _defaults(metadata, *(_GGUF + name for name in GGUF_SERVED))
     known = {_GGUF + name for name in (*GGUF_SERVED, *GGUF_INERT)}
     if found["default_repetition_penalty"] in (None, 1.0):
-        known.add(f"{_GGUF}penalty_last_n")  # of how many tokens are penalised
+        known.add(f"{_GGUF}penalty_last_n")  # the window of a penalty that is off
     neutral = {_GGUF + name: values for name, values in GGUF_NEUTRAL.items()}
     unserved = [
         key

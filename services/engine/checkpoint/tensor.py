@@ -1,4 +1,4 @@
-"""One tensor in a file, and how its numbers are stored there."""
+"""A tensor in a file, and its encoding."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from services.common.errors import ModelInvalid
 
 U8: TypeAlias = NDArray[np.uint8]
 
-#: Numbers that are read and converted at a time: what a tensor needs beside its own memory.
+#: Values read and converted at a time; bounds the memory needed besides the tensor itself.
 _CHUNK = 1 << 19
-#: The bits of an exponent; all set in infinity and NaN.
+#: Exponent bits, all set in infinity and NaN.
 _EXPONENTS = {np.dtype(np.float16): 0x7C00, np.dtype(ml_dtypes.bfloat16): 0x7F80}
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Blocks of ``block_values`` numbers in ``block_bytes`` bytes each.
+    """Blocks of ``block_values`` values in ``block_bytes`` bytes each.
 
     ``decode`` takes uint8 ``[blocks, block_bytes]`` and returns ``[blocks, block_values]`` of ``dtype``.
     """
@@ -38,7 +38,7 @@ class Encoding:
 
 
 def plain(name: str, dtype: Any) -> Encoding:
-    """Numbers one after another, little-endian."""
+    """Unquantized little-endian values."""
     kind = np.dtype(dtype)
     return Encoding(name, kind, 1, kind.itemsize, lambda raw: raw.view(kind))
 
@@ -48,10 +48,10 @@ F32, F16, BF16 = plain("F32", np.float32), plain("F16", np.float16), plain("BF16
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor is, its bounds checked; ``name`` is what messages call it.
+    """A tensor's location, bounds checked; ``name`` is used in error messages.
 
-    ``paired_heads`` is the number of heads whose rows are stored as pairs that turn together, and read as first halves,
-    then second; 0 where rows are as they are read.
+    ``paired_heads`` is the number of heads whose rows are stored as interleaved rotary pairs and are reordered into two
+    halves when read; 0 if the rows are stored in the order they are read.
     """
 
     file: Path
@@ -63,19 +63,19 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """The number of values."""
         return math.prod(self.shape)
 
     @property
     def stored_bytes(self) -> int:
-        """How many bytes it is in its file."""
+        """The number of bytes in its file."""
         return self.size // self.encoding.block_values * self.encoding.block_bytes
 
     def read_into(self, out: NDArray[Any], progress: Callable[[int], None] = lambda size: None) -> None:
-        """Fill ``out``, contiguous, of the tensor's shape, of its encoding's type or float32.
+        """Fill ``out``, contiguous, of the tensor's shape, with its encoding's dtype or float32.
 
-        ``progress`` is told of bytes as they are read. Raises ``ModelInvalid`` when the file has become shorter, and
-        when a number is not finite.
+        Calls ``progress`` with the bytes of each read. Raises ``ModelInvalid`` when the file was truncated meanwhile,
+        and when a value is not finite.
         """
         flat, at = out.reshape(-1), 0
         for raw in self._chunks():
@@ -83,18 +83,18 @@ class StoredTensor:
             part = flat[at : at + len(decoded)]
             part[...] = decoded
             if not _finite(part):
-                raise ModelInvalid(f"{self.file}: tensor {self.name} holds NaN or infinity")
+                raise ModelInvalid(f"{self.file}: tensor {self.name} contains NaN or infinity")
             at += len(decoded)
             progress(raw.size)
         if self.paired_heads:
             _unpair(out, self.paired_heads)
 
     def equals(self, other: StoredTensor) -> bool:
-        """Whether ``other``, of the same shape and order of rows, has the same numbers.
+        """Whether ``other``, of the same shape and row order, has the same values.
 
-        Read a chunk at a time, up to the first difference. Two that are stored alike are compared byte by byte, so that
-        numbers which are stored in two ways, such as the zeros, may count as different. Raises ``ModelInvalid`` when a
-        file has become shorter.
+        Reads chunk by chunk, up to the first difference. Tensors of the same encoding are compared bytewise, so values
+        with two representations, such as zero, may count as different. Raises ``ModelInvalid`` when a file was
+        truncated meanwhile.
         """
         alike = self.encoding.name == other.encoding.name
         return all(
@@ -105,7 +105,7 @@ class StoredTensor:
         )
 
     def _chunks(self) -> Iterator[U8]:
-        """Yield the blocks, ``[blocks, block_bytes]``, `_CHUNK` numbers at a time, in memory that is used again."""
+        """Yields the blocks, ``[blocks, block_bytes]``, `_CHUNK` values at a time, in a buffer that is reused."""
         rows = max(1, _CHUNK // self.encoding.block_values)
         blocks = self.size // self.encoding.block_values
         buffer = np.empty((min(rows, blocks), self.encoding.block_bytes), np.uint8)
@@ -124,7 +124,7 @@ class StoredTensor:
         while done < len(raw):
             count = file.readinto(raw.data[done:])
             if not count:
-                raise ModelInvalid(f"{self.file} has become shorter while it was read")
+                raise ModelInvalid(f"{self.file} was truncated while it was read")
             done += count
 
 
@@ -135,13 +135,13 @@ def _widened(encoding: Encoding, raw: U8) -> NDArray[np.float32]:
 def _finite(values: NDArray[Any]) -> bool:
     if bits := _EXPONENTS.get(values.dtype):
         return not ((values.view(np.uint16) & bits) == bits).any()
-    # One number tells: a sum of float32 in float64 cannot overflow.
+    # The sum is finite if and only if all values are: float32 values cannot overflow a float64 sum.
     with np.errstate(invalid="ignore"):
         return bool(np.isfinite(np.sum(values, dtype=np.float64)))
 
 
 def _unpair(out: NDArray[Any], heads: int) -> None:
-    """Put the rows of each head, stored as (0, half), (1, half + 1) ..., into their order, one head at a time."""
+    """Reorder the rows of each head, stored as (0, half), (1, half + 1) ..., in place, one head at a time."""
     dim = len(out) // heads
     for at in range(0, len(out), dim):
         head = out[at : at + dim]

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors by name: all that its configuration asks for, each still in its file."""
+"""A checkpoint's tensors by name, checked against its configuration; each is still in its file."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Weights(Mapping[str, StoredTensor]):
-    """Every tensor that a model needs, under its Hugging Face name, in the order that the decoder takes them.
+    """Every tensor of a model under its Hugging Face name, in the order that the decoder reads them.
 
-    ``tied`` says whether the embedding is the output's matrix, too; there is no `HEAD` then. The files decide, as for
-    ``transformers``: a configuration may call a model tied whose files hold a head of its own.
+    ``tied`` says whether the embedding is also the output matrix; then there is no `HEAD`. The files decide, as in
+    ``transformers``: a model may be configured as tied although its files have a separate head.
     """
 
     def __init__(self, path: Path, config: ModelConfig, found: Mapping[str, StoredTensor]) -> None:
         """Check the tensors ``found`` at ``path``.
 
-        Rotary frequencies, which follow from the configuration, and a head with the embedding's numbers may be there
-        and are left out; a tied model may have its one matrix under the head's name. Raises ``ModelInvalid`` naming the
-        tensor for one that is missing, unexpected or of another shape than ``config`` says.
+        Rotary frequencies, which follow from the configuration, and a head equal to the embedding are ignored. A tied
+        model may have its matrix under the head's name. Raises ``ModelInvalid`` naming the tensor when one is missing,
+        unexpected, or has a shape other than that of ``config``.
         """
         self.path = path
         if config.tied_embeddings and HEAD in found and EMBEDDING not in found:
@@ -43,8 +43,8 @@ class Weights(Mapping[str, StoredTensor]):
                 raise ModelInvalid(f"{tensor.file}: unexpected tensor {tensor.name[:100]}")
             if tensor.shape != expected[name]:
                 raise ModelInvalid(
-                    f"{tensor.file}: tensor {tensor.name[:100]} has shape {list(tensor.shape)}, "
-                    f"the configuration asks for {list(expected[name])}"
+                    f"{tensor.file}: tensor {tensor.name[:100]} has shape {list(tensor.shape)}; "
+                    f"the configuration requires {list(expected[name])}"
                 )
         if missing := [name for name in expected if name not in found]:
             raise ModelInvalid(f"{path}: missing {len(missing)} tensors, the first {missing[0]}")
@@ -64,7 +64,7 @@ class Weights(Mapping[str, StoredTensor]):
 
     @property
     def parameters(self) -> int:
-        """Numbers in all tensors."""
+        """The number of values in all tensors."""
         return sum(tensor.size for tensor in self.values())
 
     @property
@@ -74,9 +74,9 @@ class Weights(Mapping[str, StoredTensor]):
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor a checkpoint of ``config`` must hold; matrices are ``[outputs, inputs]``.
+    """Returns name and shape of every tensor that ``config`` requires; matrices are ``[outputs, inputs]``.
 
-    The head of a tied model is not among them.
+    A tied model's head is not included.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.query_heads * config.head_dim, config.kv_heads * config.head_dim

@@ -113,32 +113,32 @@ def test_a_model_that_says_it_does_not_sample_is_greedy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "key,value,said",
     [
-        ("architectures", ["MambaForCausalLM"], "served are LlamaForCausalLM"),
-        ("architectures", [], "served are"),
-        ("architectures", ABSENT, "served are"),
-        ("architectures", "LlamaForCausalLM", "served are"),
-        ("architectures", [["LlamaForCausalLM"]], "served are"),
-        ("hidden_act", "gelu", 'only "silu" is served'),
-        ("attention_bias", True, "only false is served"),
-        ("mlp_bias", True, "only false is served"),
-        ("partial_rotary_factor", 0.5, "only 1 is served"),
-        ("quantization_config", {"bits": 4}, "only null is served"),
+        ("architectures", ["MambaForCausalLM"], "it must be one of LlamaForCausalLM"),
+        ("architectures", [], "it must be one of"),
+        ("architectures", ABSENT, "it must be one of"),
+        ("architectures", "LlamaForCausalLM", "it must be one of"),
+        ("architectures", [["LlamaForCausalLM"]], "it must be one of"),
+        ("hidden_act", "gelu", 'only "silu" is supported'),
+        ("attention_bias", True, "only false is supported"),
+        ("mlp_bias", True, "only false is supported"),
+        ("partial_rotary_factor", 0.5, "only 1 is supported"),
+        ("quantization_config", {"bits": 4}, "only null is supported"),
         ("rope_scaling", "linear", "an object"),
-        ("vocab_size", ABSENT, "whole number from 1"),
-        ("vocab_size", 0, "whole number from 1"),
-        ("vocab_size", -5, "whole number from 1"),
-        ("vocab_size", 128.0, "whole number from 1"),
-        ("vocab_size", True, "whole number from 1"),
-        ("vocab_size", "128", "whole number from 1"),
+        ("vocab_size", ABSENT, "integer from 1"),
+        ("vocab_size", 0, "integer from 1"),
+        ("vocab_size", -5, "integer from 1"),
+        ("vocab_size", 128.0, "integer from 1"),
+        ("vocab_size", True, "integer from 1"),
+        ("vocab_size", "128", "integer from 1"),
         ("hidden_size", 2**40, "to 16777216"),
         ("hidden_size", 10**400, "to 16777216"),
-        ("num_hidden_layers", 0, "whole number from 1"),
+        ("num_hidden_layers", 0, "integer from 1"),
         ("num_hidden_layers", 1 << 20, "from 1 to 1024"),
-        ("num_attention_heads", ABSENT, "whole number from 1"),
+        ("num_attention_heads", ABSENT, "integer from 1"),
         ("num_key_value_heads", 3, "must divide num_attention_heads, 4"),
         ("head_dim", 15, "even"),
-        ("intermediate_size", ABSENT, "whole number from 1"),
-        ("max_position_embeddings", 0, "whole number from 1"),
+        ("intermediate_size", ABSENT, "integer from 1"),
+        ("max_position_embeddings", 0, "integer from 1"),
         ("rope_theta", -1.0, "a number from 1 to"),
         ("rope_theta", float("nan"), "a number from 1 to"),
         ("rope_theta", 10**400, "a number from 1 to"),
@@ -208,17 +208,17 @@ def test_rotary_scaling(tmp_path: Path, given: dict[str, Any], scaling: Any) -> 
 @pytest.mark.parametrize(
     ("inner", "key", "said"),
     [
-        ({"rope_type": "yarn", "factor": 4.0}, "rope_type", "served are default, linear, llama3"),
-        ({"type": "dynamic", "factor": 4.0}, "type", "served are default, linear, llama3"),
-        ({"rope_type": "longrope"}, "rope_type", "served are"),
-        ({"rope_type": ["linear"]}, "rope_type", "served are"),
+        ({"rope_type": "yarn", "factor": 4.0}, "rope_type", "it must be one of default, linear, llama3"),
+        ({"type": "dynamic", "factor": 4.0}, "type", "it must be one of default, linear, llama3"),
+        ({"rope_type": "longrope"}, "rope_type", "it must be one of"),
+        ({"rope_type": ["linear"]}, "rope_type", "it must be one of"),
         ({"rope_type": "linear"}, "factor", "a number from 1 to"),
         ({"rope_type": "linear", "factor": 0}, "factor", "a number from 1 to"),
         (LLAMA3 | {"factor": "8"}, "factor", "a number from 1 to"),
         (LLAMA3 | {"low_freq_factor": None}, "low_freq_factor", "a number from 0 to"),
         (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor", "more than low_freq_factor, 1"),
-        (LLAMA3 | {"original_max_position_embeddings": 0}, "original_max_position_embeddings", "a whole number"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "only 1 is served"),
+        (LLAMA3 | {"original_max_position_embeddings": 0}, "original_max_position_embeddings", "an integer"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "only 1 is supported"),
     ],
 )
 def test_rotary_scaling_that_is_not_served(tmp_path: Path, inner: Any, key: str, said: str) -> None:
@@ -228,7 +228,7 @@ def test_rotary_scaling_that_is_not_served(tmp_path: Path, inner: Any, key: str,
 
 
 def test_two_scalings_that_differ(tmp_path: Path) -> None:
-    with pytest.raises(ModelInvalid, match=r"rope_parameters is .*: rope_scaling says something else"):
+    with pytest.raises(ModelInvalid, match=r"rope_parameters is .*: it contradicts rope_scaling"):
         read(tmp_path, rope_scaling=LLAMA3, rope_parameters={"rope_type": "linear", "factor": 2.0})
 
 
@@ -246,7 +246,7 @@ QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "max_wind
 )
 def test_a_window_is_served_as_far_as_it_hides_nothing(tmp_path: Path, keys: dict[str, Any]) -> None:
     folder = write(tmp_path, **keys)
-    with pytest.raises(ModelInvalid, match=r"sliding_window is 100: .* --max-context 100 serves what is within"):
+    with pytest.raises(ModelInvalid, match=r"sliding_window is 100: .* --max-context 100 stays within the window"):
         ModelConfig.from_folder(folder)
     with pytest.raises(ModelInvalid, match="sliding_window is 100"):
         ModelConfig.from_folder(folder, 101)
@@ -281,8 +281,8 @@ def test_a_context_that_is_not_the_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "key", "value", "said"),
     [
-        ("Qwen3ForCausalLM", "attention_bias", True, "only false is served"),
-        ("MistralForCausalLM", "sliding_window", 0, "whole number from 1"),
+        ("Qwen3ForCausalLM", "attention_bias", True, "only false is supported"),
+        ("MistralForCausalLM", "sliding_window", 0, "integer from 1"),
         ("Qwen2ForCausalLM", "use_sliding_window", 1, "true or false"),
         ("MistralForCausalLM", "layer_types", "full_attention", "a list"),
         ("Qwen2ForCausalLM", "num_key_value_heads", ABSENT, "must divide num_attention_heads, 4"),

@@ -58,8 +58,8 @@ def message(file: str, folder: Path) -> str:
 def test_a_git_lfs_pointer(file: str, folder: Path) -> None:
     (folder / file).write_bytes(POINTER)
     assert message(file, folder) == (
-        f"{folder / file} is a git-lfs pointer, not the file that it stands for: run `git lfs pull` in its folder, or "
-        "download the file by itself"
+        f"{folder / file} is a git-lfs pointer, not the file itself: run `git lfs pull` in its folder, or "
+        "download the file separately"
     )
 
 
@@ -90,8 +90,8 @@ def test_the_name_of_a_model_on_a_hub(tmp_path: Path, monkeypatch: pytest.Monkey
         Checkpoint.open(name)
     folder = name.split("/")[1]
     assert caught.value.message == (
-        f"--model {name}: there is no such folder or file, and nothing is downloaded here; if it is a model on the "
-        f"Hugging Face hub, run `hf download {name} --local-dir {folder}` and give --model {folder}"
+        f"--model {name}: there is no such folder or file, and models are not downloaded automatically; for a "
+        f"model on the Hugging Face Hub, run `hf download {name} --local-dir {folder}` and give --model {folder}"
     )
     (tmp_path / folder).mkdir()  # and --model is that from then on, not the name
     with pytest.raises(ModelInvalid, match=r"config\.json cannot be read"):

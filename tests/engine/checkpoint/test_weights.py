@@ -159,7 +159,7 @@ def test_a_family_has_its_own_tensors_and_no_others(tmp_path: Path, family: str,
     less = {other: tensor for other, tensor in tensors.items() if other != name}
     refused(write_checkpoint(tmp_path / "less", config, less), f"missing 1 tensors, the first {name}")
     short = tensors | {name: tensors[name][:-1]}
-    refused(write_checkpoint(tmp_path / "short", config, short), f"{name} has shape .*, the configuration asks for")
+    refused(write_checkpoint(tmp_path / "short", config, short), f"{name} has shape .*; the configuration requires")
     # What another family has is not left out in silence.
     foreign = {"qwen2": "self_attn.q_norm.weight", "qwen3": "self_attn.q_proj.bias", "llama2": "self_attn.q_proj.bias"}
     more = tensors | {f"model.layers.0.{foreign[family]}": np.zeros(64, np.float32)}
@@ -170,7 +170,7 @@ def test_a_wrong_shape_is_said_with_both(tmp_path: Path) -> None:
     turned = TENSORS | {"model.layers.0.mlp.up_proj.weight": np.zeros((64, 96), np.float32)}
     refused(
         write_checkpoint(tmp_path, CONFIG, turned),
-        r"up_proj.* has shape \[64, 96\], the configuration asks for \[96, 64\]",
+        r"up_proj.* has shape \[64, 96\]; the configuration requires \[96, 64\]",
     )
 
 
@@ -179,7 +179,9 @@ def test_a_wrong_shape_is_said_with_both(tmp_path: Path) -> None:
 def test_a_tensor_that_is_not_finite_is_named(tmp_path: Path, bad: float, dtype: str) -> None:
     broken = TENSORS[NORM].copy()
     broken[7] = bad
-    refused(write_checkpoint(tmp_path, CONFIG, TENSORS | {NORM: broken}, dtype=dtype), f"{NORM} holds NaN or infinity")
+    refused(
+        write_checkpoint(tmp_path, CONFIG, TENSORS | {NORM: broken}, dtype=dtype), f"{NORM} contains NaN or infinity"
+    )
 
 
 # --- damaged or hostile ----------------------------------------------------------------------------------------------
@@ -188,11 +190,11 @@ def test_a_tensor_that_is_not_finite_is_named(tmp_path: Path, bad: float, dtype:
 @pytest.mark.parametrize(
     "content,said",
     [
-        (b"", "does not fit the file of 0 bytes"),
-        (b"\x01\0\0", "does not fit the file of 3 bytes"),
+        (b"", "does not fit in the file of 0 bytes"),
+        (b"\x01\0\0", "does not fit in the file of 3 bytes"),
         ((10 << 30).to_bytes(8, "little") + b"{}", "a header of 10737418240 bytes"),
         (b"\xff" * 100, "does not fit"),
-        (b"\x03" + b"\0" * 7 + b"{}", "a header of 3 bytes does not fit the file of 10 bytes"),
+        (b"\x03" + b"\0" * 7 + b"{}", "a header of 3 bytes does not fit in the file of 10 bytes"),
         (b"\0" * 8, "not JSON"),
         (b"\x02" + b"\0" * 7 + b"[]", "not a JSON object"),
         (b"\x04" + b"\0" * 7 + b"null", "not a JSON object"),
@@ -222,7 +224,7 @@ def test_a_name_given_twice(folder: Path) -> None:
     header, data = split(folder / "model.safetensors")
     text = json.dumps(header)
     join(folder / "model.safetensors", text[:-1] + f', "{NORM}": {json.dumps(header[NORM])}}}', data)
-    refused(folder, "a key comes twice")
+    refused(folder, "duplicate key")
 
 
 @pytest.mark.parametrize("cut", [1, 1000, -1])
@@ -240,7 +242,7 @@ def change(entry: dict[str, Any], **keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "edit,said",
     [
-        (lambda e: change(e, dtype="F64"), "is of type F64, served are F32, F16, BF16"),
+        (lambda e: change(e, dtype="F64"), "is of type F64; supported types are F32, F16, BF16"),
         (lambda e: change(e, dtype="I32"), "is of type I32"),
         (lambda e: change(e, dtype=["F32"]), "is of type"),
         (lambda e: change(e, dtype=None), "is of type None"),
@@ -280,7 +282,7 @@ def test_two_tensors_on_the_same_bytes(folder: Path) -> None:
     first, second = "model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight"
     header[second]["data_offsets"] = header[first]["data_offsets"]
     join(folder / "model.safetensors", header, data)
-    refused(folder, "begins at .*, not at .* where the one before it ends")
+    refused(folder, "begins at .*, not at .*, where the previous one ends")
 
 
 def test_a_gap_between_tensors(folder: Path) -> None:
@@ -370,7 +372,7 @@ def test_a_tensor_that_is_not_where_the_index_says(sharded: Path) -> None:
     weight_map = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
     other = next(file for file in weight_map.values() if file != weight_map[NORM])
     edit_index(sharded, placed(other))
-    refused(sharded, f"missing tensor {NORM}, which model.safetensors.index.json places there|in two files")
+    refused(sharded, f"missing tensor {NORM}, which model.safetensors.index.json places in it|in two files")
 
 
 def test_a_tensor_in_two_files(sharded: Path) -> None:

@@ -1,4 +1,4 @@
-"""Byte-level BPE as GGUF files have it: tokens, and the merges that lead to them."""
+"""Builds byte-level BPE tokenizers from GGUF metadata: tokens and merges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ENGLISH = r"'s|'t|'re|'ve|'m|'ll|'d"
 
 
 def _words(digits: str, any_case: bool = True) -> str:
-    """Where a text is cut before its bytes are merged; ``digits`` is how many of them stay together."""
+    """Returns the pre-tokenization pattern; ``digits`` is the quantifier of a run of digits."""
     english = f"(?i:{_ENGLISH})" if any_case else _ENGLISH
     return (
         rf"{english}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
@@ -22,7 +22,7 @@ def _words(digits: str, any_case: bool = True) -> str:
     )
 
 
-#: tokenizer.ggml.pre -> that pattern, None for GPT-2's own; as in the tokenizer.json of the models it is named after.
+#: tokenizer.ggml.pre -> pattern, None for GPT-2's own; as in the tokenizer.json of the model that it is named after.
 _PATTERNS = {
     "gpt-2": None,
     "smollm": None,
@@ -31,22 +31,22 @@ _PATTERNS = {
     "llama-v3": _words("{1,3}"),
     "qwen2": _words(""),
 }
-#: Those that cut out each digit before; that compose characters; and whose whole words are looked up before merges.
+#: Pre-tokenizers that split digits first; that normalize to NFC; that look up whole words before merging.
 _SINGLE_DIGITS, _COMPOSED, _WHOLE_WORDS = ("smollm",), ("qwen2",), ("llama-bpe", "llama3", "llama-v3")
 
 
 def byte_level(keys: Fields) -> tokenizers.Tokenizer:
-    """Build the tokenizer. Raises ``ModelInvalid`` naming a key that is missing, not served, or contradicts others."""
+    """Build the tokenizer. Raises ``ModelInvalid`` naming a key that is missing, unsupported, or inconsistent."""
     pre = keys.values.get(_PRE)
     if not isinstance(pre, str) or pre not in _PATTERNS:
-        keys.refuse(_PRE, f"built are {', '.join(_PATTERNS)}; or put the model's tokenizer.json beside the file")
+        keys.refuse(_PRE, f"supported are {', '.join(_PATTERNS)}; or put the model's tokenizer.json next to the file")
     vocabulary = Vocabulary.of(keys, kinds_required=False)
     ids = vocabulary.ids
     merges = []
     for line in strings(keys, _MERGES):
         first, _, second = line.partition(" ")
         if first not in ids or second not in ids or first + second not in ids:
-            keys.refuse(_MERGES, f"{line[:40]!r} does not join two tokens to one")
+            keys.refuse(_MERGES, f"{line[:40]!r} does not merge two tokens into a third")
         merges.append((first, second))
 
     built = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=pre in _WHOLE_WORDS))

@@ -1,7 +1,7 @@
-"""A GGUF file: its metadata, and where its tensors are (ggml's docs/gguf.md, versions 2 and 3).
+"""Parses a GGUF header: metadata and tensor locations (ggml's docs/gguf.md, versions 2 and 3).
 
-The file is hostile until proven otherwise: no length in it is believed before it was held against what is left of the
-file, and none makes anything be allocated that is larger than a header has any use for.
+The file is untrusted: every length is checked against the rest of the file and against a limit before anything is
+allocated for it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MAX_HEADER_BYTES = 512 << 20
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
-_STRING_ITEM_BYTES = 8  # at least: its length
+_STRING_ITEM_BYTES = 8  # the minimum: the length prefix
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """``metadata`` by key: numbers, booleans, strings, lists of one of these. ``tensors`` by the file's own names."""
+    """``metadata`` maps keys to numbers, booleans, strings, or lists of one of these; ``tensors`` is by GGUF name."""
 
     path: Path
     metadata: dict[str, Any]
@@ -43,7 +43,7 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Read all but the tensors. Raises ``ModelInvalid`` naming the file and what in it cannot be."""
+        """Read everything except the tensor data. Raises ``ModelInvalid`` naming the file and what is wrong with it."""
         size = file_size(path)
         try:
             with path.open("rb") as stream:
@@ -53,7 +53,7 @@ class GgufFile:
 
 
 class _Header:
-    """The bytes before the tensors, taken one after another."""
+    """A sequential reader of the bytes before the tensor data."""
 
     def __init__(self, path: Path, stream: BinaryIO, size: int) -> None:
         self._path = path
@@ -72,8 +72,8 @@ class _Header:
             self._fail(f"is not GGUF: it begins with {magic!r}")
         version = self._number("I", "its version")
         if version not in (2, 3):
-            why = ": big-endian files are not read" if version in (2 << 24, 3 << 24) else ""
-            self._fail(f"is GGUF of version {version}, read are 2 and 3{why}")
+            why = ": big-endian files are not supported" if version in (2 << 24, 3 << 24) else ""
+            self._fail(f"is GGUF version {version}; supported versions are 2 and 3{why}")
         tensors = self._count("Q", "its number of tensors", _MAX_TENSORS, 24)
         keys = self._count("Q", "its number of keys", _MAX_KEYS, 13)
         metadata: dict[str, Any] = {}
@@ -90,19 +90,19 @@ class _Header:
         return GgufFile(self._path, metadata, self._placed(entries, data, alignment))
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape, type and offset of a tensor, as the file has them; the shape with its fastest dimension last."""
+        """Reads name, shape, type and offset of a tensor. The shape is reversed: its fastest dimension comes last."""
         name = self._string("a tensor's name", _MAX_NAME_BYTES)
         label = f"tensor {name!r}"
         dimensions = self._number("I", f"the dimensions of {label}")
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            self._fail(f"has {label} of {dimensions} dimensions, read are 1 to {_MAX_DIMENSIONS}")
+            self._fail(f"has {label} of {dimensions} dimensions; it must have 1 to {_MAX_DIMENSIONS}")
         shape = tuple(self._number("Q", f"the shape of {label}") for _ in range(dimensions))[::-1]
         return name, shape, self._number("I", f"the type of {label}"), self._number("Q", f"the offset of {label}")
 
     def _placed(
         self, entries: list[tuple[str, tuple[int, ...], int, int]], data: int, alignment: int
     ) -> dict[str, StoredTensor]:
-        """The tensors, each within the file and none over another."""
+        """Returns the tensors; checks that each lies within the file and that none overlap."""
         found: dict[str, StoredTensor] = {}
         spans = []
         for name, shape, kind, offset in entries:
@@ -112,24 +112,24 @@ class _Header:
             if kind not in ENCODINGS:
                 told = OTHERS.get(kind, f"number {kind}")
                 served = ", ".join(encoding.name for encoding in ENCODINGS.values())
-                self._fail(f"has {label} of type {told}, served are {served}")
+                self._fail(f"has {label} of type {told}; supported types are {served}")
             encoding = ENCODINGS[kind]
             if shape[-1] % encoding.block_values:
                 self._fail(
-                    f"has {label} with rows of {shape[-1]}, {encoding.name} is of blocks of {encoding.block_values}"
+                    f"has {label} with rows of {shape[-1]}; {encoding.name} has blocks of {encoding.block_values}"
                 )
             length = math.prod(shape) // encoding.block_values * encoding.block_bytes
             if not length or offset % alignment or data + offset + length > self._size:
                 self._fail(
-                    f"has {label} of {length} bytes at {data + offset}, which does not lie, aligned to {alignment}, "
-                    f"in the {self._size} bytes of the file"
+                    f"has {label} of {length} bytes at {data + offset}, which is not aligned to {alignment} or not "
+                    f"within the {self._size} bytes of the file"
                 )
             spans.append((offset, offset + length, label))
             found[name] = StoredTensor(self._path, name, shape, data + offset, encoding)
         spans.sort()
         for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
             if begin < end:
-                self._fail(f"has {second} begin within {first}")
+                self._fail(f"has {second} overlapping {first}")
         return found
 
     # --- values -------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class _Header:
             return self._string(key, _MAX_STRING_BYTES)
         if kind == _ARRAY:
             return self._array(key)
-        self._fail(f"has {key} of type {kind}, which there is not")
+        self._fail(f"has {key} of unknown type {kind}")
 
     def _array(self, key: str) -> list[Any]:
         kind = self._number("I", f"the type of {key}")
@@ -157,11 +157,11 @@ class _Header:
         if kind == _STRING:
             count = self._count("Q", f"the length of {key}", _MAX_ITEMS, _STRING_ITEM_BYTES)
             return [self._string(key, _MAX_STRING_BYTES) for _ in range(count)]
-        self._fail(f"has {key}, a list of type {kind}, which is not read")
+        self._fail(f"has {key}, a list of type {kind}, which is not supported")
 
     def _boolean(self, byte: int, key: str) -> bool:
         if byte > 1:
-            self._fail(f"has {key} neither true nor false but {byte}")
+            self._fail(f"has {key} with boolean {byte}; it must be 0 or 1")
         return byte == 1
 
     def _string(self, what: str, most: int) -> str:
@@ -173,12 +173,12 @@ class _Header:
             self._fail(f"has {what} that is not UTF-8")
 
     def _count(self, form: str, what: str, most: int, item_bytes: int) -> int:
-        """How many things follow: no more than ``most``, of ``item_bytes`` at least, and they fit what is left."""
+        """Reads a count of items of at least ``item_bytes``. Checks it against ``most`` and the rest of the file."""
         count: int = self._number(form, what)
         if count > most:
-            self._fail(f"has a value of {count} for {what}; at most {most} can be read")
+            self._fail(f"has a value of {count} for {what}; at most {most} is supported")
         if count * item_bytes > self._size - self._at:
-            self._fail(f"is truncated: {what} is {count}, and {self._size - self._at} bytes are left")
+            self._fail(f"is truncated: {what} is {count}, but only {self._size - self._at} bytes are left")
         return count
 
     def _number(self, form: str, what: str) -> Any:

@@ -1,12 +1,12 @@
-"""What each piece of a SentencePiece vocabulary is merged from, and which merge goes first.
+"""Derives an ordered list of BPE merge rules from a SentencePiece vocabulary with scores.
 
-SentencePiece's BPE takes, of all neighbours whose joint text is a piece, those whose piece has the highest score, of
-equals the leftmost (`SampleEncode` in bpe_model.cc). BPE by rules takes the pair that comes first in a list.
+SentencePiece's BPE repeatedly merges the adjacent pair whose joint text is the piece with the highest score, the
+leftmost among equals (`SampleEncode` in bpe_model.cc). Rule-based BPE merges the pair that comes first in a list.
 
-These are the same because a piece is only ever made in one way. While it is made nothing is joined across its ends, so
-that the best neighbours of the whole text, when they lie within it, are the best neighbours of its own text alone: it
-is merged as if nothing stood around it. Its last two parts are then its rule, and no other pair of the same text is
-ever joined, nor one of a piece that merging its own text does not end at.
+The two are equivalent because each piece is only ever built in one way. While a piece is being built, nothing is merged
+across its ends, so the best pair of the whole text, when it lies within the piece, is also the best pair of the piece's
+text alone: the piece is merged as if it stood by itself. The last two parts of that merge are its rule. No other pair
+with the same text is ever merged, and neither is a pair for a piece whose own text does not merge into it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ Pair = tuple[str, str]
 
 
 def merged(text: str, scores: Mapping[str, float]) -> tuple[list[str], Pair | None]:
-    """Merge a text by the ``scores`` of pieces, until nothing can be, or all is one piece.
+    """Merge a text by the ``scores`` of pieces until no merge applies.
 
-    Returns what it is then, and the two parts that were joined last, if any. Takes n log n steps for n characters.
+    Returns the remaining symbols, and the two parts that were merged last, if any. O(n log n) for n characters.
     """
     length = len(text)
-    # A symbol is named by where it begins: where it ends, 0 once it was joined to the one before; and that one.
+    # Symbols are identified by their start. end: where a symbol ends, 0 once merged into the previous one; before: the
+    # start of the previous symbol.
     end = list(range(1, length + 1))
     before = list(range(-1, length - 1))
     agenda = [
@@ -56,10 +57,9 @@ def merged(text: str, scores: Mapping[str, float]) -> tuple[list[str], Pair | No
 
 
 def pairings(scores: Mapping[str, float]) -> dict[str, Pair]:
-    """Return the pair that makes each piece, the best first; pieces that nothing makes are left out.
+    """Returns the pair that each piece is merged from, in merge order; pieces that no merge builds are left out.
 
-    Raises ``ValueError`` for pieces of one score where it depends on the text which of them goes first: no list says
-    that.
+    Raises ``ValueError`` for pieces of one score whose merge order depends on the text, which no list can express.
     """
     made: dict[str, Pair] = {}
     for piece in scores:
@@ -70,7 +70,7 @@ def pairings(scores: Mapping[str, float]) -> dict[str, Pair]:
     levels: defaultdict[float, list[str]] = defaultdict(list)
     for piece in made:
         levels[scores[piece]].append(piece)
-    best_part: dict[str, float] = {}  # the highest score of what a piece is a part of
+    best_part: dict[str, float] = {}  # piece -> the highest score of the pieces built from it
     for piece, pair in made.items():
         for part in pair:
             best_part[part] = max(scores[piece], best_part.get(part, scores[piece]))
@@ -82,14 +82,15 @@ def pairings(scores: Mapping[str, float]) -> dict[str, Pair]:
 
 
 def _level(pieces: list[str], made: Mapping[str, Pair], best_part: Mapping[str, float], score: float) -> list[str]:
-    """The pieces of one score in an order that joins the leftmost first, whatever the text.
+    """Orders the pieces of one score such that, in any text, the leftmost pair is merged first.
 
-    Where a merge makes no other possible that is as good, all that counts is which of two goes first that want the same
-    symbol: the one that has it as its right part. One that is as good does no harm if nothing else wants its parts.
+    If a merge enables no other merge of the same or a higher score, only conflicts over a shared symbol matter: the
+    piece that has the symbol as its right part goes first. An enabled merge of the same score is harmless if no other
+    piece uses its parts.
     """
     if len(pieces) == 1:
         return pieces
-    wanted: defaultdict[str, list[str]] = defaultdict(list)  # of each symbol, the pieces that it is a part of
+    wanted: defaultdict[str, list[str]] = defaultdict(list)  # symbol -> the pieces that it is a part of
     for piece in pieces:
         for part in made[piece]:
             wanted[part].append(piece)
@@ -100,8 +101,10 @@ def _level(pieces: list[str], made: Mapping[str, Pair], best_part: Mapping[str, 
         if best_part[piece] > score or any(len(wanted[part]) > 1 for part in made[follow]):
             other = next(other for other in pieces if other != piece)
             names = f"{piece[:40]!r} and {other[:40]!r}"
-            raise ValueError(f"{names} have the same score, {score:g}, and a piece of the first has no lower one")
-    # By way of the symbol, so that there are as many edges as pieces; one that joins a symbol to itself is on that way.
+            raise ValueError(
+                f"{names} have the same score, {score:g}, and a piece built from the first has no lower one"
+            )
+    # Edges go through a node for each symbol, to keep their number linear. A piece that doubles a symbol is that node.
     sorter: TopologicalSorter[tuple[str, ...]] = TopologicalSorter()
     doubled = {made[piece][0]: (piece,) for piece in pieces if made[piece][0] == made[piece][1]}
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""The models that GGUF files hold: metadata to a configuration, and tensors under their Hugging Face names."""
+"""Maps GGUF models to a ModelConfig and to Hugging Face tensor names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.engine.checkpoint.gguf.vocabulary import ending_ids, named_ids
 from services.engine.checkpoint.rope import Divisors, Linear, Scaling
 from services.engine.checkpoint.tensor import F16, F32, StoredTensor
 
-#: general.architecture -> what its decoder is; Mistral's models are written as llama's.
+#: general.architecture -> decoder; Mistral models are stored as llama.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 _EMBEDDING, _HEAD, _ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -40,15 +40,15 @@ _MOST_HEAD_DIM = 1 << 12
 
 
 def config_of(file: GgufFile, max_context: int | None = None) -> ModelConfig:
-    """Return what the metadata says of the model; ``max_context`` asks for less than its own.
+    """Returns the model's configuration from the metadata; ``max_context`` lowers its context.
 
-    Raises ``ModelInvalid`` naming the file, the key and its value when something is missing, malformed, or asks for
-    what this decoder does not compute.
+    Raises ``ModelInvalid`` naming the file, the key and its value when a key is missing, malformed, or requires
+    something that this decoder does not support.
     """
     keys = Fields(file.path, file.metadata)
     arch = keys.values.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
-        keys.refuse("general.architecture", f"served are {', '.join(ARCHITECTURES)}")
+        keys.refuse("general.architecture", f"it must be one of {', '.join(ARCHITECTURES)}")
     keys.require(f"{arch}.expert_count", 0, default=0)
     hidden = keys.integer(f"{arch}.embedding_length")
     query_heads = keys.integer(f"{arch}.attention.head_count")
@@ -60,7 +60,7 @@ def config_of(file: GgufFile, max_context: int | None = None) -> ModelConfig:
         keys.refuse(f"{arch}.attention.head_count", f"without key_length it must divide embedding_length, {hidden}")
     head_dim = keys.integer(length, most=_MOST_HEAD_DIM, default=hidden // query_heads)
     if head_dim % 2:
-        keys.refuse(length, "rotary embeddings need an even one")
+        keys.refuse(length, "it must be even for rotary embeddings")
     for same in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
         keys.require(same, head_dim, default=head_dim)
     vocab = _vocab(file, keys, arch)
@@ -89,10 +89,10 @@ def config_of(file: GgufFile, max_context: int | None = None) -> ModelConfig:
 
 
 def tensors_of(file: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the file's tensors under their Hugging Face names; one without such a name keeps its own.
+    """Returns the file's tensors under their Hugging Face names; a tensor without one keeps its GGUF name.
 
-    In files of the architecture llama the rows of each head of q and k come in pairs that turn together, because ggml
-    rotates neighbours for it (`permute` in llama.cpp's convert_hf_to_gguf.py).
+    In llama files the rows of each q and k head are stored as interleaved rotary pairs, because ggml rotates adjacent
+    components for this architecture (`permute` in llama.cpp's convert_hf_to_gguf.py).
     """
     pairs = {"attn_q": config.query_heads, "attn_k": config.kv_heads}
     found = {}
@@ -115,7 +115,7 @@ def tensors_of(file: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def _vocab(file: GgufFile, keys: Fields, arch: str) -> int:
-    """The embedding is the measure: what else names the number may leave it out."""
+    """Returns the vocabulary size, from the embedding's shape; the metadata key for it is optional."""
     embedding = file.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
         raise ModelInvalid(f"{file.path}: missing tensor {_EMBEDDING}, a matrix")
@@ -125,7 +125,7 @@ def _vocab(file: GgufFile, keys: Fields, arch: str) -> int:
 
 
 def _dtype(file: GgufFile) -> str:
-    """What the matrices are of; what was quantised fits bf16, which these families were trained in, on a GPU."""
+    """Returns the dtype of the matrices. For quantized ones it is bf16, in which these model families were trained."""
     stored = {tensor.encoding.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return {frozenset({F32.name}): "f32", frozenset({F16.name}): "f16"}.get(frozenset(stored), "bf16")
 
@@ -134,7 +134,7 @@ def _scaling(file: GgufFile, keys: Fields, arch: str, head_dim: int) -> Scaling 
     kind_key = f"{arch}.rope.scaling.type"
     kind: Any = keys.values.get(kind_key, "linear")
     if kind not in ("none", "linear"):
-        keys.refuse(kind_key, "served are none and linear, and Llama 3's, which is a tensor")
+        keys.refuse(kind_key, "it must be none or linear; Llama 3 scaling is stored as a tensor")
     older = f"{arch}.rope.scale_linear"
     factor = keys.number(f"{arch}.rope.scaling.factor", 0.0, 1e6, default=keys.number(older, 0.0, 1e6, default=1.0))
     if kind == "none" or factor == 0.0:
@@ -144,12 +144,12 @@ def _scaling(file: GgufFile, keys: Fields, arch: str, head_dim: int) -> Scaling 
         return None if factor == 1.0 else Linear(factor)
     if tensor.shape != (head_dim // 2,) or tensor.encoding is not F32 or factor != 1.0:
         raise ModelInvalid(
-            f"{file.path}: tensor {_ROPE} must be {head_dim // 2} numbers of F32, without another scaling"
+            f"{file.path}: tensor {_ROPE} must have {head_dim // 2} F32 values, and no other scaling may be set"
         )
     divisors = np.empty(tensor.shape, np.float32)
     tensor.read_into(divisors)
     if not (divisors > 0).all():
-        raise ModelInvalid(f"{file.path}: tensor {_ROPE} holds a number that nothing is divided by")
+        raise ModelInvalid(f"{file.path}: tensor {_ROPE} has a divisor that is not positive")
     return Divisors(tuple(divisors.tolist()))
 
 

@@ -1,8 +1,8 @@
-"""SentencePiece's BPE as GGUF files have it: pieces, the scores by which they are merged, and tokens for single bytes.
+"""Builds SentencePiece BPE tokenizers from GGUF metadata: pieces, their merge scores, and tokens for single bytes.
 
-A text is normalised and decoded as in Llama 2's tokenizer.json. A symbol that the model was trained with as a whole has
-score 0 and changes nothing around it; llama.cpp's converter gives -1000 to a token that was added later, and a text
-that follows one of those, or a control token, begins like any text: with a space.
+Text is normalized and decoded as in Llama 2's tokenizer.json. A user-defined symbol of the trained model has score 0
+and does not affect the text around it. llama.cpp's converter gives tokens that were added later the score -1000; text
+after one of those, or after a control token, starts like any text: with a space.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _PREFIX, _STRIPPED = "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.remove_e
 _UNKNOWN_ID = "tokenizer.ggml.unknown_token_id"
 _SPACE = "▁"
 
-#: What a vocabulary may have at most: a token of this many characters; all of them together; symbols found whole, and
-#: beside these tokens that are never merged; and such a symbol's characters.
+#: Limits on a vocabulary: characters of a token; characters of all tokens; user-defined symbols, and also other tokens
+#: that are never merged; characters of a user-defined symbol.
 MOST_CHARACTERS, MOST_ALTOGETHER, MOST_SYMBOLS, MOST_IN_SYMBOL = 512, 1 << 22, 4096, 64
-MOST_CUTS = 8  # of a text that spells a token which is not merged
+MOST_CUTS = 8  # splits of text that spells a token which is never merged
 
 
 def pieces(keys: Fields) -> tokenizers.Tokenizer:
-    """Build the tokenizer. Raises ``ModelInvalid`` naming a key that is missing, not served, or contradicts others."""
+    """Build the tokenizer. Raises ``ModelInvalid`` naming a key that is missing, unsupported, or inconsistent."""
     if keys.values.get(_CHARSMAP):
-        keys.refuse(_CHARSMAP, "characters are not rewritten; put the model's tokenizer.json beside the file")
+        keys.refuse(_CHARSMAP, "character maps are not supported; put the model's tokenizer.json next to the file")
     vocabulary = Vocabulary.of(keys, kinds_required=True)
     scores = _scores(vocabulary)
     has_bytes = _has_bytes(vocabulary)
@@ -76,62 +76,62 @@ def pieces(keys: Fields) -> tokenizers.Tokenizer:
 
 
 def _scores(vocabulary: Vocabulary) -> dict[str, float]:
-    """The score of each token, a finite number."""
+    """Returns the score of each token, a finite number."""
     keys = vocabulary.keys
     values = keys.values.get(_SCORES)
     if not isinstance(values, list) or len(values) != len(vocabulary.tokens):
-        keys.refuse(_SCORES, f"it must be a list as long as that of tokens, {len(vocabulary.tokens)}")
+        keys.refuse(_SCORES, f"it must be a list with one entry per token, {len(vocabulary.tokens)}")
     for number, score in enumerate(values):
         if not isinstance(score, float) or not math.isfinite(score):
-            keys.refuse(_SCORES, f"that of token {number} is {str(score)[:20]}, it must be a finite number")
+            keys.refuse(_SCORES, f"entry {number} is {str(score)[:20]}; it must be a finite number")
     return dict(zip(vocabulary.tokens, values, strict=True))
 
 
 def _has_bytes(vocabulary: Vocabulary) -> bool:
-    """Whether a character that is no piece becomes its bytes; there are tokens for all bytes then, or for none."""
+    """Whether there is byte fallback for characters without a piece. It needs tokens for all bytes, or for none."""
     found = set(vocabulary.of_kind(BYTE))
     wanted = {f"<0x{byte:02X}>" for byte in range(256)}
     if strange := sorted(found - wanted):
-        vocabulary.keys.refuse(TOKENS, f"{strange[0][:40]!r} is of the type of bytes, and names none")
+        vocabulary.keys.refuse(TOKENS, f"{strange[0][:40]!r} is a byte token but does not name a byte")
     if found and (missing := sorted(wanted - found)):
-        vocabulary.keys.refuse(TOKENS, f"of the bytes {len(missing)} are missing, first {missing[0]}")
+        vocabulary.keys.refuse(TOKENS, f"{len(missing)} byte tokens are missing, the first is {missing[0]}")
     return bool(found)
 
 
 def _unknown(vocabulary: Vocabulary) -> str:
-    """The token for characters that are no piece, in a vocabulary without bytes."""
+    """Returns the token for characters without a piece, in a vocabulary without byte tokens."""
     keys = vocabulary.keys
     ids = keys.token_ids(_UNKNOWN_ID, len(vocabulary.tokens))
     found = [vocabulary.tokens[number] for number in ids] or vocabulary.of_kind(UNKNOWN)
     if len(found) != 1:
-        keys.refuse(_UNKNOWN_ID, "there are no tokens for bytes, so there must be one for what is unknown")
+        keys.refuse(_UNKNOWN_ID, "without byte tokens there must be one unknown token")
     return found[0]
 
 
 def _whole(vocabulary: Vocabulary, scores: dict[str, float]) -> tuple[list[str], list[str]]:
-    """The user's tokens: symbols of the trained model, and those that were added to it, found in a text as typed."""
+    """Returns the user-defined tokens: symbols of the trained model, and tokens added later, matched in raw text."""
     symbols, added = list[str](), list[str]()
     for token in vocabulary.of_kind(USER_DEFINED):
-        # In a normalised text no symbol is found that has a plain space.
+        # A symbol with a plain space never matches normalized text.
         (symbols if scores[token] == 0.0 and token and " " not in token else added).append(token)
     if len(symbols) > MOST_SYMBOLS or max(map(len, symbols), default=0) > MOST_IN_SYMBOL:
         vocabulary.keys.refuse(
             KINDS,
-            f"{len(symbols)} tokens of score 0 are user-defined; {MOST_SYMBOLS} at most are taken, "
-            f"of {MOST_IN_SYMBOL} characters at most",
+            f"{len(symbols)} user-defined tokens have score 0; at most {MOST_SYMBOLS} are supported, "
+            f"of at most {MOST_IN_SYMBOL} characters",
         )
     return symbols, added
 
 
 def _mergeable(vocabulary: Vocabulary, scores: dict[str, float], symbols: list[str]) -> dict[str, float]:
-    """The scores of what merging may make. A piece that a whole symbol is within cannot be: the text is cut there."""
+    """Returns the scores of pieces that merging can build: all but those that contain a symbol, where text is split."""
     for number, token in enumerate(vocabulary.tokens):
         if len(token) > MOST_CHARACTERS:
             vocabulary.keys.refuse(
-                TOKENS, f"token {number} has {len(token)} characters, {MOST_CHARACTERS} at most are taken"
+                TOKENS, f"token {number} has {len(token)} characters; at most {MOST_CHARACTERS} are supported"
             )
     if (total := sum(map(len, vocabulary.tokens))) > MOST_ALTOGETHER:
-        vocabulary.keys.refuse(TOKENS, f"they have {total} characters altogether, {MOST_ALTOGETHER} at most are taken")
+        vocabulary.keys.refuse(TOKENS, f"they have {total} characters; at most {MOST_ALTOGETHER} are supported")
     whole, lengths = set(symbols), sorted(set(map(len, symbols)))
 
     def holds(piece: str) -> bool:
@@ -141,24 +141,26 @@ def _mergeable(vocabulary: Vocabulary, scores: dict[str, float], symbols: list[s
 
 
 def _made(vocabulary: Vocabulary, mergeable: dict[str, float]) -> dict[str, Pair]:
-    """The pair that each piece is merged from, the best first."""
+    """Returns the pair that each piece is merged from, in merge order."""
     keys = vocabulary.keys
     try:
         made = pairings(mergeable)
     except ValueError as error:
-        keys.refuse(_SCORES, f"{error}; put the model's tokenizer.json beside the file")
+        keys.refuse(_SCORES, f"{error}; put the model's tokenizer.json next to the file")
     for piece, pair in made.items():
         number = vocabulary.ids[piece]
         if vocabulary.kinds[number] == UNUSED:
-            keys.refuse(KINDS, f"token {number}, {piece[:40]!r}, is merged though it is unused")
+            keys.refuse(KINDS, f"token {number}, {piece[:40]!r}, is unused but can be merged")
         for part in pair:
             if part not in mergeable:
-                keys.refuse(TOKENS, f"{part[:40]!r} is missing, of which {piece[:40]!r} is merged")
+                keys.refuse(TOKENS, f"{part[:40]!r}, a part of {piece[:40]!r}, is missing")
     return made
 
 
 def _normalizer(prefixed: bool, stripped: bool) -> normalizers.Normalizer:
-    """Spaces as pieces have them; one before each text where ``prefixed``, no two in a row where ``stripped``."""
+    """Replaces spaces by the piece marker. ``prefixed`` adds one before each text; ``stripped`` strips and collapses
+    spaces.
+    """
     steps: list[normalizers.Normalizer] = []
     if stripped:
         steps += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
@@ -173,10 +175,10 @@ def _normalizer(prefixed: bool, stripped: bool) -> normalizers.Normalizer:
 def _cuts(
     vocabulary: Vocabulary, mergeable: dict[str, float], made: Mapping[str, Pair], symbols: list[str]
 ) -> pre_tokenizers.PreTokenizer:
-    """Cut a normalised text at its symbols, each of which then is looked up as it is, without merges.
+    """Split normalized text at symbols, each of which is then looked up whole, without merging.
 
-    So is what lies between them, and when that spells a token that no merge leads to, such as ``</s>``, it would be
-    found all the same. It is cut once more then, where nothing is merged.
+    The text between symbols is looked up whole, too. If it spells a token that no merge builds, such as ``</s>``, the
+    lookup would wrongly find that token. Such text is therefore split again at a point that no merge crosses.
     """
     firsts = "".join(sorted({re.escape(symbol[0]) for symbol in symbols}))
     longest_first = "|".join(map(re.escape, sorted(symbols, key=len, reverse=True)))
@@ -187,9 +189,9 @@ def _cuts(
             joints[token] = _joint(vocabulary, token, merged(token, mergeable)[0])
     if len(joints) > MOST_SYMBOLS:
         vocabulary.keys.refuse(
-            TOKENS, f"{len(joints)} are never merged, {MOST_SYMBOLS} at most are taken beside user-defined ones"
+            TOKENS, f"{len(joints)} are never merged; at most {MOST_SYMBOLS} are supported besides user-defined ones"
         )
-    # What follows the first cut may be such a token again.
+    # The text after the first split may be such a token again.
     times = 0
     for token in joints:
         count = 0
@@ -207,15 +209,15 @@ def _cuts(
 
 
 def _joint(vocabulary: Vocabulary, token: str, parts: list[str]) -> Pair:
-    """The two sides of the first place in ``token`` where nothing is merged."""
+    """Splits ``token`` at the first point that no merge crosses."""
     left, has_bytes = "", BYTE in vocabulary.kinds
     for first, second in itertools.pairwise(parts):
         left += first
-        # Without bytes, neighbours that are unknown are one token.
+        # Without byte tokens, adjacent unknown characters form one token.
         if has_bytes or first in vocabulary.ids or second in vocabulary.ids:
             return left, token[len(left) :]
     _indistinct(vocabulary, token)
 
 
 def _indistinct(vocabulary: Vocabulary, token: str) -> NoReturn:
-    vocabulary.keys.refuse(TOKENS, f"{token[:40]!r} is never merged, and cannot be told from the same text")
+    vocabulary.keys.refuse(TOKENS, f"{token[:40]!r} is never merged and cannot be distinguished from plain text")

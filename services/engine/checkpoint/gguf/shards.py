@@ -1,6 +1,6 @@
-"""A model in one GGUF file, or in several as llama-gguf-split writes them: NAME-00001-of-00003.gguf and so on.
+"""Reads a model from a single GGUF file, or from shards written by llama-gguf-split (NAME-00001-of-00003.gguf).
 
-The first of them has the metadata. The others have nothing but tensors, and say which part of how many they are.
+The first shard has the metadata. The others have only tensors, their shard number and the number of shards.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from services.engine.checkpoint.gguf.header import GgufFile
 
 _PART, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 _MOST_PARTS = 1 << 10
-_MOST_TENSORS = 1 << 16  # of all parts, as of one file
+_MOST_TENSORS = 1 << 16  # over all shards, as for one file
 _NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
 def name_of(path: Path) -> str:
-    """What the model is called: the name of its file, less what says that it is one of several."""
+    """Returns the model's name: the file name without extension and shard suffix."""
     name = path.resolve().name
     split = _NAME.fullmatch(name)
     return split[1] if split else name.removesuffix(".gguf")
 
 
 def files_of(path: Path) -> list[Path]:
-    """The model's files by their names, the first of which is ``path``; those of them that are there."""
+    """Returns the model's existing files in shard order, starting with ``path``."""
     split = _NAME.fullmatch(path.name)
     if not split or int(split[2]) != 1 or int(split[3]) > _MOST_PARTS:
         return [path]
@@ -35,9 +35,9 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read_parts(path: Path) -> GgufFile:
-    """Read all but the tensors of a model whose first or only file is ``path``.
+    """Read everything except the tensor data of a model whose first or only file is ``path``.
 
-    Raises ``ModelInvalid`` naming the file and what in it cannot be, a part that is missing too.
+    Raises ``ModelInvalid`` naming the file and what is wrong with it, or a shard that is missing.
     """
     first = GgufFile.read(path)
     keys = Fields(path, first.metadata)
@@ -46,21 +46,21 @@ def read_parts(path: Path) -> GgufFile:
         return first
     split = _NAME.fullmatch(path.name)
     if split is None or int(split[3]) != count:
-        keys.refuse(_COUNT, f"the files of a model in several are to be named NAME-00001-of-{count:05d}.gguf and so on")
+        keys.refuse(_COUNT, f"the files must be named NAME-00001-of-{count:05d}.gguf and so on")
     if keys.integer(_PART, least=0, most=count - 1) != 0 or int(split[2]) != 1:
-        keys.refuse(_PART, f"give the first part, {_sibling(path, split[1], 1, count).name}")
+        keys.refuse(_PART, f"give the first shard, {_sibling(path, split[1], 1, count).name}")
     tensors = dict(first.tensors)
     for number in range(2, count + 1):
         part = _part(_sibling(path, split[1], number, count), number, first)
         if twice := tensors.keys() & part.tensors.keys():
-            raise ModelInvalid(f"{part.path} has tensor {min(twice)!r}, which a part before it has, too")
+            raise ModelInvalid(f"{part.path} has tensor {min(twice)!r}, which is also in an earlier shard")
         tensors |= part.tensors
         if len(tensors) > _MOST_TENSORS:
             raise ModelInvalid(
-                f"{part.path}: the parts up to this have {len(tensors)} tensors, read are {_MOST_TENSORS}"
+                f"{part.path}: the shards up to this one have {len(tensors)} tensors; at most {_MOST_TENSORS}"
             )
     if keys.integer(_TENSORS, least=0, default=len(tensors)) != len(tensors):
-        keys.refuse(_TENSORS, f"its {count} parts have {len(tensors)}")
+        keys.refuse(_TENSORS, f"its {count} shards have {len(tensors)}")
     return GgufFile(path, first.metadata, tensors)
 
 
@@ -69,15 +69,15 @@ def _sibling(path: Path, name: str, part: int, count: int) -> Path:
 
 
 def _part(path: Path, number: int, first: GgufFile) -> GgufFile:
-    """A later part; what it says besides which it is, the first one says as well."""
+    """Read a later shard. Its metadata, except its shard number, must agree with the first one's."""
     if not path.exists():
-        raise ModelInvalid(f"{path} is missing, a part of {first.path}")
+        raise ModelInvalid(f"{path} is missing, a shard of {first.path}")
     part = GgufFile.read(path)
     keys = Fields(path, part.metadata)
     keys.require(_PART, number - 1, default=None)
     keys.require(_COUNT, first.metadata[_COUNT], default=None)
     for key, value in part.metadata.items():
-        # What a file is laid out by, and its own description.
+        # general.* keys describe the file itself: its alignment, its name.
         if key != _PART and not key.startswith("general.") and first.metadata.get(key) != value:
-            keys.refuse(key, f"{first.path.name} says otherwise, or nothing")
+            keys.refuse(key, f"{first.path.name} has another value, or none")
     return part

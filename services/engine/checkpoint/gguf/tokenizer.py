@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file carries, of one of the kinds that are served."""
+"""Builds the tokenizer that a GGUF file contains, if its kind is supported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.engine.checkpoint.gguf.vocabulary import BYTE_LEVEL, MODEL, PIECES
 
 
 def tokenizer_of(file: GgufFile) -> tokenizers.Tokenizer:
-    """Build the tokenizer. Raises ``ModelInvalid`` for one of another kind, or that contradicts itself."""
+    """Build the tokenizer. Raises ``ModelInvalid`` for an unsupported kind, or inconsistent metadata."""
     keys = Fields(file.path, file.metadata)
     match keys.values.get(MODEL):
         case name if name == BYTE_LEVEL:
@@ -21,6 +21,6 @@ def tokenizer_of(file: GgufFile) -> tokenizers.Tokenizer:
             return pieces(keys)
     keys.refuse(
         MODEL,
-        f"built from a GGUF file are {BYTE_LEVEL}, byte-level BPE, and {PIECES}, SentencePiece's BPE; "
-        "put the model's tokenizer.json beside the file",
+        f"it must be {BYTE_LEVEL}, byte-level BPE, or {PIECES}, SentencePiece BPE; otherwise put the model's "
+        "tokenizer.json next to the file",
     )

@@ -1,4 +1,4 @@
-"""The tokens of a GGUF file's tokenizer: their texts and kinds, and what a text begins and ends with."""
+"""The vocabulary of a GGUF file's tokenizer: tokens, their types, and the tokens that start and end a text."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from tokenizers import AddedToken, processors
 from services.engine.checkpoint.fields import Fields
 
 MODEL, TOKENS, KINDS = "tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-#: What tokenizer.ggml.token_type says of a token, in SentencePiece's numbers.
+#: The values of tokenizer.ggml.token_type, which are SentencePiece's.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
-#: tokenizer.ggml.model of byte-level BPE, and of SentencePiece's.
+#: tokenizer.ggml.model of byte-level BPE, and of SentencePiece BPE.
 BYTE_LEVEL, PIECES = "gpt2", "llama"
-#: What a file of pieces need not say, because ggml takes it for granted: these ids, and that a text begins with bos.
+#: The ids that ggml assumes for SentencePiece files without them. It also assumes that a text begins with bos.
 _PIECES_IDS = {"bos": 1, "eos": 2}
 
-#: Ends of a turn, by what they are called, for files that do not tell their own. ggml knows them by name, too.
+#: End-of-turn tokens by name, for files without the key. ggml recognizes them by name, too.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>")
-#: Ends of a text, which few files name beside that of a turn, where the model's generation_config.json has all of them.
+#: End-of-text tokens. Few files have them in addition to end-of-turn, though the generation_config.json has all.
 _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "</s>")
 
 
 def strings(keys: Fields, key: str) -> list[str]:
-    """The value of a key, a list of texts that is not empty."""
+    """Returns a key's value, a non-empty list of strings."""
     values = keys.values.get(key)
     if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
         keys.refuse(key, "it must be a list of strings")
@@ -34,7 +34,7 @@ def strings(keys: Fields, key: str) -> list[str]:
 
 
 def named_ids(keys: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
-    """The ids of ``bos``, ``eos``, ``eot`` or ``eom``: none, one, or a list of them."""
+    """Returns the ids of ``bos``, ``eos``, ``eot`` or ``eom``: none, one, or several."""
     key = f"tokenizer.ggml.{name}_token_id"
     if not keys.has(key):
         unsaid = unsaid_id(keys, name)
@@ -46,19 +46,19 @@ def named_ids(keys: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
 
 
 def unsaid_id(keys: Fields, name: str) -> int | None:
-    """The id of ``bos`` or ``eos`` in a file that does not tell it."""
+    """Returns the default id of ``bos`` or ``eos``, for a file without the key."""
     return _PIECES_IDS.get(name) if keys.values.get(MODEL) == PIECES else None
 
 
 def ending_ids(keys: Fields, vocab_size: int) -> tuple[int, ...]:
-    """The ids that end an answer, each once."""
+    """Returns the ids that end a completion, each once."""
     named = [token for name in ("eos", "eot", "eom") for token in named_ids(keys, name, vocab_size)]
     spelled = (number for number in _spelled(keys, _TEXT_ENDS, CONTROL) if number < vocab_size)
     return tuple(dict.fromkeys([*named, *spelled]))
 
 
 def _spelled(keys: Fields, names: tuple[str, ...], *of_kinds: int) -> list[int]:
-    """The ids of tokens of these names, and kinds: what is text may be spelled so, too."""
+    """Returns the ids of tokens with these names and types. The type matters: plain text may be spelled the same."""
     tokens, kinds = keys.values.get(TOKENS), keys.values.get(KINDS)
     if not isinstance(tokens, list) or not isinstance(kinds, list):
         return []
@@ -68,7 +68,7 @@ def _spelled(keys: Fields, names: tuple[str, ...], *of_kinds: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Tokens and their kinds by id; ``ids`` by token."""
+    """Tokens and their types by id; ``ids`` by token."""
 
     keys: Fields
     tokens: list[str]
@@ -77,31 +77,31 @@ class Vocabulary:
 
     @classmethod
     def of(cls, keys: Fields, *, kinds_required: bool) -> Vocabulary:
-        """Read the lists; without ``kinds_required`` kinds may be missing, or ones that there are not.
+        """Read the lists. Without ``kinds_required`` the types may be missing or unknown.
 
-        Raises ``ModelInvalid`` for lists that are missing otherwise, or contradict each other.
+        Raises ``ModelInvalid`` for lists that are missing or inconsistent.
         """
         tokens = strings(keys, TOKENS)
         ids = {token: number for number, token in enumerate(tokens)}
         if len(ids) != len(tokens):
             twice = next(token for number, token in enumerate(tokens) if ids[token] != number)
-            keys.refuse(TOKENS, f"a token comes twice: {twice[:40]!r}")
+            keys.refuse(TOKENS, f"there is a duplicate token: {twice[:40]!r}")
         kinds = keys.values.get(KINDS, None if kinds_required else [NORMAL] * len(tokens))
         if not isinstance(kinds, list) or len(kinds) != len(tokens):
-            keys.refuse(KINDS, f"it must be a list as long as that of tokens, {len(tokens)}")
+            keys.refuse(KINDS, f"it must be a list with one entry per token, {len(tokens)}")
         for number, kind in enumerate(kinds if kinds_required else ()):
             if not isinstance(kind, int) or not NORMAL <= kind <= BYTE:
-                keys.refuse(KINDS, f"that of token {number} is {str(kind)[:20]}, it must be from {NORMAL} to {BYTE}")
+                keys.refuse(KINDS, f"entry {number} is {str(kind)[:20]}; it must be {NORMAL} to {BYTE}")
         return cls(keys, tokens, kinds, ids)
 
     def of_kind(self, *kinds: int) -> list[str]:
-        """The tokens of these kinds, by id."""
+        """Returns the tokens of these types, by id."""
         return [token for token, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds]
 
     def add_to(self, built: tokenizers.Tokenizer, special: list[str], whole: list[str]) -> None:
-        """Have tokens found in a text before anything else is: ``special`` ones, and ``whole`` ones that are text.
+        """Add tokens that are matched before anything else: ``special`` ones, and ``whole`` ones that are text.
 
-        One that ends an answer is special, whatever the file says: it is not to be typed.
+        A token that ends a completion is always special, so that it cannot come from user text.
         """
         ends = {self.tokens[number] for number in ending_ids(self.keys, len(self.tokens))}
         built.add_tokens(
@@ -110,7 +110,7 @@ class Vocabulary:
         )
 
     def frame(self, built: tokenizers.Tokenizer, *, bos: bool) -> None:
-        """Add what a text begins and ends with, where the file says so, or ``bos`` where it says nothing."""
+        """Add the start and end tokens that the file requests; ``bos`` is the default for the start token."""
         single: list[str] = ["$A"]
         ends: list[dict[str, Any]] = []
         for name, default in (("bos", bos), ("eos", False)):
@@ -120,7 +120,7 @@ class Vocabulary:
             ids = named_ids(self.keys, name, len(self.tokens))
             if not ids:
                 self.keys.refuse(flag, f"there is no {name}_token_id")
-            # By its name: a template reads signs of its own in a token's text.
+            # By name, because a post-processor template would interpret some characters of the token's text.
             single.insert(0 if name == "bos" else len(single), name)
             ends.append({"id": name, "ids": [ids[0]], "tokens": [self.tokens[ids[0]]]})
         if ends:

@@ -359,24 +359,24 @@ LETTER = PLAIN.piece_to_id("t")
         ({"scores": replaced(9, 4)}, "that of token 9 is 4, it must be a finite number"),
         (
             {"scores": lambda values: [-1000.0] * COUNT},
-            "the same score, -1000, .*put the model's tokenizer.json beside",
+            "the same score, -1000, .*put the model's tokenizer.json next to",
         ),
         ({"tokens": None}, "tokens is missing: it must be a list of strings"),
-        ({"tokens": replaced(300, "<0x41>")}, "tokens is .*: a token comes twice: '<0x41>'"),
-        ({"tokens": replaced(70, "<0x4g>")}, "'<0x4g>' is of the type of bytes, and names none"),
-        ({"token_type": replaced(70, NORMAL)}, "of the bytes 1 are missing, first <0x43>"),
+        ({"tokens": replaced(300, "<0x41>")}, "tokens is .*: there is a duplicate token: '<0x41>'"),
+        ({"tokens": replaced(70, "<0x4g>")}, "'<0x4g>' is a byte token but does not name a byte"),
+        ({"token_type": replaced(70, NORMAL)}, "1 byte tokens are missing, the first is <0x43>"),
         ({"token_type": None}, f"token_type is missing: it must be a list as long as that of tokens, {COUNT}"),
         ({"token_type": replaced(70, 7)}, "that of token 70 is 7, it must be from 1 to 6"),
         ({"tokens": replaced(LETTER, "§")}, "tokens is .*: 't' is missing, of which '.*' is merged"),
         (
             {"token_type": replaced(PLAIN.piece_to_id("▁the"), UNUSED)},
-            "token [0-9]+, '▁the', is merged though it is unused",
+            "token [0-9]+, '▁the', is unused but can be merged",
         ),
-        (added("§" * (MOST_CHARACTERS + 1)), f"token {COUNT} has 513 characters, 512 at most are taken"),
-        ({"precompiled_charsmap": [1, 2]}, "characters are not rewritten; put the model's tokenizer.json beside"),
+        (added("§" * (MOST_CHARACTERS + 1)), f"token {COUNT} has 513 characters; at most 512 are supported"),
+        ({"precompiled_charsmap": [1, 2]}, "character maps are not supported; put the model's tokenizer.json next to"),
         ({"add_space_prefix": 1}, "add_space_prefix is 1: it must be true or false"),
         ({"remove_extra_whitespaces": "no"}, "remove_extra_whitespaces is .*: it must be true or false"),
-        ({"add_bos_token": True, "bos_token_id": 10**6}, "bos_token_id is 1000000: it must hold token ids from 0"),
+        ({"add_bos_token": True, "bos_token_id": 10**6}, "bos_token_id is 1000000: it must have token ids from 0"),
         (added("x" * 65, USER_DEFINED, 0.0), "1 tokens of score 0 are user-defined; 4096 at most .* of 64 characters"),
     ],
     ids=range(20),
@@ -402,7 +402,7 @@ def many(count: int, length: int, kind: int, score: float) -> dict[str, Any]:
         (many(MOST_SYMBOLS + 1, 9, USER_DEFINED, 0.0), f"{MOST_SYMBOLS + 1} tokens of score 0 are user-defined"),
         (
             with_tokens(many(MOST_SYMBOLS, 9, UNUSED, -9e9), ["<sep>"], USER_DEFINED, 0.0),
-            f"are never merged, {MOST_SYMBOLS} at most are taken beside user-defined ones",
+            f"are never merged; at most {MOST_SYMBOLS} are supported besides user-defined ones",
         ),
     ],
     ids=["characters", "symbols", "unmerged"],
@@ -425,7 +425,7 @@ def test_without_bytes_something_must_stand_for_the_unknown() -> None:
 def test_a_token_that_only_its_own_text_could_be() -> None:
     """Without bytes all letters of </s> are one unknown token, and beside symbols its text is looked up whole."""
     symbols = [("x", 0.0, USER_DEFINED), ("a", -1.0, NORMAL)]
-    with pytest.raises(ModelInvalid, match="is never merged, and cannot be told from the same text"):
+    with pytest.raises(ModelInvalid, match="is never merged and cannot be distinguished from plain text"):
         built(metadata_of(composed(symbols)))
 
 

@@ -76,21 +76,24 @@ ONE = {"a": np.ones(1, np.float32)}
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda parts: parts[2].unlink(), r"it-00003-of-00004\.gguf is missing, a part of .*it-00001-of-00004\.gguf"),
+        (lambda parts: parts[2].unlink(), r"it-00003-of-00004\.gguf is missing, a shard of .*it-00001-of-00004\.gguf"),
         (lambda parts: parts[2].write_bytes(b"no"), r"it-00003-of-00004\.gguf is truncated"),
-        (lambda parts: shutil.copy(parts[1], parts[2]), r"it-00003-of-00004\.gguf: split\.no is 1: only 2 is served"),
-        (lambda parts: written(parts[2], {}), r"it-00003-of-00004\.gguf: split\.no is missing: only 2 is served"),
+        (
+            lambda parts: shutil.copy(parts[1], parts[2]),
+            r"it-00003-of-00004\.gguf: split\.no is 1: only 2 is supported",
+        ),
+        (lambda parts: written(parts[2], {}), r"it-00003-of-00004\.gguf: split\.no is missing: only 2 is supported"),
         (
             lambda parts: written(parts[2], {}, split__no=2, split__count=3),
-            r"it-00003-of-00004\.gguf: split\.count is 3: only 4 is served",
+            r"it-00003-of-00004\.gguf: split\.count is 3: only 4 is supported",
         ),
         (
             lambda parts: written(parts[2], {}, split__no=2, split__count=4, llama__block_count=1),
-            r"it-00003-of-00004\.gguf: llama\.block_count is 1: it-00001-of-00004\.gguf says otherwise, or nothing",
+            r"it-00003-of-00004\.gguf: llama\.block_count is 1: it-00001-of-00004\.gguf has another value, or none",
         ),
         (
             lambda parts: written(parts[2], {"token_embd.weight": ONE["a"]}, split__no=2, split__count=4),
-            r"it-00003-of-00004\.gguf has tensor 'token_embd\.weight', which a part before it has, too",
+            r"it-00003-of-00004\.gguf has tensor 'token_embd\.weight', which is also in an earlier shard",
         ),
         (
             lambda parts: written(parts[2], ONE, split__no=2, split__count=4),
@@ -100,7 +103,7 @@ ONE = {"a": np.ones(1, np.float32)}
             lambda parts: parts[0].rename(parts[0].with_name("it.gguf")),
             r"split\.count is 4: the files .* NAME-00001-of",
         ),
-        (lambda parts: shutil.copy(parts[0], parts[1]), r"00002-of-00004\.gguf: split\.no is 0: only 1 is served"),
+        (lambda parts: shutil.copy(parts[0], parts[1]), r"00002-of-00004\.gguf: split\.no is 0: only 1 is supported"),
     ],
     ids=range(10),
 )
@@ -113,19 +116,19 @@ def test_parts_that_do_not_belong_together(parts: list[Path], change: Change, sa
 
 def test_the_first_part_is_the_one_to_give(parts: list[Path]) -> None:
     with pytest.raises(
-        ModelInvalid, match=r"00002-of-00004\.gguf: split\.no is 1: give the first part, it-00001-of-00004"
+        ModelInvalid, match=r"00002-of-00004\.gguf: split\.no is 1: give the first shard, it-00001-of-00004"
     ):
         Checkpoint.open(parts[1])
 
 
 def test_more_parts_than_are_read(tmp_path: Path) -> None:
     written(tmp_path / "it-00001-of-60000.gguf", ONE, split__no=0, split__count=60000)
-    with pytest.raises(ModelInvalid, match=r"split\.count is 60000: it must be a whole number from 0 to 1024"):
+    with pytest.raises(ModelInvalid, match=r"split\.count is 60000: it must be an integer from 0 to 1024"):
         Checkpoint.open(tmp_path / "it-00001-of-60000.gguf")
     assert default_pool_id(tmp_path / "it-00001-of-60000.gguf").startswith("it@")
 
 
 def test_more_tensors_than_are_read(parts: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.engine.checkpoint.gguf.shards._MOST_TENSORS", 10)
-    with pytest.raises(ModelInvalid, match=r"00003-of-00004\.gguf: the parts up to this have 16 tensors, read are 10"):
+    with pytest.raises(ModelInvalid, match=r"00003-of-00004\.gguf: the parts up to this have 16 tensors; at most 10"):
         Checkpoint.open(parts[0])
