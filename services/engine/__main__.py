@@ -1,6 +1,6 @@
 """``python -m services.engine [serve]``: run the engine until SIGTERM.
 
-``... generate`` and others are its clients, ``... doctor`` checks whether it could run.
+``... generate`` and others are client commands; ``... doctor`` checks whether this machine can run it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ log = structlog.get_logger()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 after a drain, 2 when it could not start as told; others have their own."""
+    """Returns the exit status: 0 after a drain, 2 when the engine could not start; client commands have their own."""
     words = sys.argv[1:] if arguments is None else arguments
     if words and words[0] in cli.COMMANDS:
         return cli.run(words[0], words[1:])
     if words and not words[0].startswith("-") and words[0] not in ("serve", "doctor"):
         known = ", ".join(("serve", "doctor", *cli.COMMANDS))
-        print(f"rocmforge engine: {words[0]}: no such command; there are {known}", file=sys.stderr)
+        print(f"rocmforge engine: {words[0]}: no such command; expected one of {known}", file=sys.stderr)
         return 2
-    # These bring the arrays with them, which take longer to import than most clients to run.
+    # These import NumPy, which takes longer than most client commands run.
     from services.engine import doctor
     from services.engine.config import Config
 

@@ -1,4 +1,4 @@
-"""``python -m services.engine doctor``: can this machine run the engine as it is configured, and what to change."""
+"""``python -m services.engine doctor``: checks whether this machine can run the configured engine, and what to fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.engine.model.checkpoint import Checkpoint
 
 
 def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Returns the exit status: 0 when no check failed, 1 when one did. Raises InvalidConfiguration for bad flags."""
+    """Returns the exit status: 0 if no check failed, 1 if one did. Raises InvalidConfiguration for invalid flags."""
     options = command.options("services.engine", "KV-cache daemon", words)
     config = Config.read(options.rest, environ)
     machine = Machine(environ)
@@ -26,7 +26,7 @@ def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def checks(machine: Machine, config: Config, peer: int | None) -> list[Check]:
-    """What there is to check of an engine with these settings."""
+    """Returns the checks for an engine with these settings."""
     needed = config.device == GPU
     only = config.gpu if needed else None
     found = stack.ask(machine) if needed or devices.has_nodes(machine) else stack.NOT_ASKED
@@ -65,7 +65,7 @@ def _model(config: Config) -> Finding:
     try:
         chat = "a chat template" if checkpoint.chat(tokenizer).has_template else "no chat template"
     except ModelInvalid as error:
-        chat = f"no chat template that can be used ({error.message})"
+        chat = f"an unusable chat template ({error.message})"
     return ok(f"{config.model}: {shape}, {size} bytes of weights, {chat}")
 
 

@@ -1,4 +1,4 @@
-"""The engine's counts as Prometheus metrics. docs/metrics.md tells what each is for."""
+"""The engine's Prometheus metrics. docs/metrics.md describes each."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PREFIX = "rocmforge_engine_"
 
 
 class EngineMetrics(Collector):
-    """What there is of an engine when somebody asks; the engine's thread is never waited for.
+    """Collects the engine's metrics at each scrape, without blocking on the engine's thread.
 
-    ``served_calls`` are those that the engine answers, ``made_calls`` those that it makes to the daemon.
+    ``served_calls`` counts the RPCs that the engine serves, ``made_calls`` those that it makes to the daemon.
     """
 
     def __init__(
@@ -39,16 +39,14 @@ class EngineMetrics(Collector):
         self._served: Served | None = None
 
     def serve(self, served: Served) -> None:
-        """There is a model from now on, and with it nearly all of the metrics."""
+        """Add the metrics that need a loaded model, which are nearly all of them."""
         self._served = served
 
     def collect(self) -> list[Metric]:
-        """All families."""
+        """Returns all metric families."""
         families = Families(PREFIX)
-        families.gauge("draining", "1 while the engine takes no new request because it shuts down.", self._draining())
-        families.gauge(
-            "generations_retained", "Submitted generations that are over and kept.", self._generations.retained
-        )
+        families.gauge("draining", "1 while the engine drains and rejects new requests.", self._draining())
+        families.gauge("generations_retained", "Finished submitted generations kept.", self._generations.retained)
         families.gauge("generation_bytes", "Bytes of the output of submitted generations.", self._generations.bytes)
         families.calls("rpc", "Calls that the engine served", self._served_calls)
         families.calls("kvcache_rpc", "Calls that the engine made to the KV-cache daemon", self._made_calls)
@@ -59,49 +57,49 @@ class EngineMetrics(Collector):
         return families.metrics
 
     def _tell_served(self, families: Families, served: Served, now: Snapshot) -> None:
-        families.info("model_info", "What is served.", model=served.model_id, backend=served.backend)
-        families.info("lease_info", "The daemon's run that the session is of.", epoch=f"{served.epoch():016x}")
+        families.info("model_info", "The model that is served.", model=served.model_id, backend=served.backend)
+        families.info("lease_info", "The epoch of the session's daemon.", epoch=f"{served.epoch():016x}")
         families.gauge("num_requests_running", "Requests that hold pages.", now.running_requests)
-        families.gauge("num_requests_waiting", "Requests waiting for a place or for pages.", now.waiting_requests)
+        families.gauge("num_requests_waiting", "Requests waiting for a batch slot or for pages.", now.waiting_requests)
         families.gauge("num_tokens_waiting", "Tokens that waiting requests start with.", now.waiting_tokens)
-        families.gauge("queue_limit_requests", "Requests that may wait.", served.limits.max_queue)
-        families.gauge("queue_limit_tokens", "Tokens that may wait.", served.limits.max_queue_tokens)
-        families.gauge("kv_pages_held", "Distinct pages that live requests of this engine hold.", now.held_pages)
+        families.gauge("queue_limit_requests", "Most requests that may wait.", served.limits.max_queue)
+        families.gauge("queue_limit_tokens", "Most tokens that may wait.", served.limits.max_queue_tokens)
+        families.gauge("kv_pages_held", "Distinct pages held by this engine's live requests.", now.held_pages)
         usage = now.held_pages / max(1, now.total_pages)
-        families.gauge("kv_cache_usage_perc", "Their share of the pool, 0 to 1.", usage)
+        families.gauge("kv_cache_usage_perc", "Fraction of the pool held by this engine, 0 to 1.", usage)
 
 
 def _tell_loop(families: Families, loop: EngineLoop, now: Snapshot) -> None:
     totals, seen = loop.totals, loop.stats
     families.gauge("stalled_seconds", "Seconds since the last step while requests run or wait; else 0.", now.stalled_s)
-    families.counter("prompt_tokens_total", "Tokens of prompts that were queued.", totals.prompt_tokens)
+    families.counter("prompt_tokens_total", "Prompt tokens of queued requests.", totals.prompt_tokens)
     families.counter("generation_tokens_total", "Tokens sampled.", totals.generated_tokens)
-    families.counter("num_preemptions_total", "Requests that gave their pages up for others.", now.preemptions)
+    families.counter("num_preemptions_total", "Preemptions.", now.preemptions)
     families.counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", now.looked_up_tokens)
-    families.counter("prefix_cache_hits_total", "Prompt tokens found there.", now.cached_tokens)
+    families.counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", now.cached_tokens)
     ended: Rows = {(reason.name.lower(),): totals.ended[reason] for reason in FinishReason}
     families.counters("request_success_total", "Requests that ended without an error.", ("finished_reason",), ended)
     families.counters(
-        "request_errors_total", "Requests that were queued and ended with an error.", ("reason",), _by(totals.errors)
+        "request_errors_total", "Queued requests that ended with an error.", ("reason",), _by(totals.errors)
     )
-    families.counters("requests_refused_total", "Requests that were not queued.", ("reason",), _by(totals.refused))
-    families.counter("page_calls_total", "Exchanges of pages, one for a whole batch.", totals.page_calls)
-    families.counter("session_recoveries_total", "Times the session was lost and opened anew.", totals.recoveries)
-    families.histogram("time_to_first_token_seconds", "From the request to its first token.", seen.first_token)
-    families.histogram("inter_token_latency_seconds", "From one token of a request to the next.", seen.between_tokens)
-    families.histogram("e2e_request_latency_seconds", "From the request to its end.", seen.request)
-    families.histogram("request_queue_time_seconds", "From the request to its first pages.", seen.queue)
-    families.histogram("request_prompt_tokens", "Tokens of prompts, of requests that ended.", seen.prompt_tokens)
-    families.histogram("request_generation_tokens", "Tokens generated, of requests that ended.", seen.generated_tokens)
+    families.counters("requests_refused_total", "Requests rejected before queueing.", ("reason",), _by(totals.refused))
+    families.counter("page_calls_total", "Page exchanges, at most one per step for the whole batch.", totals.page_calls)
+    families.counter("session_recoveries_total", "Times the session was lost and reopened.", totals.recoveries)
+    families.histogram("time_to_first_token_seconds", "Seconds from submission to the first token.", seen.first_token)
+    families.histogram("inter_token_latency_seconds", "Seconds between tokens of a request.", seen.between_tokens)
+    families.histogram("e2e_request_latency_seconds", "Seconds from submission to the request's end.", seen.request)
+    families.histogram("request_queue_time_seconds", "Seconds from submission to the first pages.", seen.queue)
+    families.histogram("request_prompt_tokens", "Prompt tokens of requests that ended.", seen.prompt_tokens)
+    families.histogram("request_generation_tokens", "Generated tokens of requests that ended.", seen.generated_tokens)
     phases: dict[tuple[str, ...], Histogram] = {
         ("schedule",): seen.schedule,
         ("compute",): seen.compute,
         ("page_wait",): seen.page_wait,
     }
-    families.histograms("step_seconds", "Time of steps, by what they do.", ("phase",), phases)
+    families.histograms("step_seconds", "Step time by phase.", ("phase",), phases)
     families.histogram("step_requests", "Requests in a step.", seen.step_requests)
     families.histogram("iteration_tokens_total", "Tokens computed in a step.", seen.step_tokens)
-    families.histogram("page_wait_seconds", "Time that each exchange of pages was waited for.", seen.exchange_wait)
+    families.histogram("page_wait_seconds", "Seconds waited for each page exchange.", seen.exchange_wait)
 
 
 def _by(counts: dict[str, int]) -> Rows:

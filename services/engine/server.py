@@ -1,4 +1,4 @@
-"""The engine as an object: its model, its page source, its thread, its listeners."""
+"""The engine as an object: model, page source, engine thread, listeners."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ from services.engine.text.tokenizer import Tokenizer
 log = structlog.get_logger()
 
 OPEN_RETRY_S = 0.2
-#: Seconds the engine's thread has to give its pages back and end, once every request is over.
+#: Seconds that the engine's thread has to release its pages and end after all requests have ended.
 STOP_S = 10.0
-#: How often generations whose retention is over are looked for, in seconds, when nobody calls.
+#: Seconds between sweeps for expired generations; calls also expire them.
 SWEEP_S = 10.0
-#: What the operator changes when the daemon does not let the engine start, by reason.
+#: Advice to the operator when the daemon keeps the engine from starting, by error reason.
 _CHANGE = {
-    "KVCACHE_DOWN": "start it with `python -m services.kvcache`, or say with --kvcache where it is",
+    "KVCACHE_DOWN": "start it with `python -m services.kvcache`, or set --kvcache to its address",
     "LAYOUT_MISMATCH": "give this engine the pool's --page-size, --kv-dtype and --pool-pages, or another --pool-id",
     "EXCEEDS_BUDGET": "or start this engine with fewer --pool-pages",
 }
 
 
 class Engine:
-    """Start it, use ``bound`` to reach it, stop it. Tests start the same object on a free port.
+    """Call ``start``, connect to ``bound``, call ``stop``. Tests run the same object on a free port.
 
-    ``make_runner`` wraps what computes the steps; a test puts its faults there.
+    ``make_runner`` creates the step runner; tests use it to inject faults.
     """
 
     def __init__(self, config: Config, *, make_runner: Callable[..., StepRunner] = Runner) -> None:
@@ -73,25 +73,25 @@ class Engine:
         self.pool_id = ""
         self._make_runner = make_runner
         self._serving = Serving(SERVICE, config.listeners, tls=config.tls, insecure=config.insecure)
-        self._source: PageSource | None = None  # from its opening until the thread, which then closes it, has it
+        self._source: PageSource | None = None  # until the engine's thread takes it over
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def bound(self) -> list[str]:
-        """The addresses it listens on, ports filled in."""
+        """The addresses it listens on, with actual ports."""
         return self._serving.bound
 
     @property
     def metrics_bound(self) -> str | None:
-        """Where it serves metrics, the port filled in; None when it does not."""
+        """The address of the metrics endpoint, with the actual port; None without one."""
         return self._endpoint.bound if self._endpoint is not None else None
 
     async def start(self) -> None:
-        """Bind, load, open a session, warm up; SERVING only then.
+        """Bind, load the model, open a session and warm up; then the health status becomes SERVING.
 
-        Raises InvalidConfiguration for an address that cannot be had, ModelInvalid, and KvCacheDown when no daemon
-        answers within the configured patience.
+        Raises InvalidConfiguration when an address cannot be bound, ModelInvalid, and KvCacheDown when the daemon does
+        not answer within the configured patience.
         """
         config = self.config
         engine_pb2_grpc.add_EngineServiceServicer_to_server(self.servicer, Readable(self._serving.server, self.calls))
@@ -148,7 +148,7 @@ class Engine:
         await self._serving.ready()
 
     def _make_backend(self, checkpoint: Checkpoint) -> Backend:
-        """What the flags ask for. Raises InvalidConfiguration."""
+        """Create the backend that the flags select. Raises InvalidConfiguration."""
         config = self.config
         if config.device == CPU:
             return on_host(config.dtype, config.kv_dtype, config.replay)
@@ -156,17 +156,17 @@ class Engine:
         return on_gpu(config.gpu, dtype, config.kv_dtype, config.page_size, config.replay)
 
     def _load(self, checkpoint: Checkpoint, backend: Backend) -> tuple[Model, Drawer]:
-        """The model, and what draws from its logits. Raises ModelInvalid, InvalidConfiguration."""
+        """Load the model and prepare its sampler. Raises ModelInvalid, InvalidConfiguration."""
         try:
             model = Model(checkpoint, backend.ops, backend.dtype)
             return model, backend.prepare(model.config)
         except MemoryError as error:
             raise InvalidConfiguration(
-                f"--model {self.config.model}: there is no room for its weights in {backend.dtype}", field="--model"
+                f"--model {self.config.model}: not enough memory for its weights in {backend.dtype}", field="--model"
             ) from error
 
     async def _open_source(self, model: Model, backend: Backend) -> PageSource:
-        """The pages: the daemon's, once it answers, or this process's own."""
+        """Open the page source: the daemon's, with retries while it is unavailable, or local pages."""
         config, geometry = self.config, model.geometry(self.config.page_size, backend.kv_dtype)
         if config.kvcache == LOCAL:
             try:
@@ -174,7 +174,7 @@ class Engine:
             except MemoryError as error:
                 size = config.local_pages * page_bytes_of(geometry)
                 raise InvalidConfiguration(
-                    f"--local-pages {config.local_pages}: there is no room for {size} bytes", field="--local-pages"
+                    f"--local-pages {config.local_pages}: not enough memory for {size} bytes", field="--local-pages"
                 ) from error
             return LocalPageSource(config.local_pages, config.page_size, pages)
         source = GrpcPageSource(
@@ -195,12 +195,12 @@ class Engine:
                 await asyncio.to_thread(source.reopen)
                 return source
             except ServiceError as error:
-                # Only what may pass by itself is waited for.
+                # Retry transient errors only.
                 change = _CHANGE.get(error.reason)
                 if error.retry_after_s is None or running.time() >= deadline:
                     error.message += f"; {change}" if change else ""
                     raise
-                if attempt.bit_count() == 1:  # ever more rarely
+                if attempt.bit_count() == 1:  # at powers of two
                     log.warning(
                         "kvcache_not_ready", attempt=attempt, reason=error.reason, detail=error.message, change=change
                     )
@@ -221,13 +221,13 @@ class Engine:
             self.generations.expire()
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new requests and those that wait, let running ones end for ``grace_s`` seconds, abort the rest, give
-        everything back.
+        """Drain: reject new and waiting requests, give running ones ``grace_s`` seconds to finish, abort the rest, and
+        release everything.
         """
         self.servicer.drain()
         await self._serving.not_ready()
         if self.loop is not None:
-            self.loop.drain(Draining("the engine is shutting down and takes no request up any more"))
+            self.loop.drain(Draining("the engine is shutting down and starts no more requests"))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.streams.until_none(), grace_s)
         if self.streams:
@@ -239,7 +239,7 @@ class Engine:
                 log.error("engine_thread_stuck", live=len(self.streams))
         elif self._source is not None:
             await asyncio.to_thread(self._source.close)
-        # What the thread said last is in the event loop's queue by now; the calls need a moment to pass it on.
+        # The thread's last events are queued on the event loop by now; the calls need a moment to send them.
         await self._serving.drain(1.0)
         for task in self._tasks:
             task.cancel()
@@ -248,7 +248,7 @@ class Engine:
 
 
 def _chat(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Chat:
-    """The model's chat. A template that cannot be used is told, and text and tokens are served without it."""
+    """Load the model's chat template. If it cannot be used, log a warning and serve text and tokens without it."""
     try:
         return checkpoint.chat(tokenizer)
     except ModelInvalid as error:
@@ -257,7 +257,7 @@ def _chat(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Chat:
 
 
 def _warm_up(model: Model, backend: Backend, draw: Drawer, page_size: int) -> None:
-    """Run one token once, in memory of its own: nothing of the pool is this engine's yet."""
+    """Compute one token in a private page: the engine holds no pages of the pool yet."""
     memory = backend.private(model.geometry(page_size, backend.kv_dtype), 1)
     logits = model.forward([Row([0], 0, [0], True)], backend.view(memory))
     sample(logits, [SamplingParams(0.0, 0, 1.0, 0.0, 0)], [1], draw=draw)

@@ -223,7 +223,10 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
             ["--listen", "127.0.0.1:0", "--kvcache", "unix:/proc/none.sock", "--kvcache-patience", "0"],
             "start it with",
         ),
-        (["--listen", "127.0.0.1:0", "--kvcache", "local", "--page-size", "4096", "--local-pages", "16777216"], "room"),
+        (
+            ["--listen", "127.0.0.1:0", "--kvcache", "local", "--page-size", "4096", "--local-pages", "16777216"],
+            "not enough memory",
+        ),
     ],
     ids=["flag", "model", "exposure", "metrics", "budget", "daemon", "memory"],
 )
@@ -246,7 +249,7 @@ def test_it_says_in_one_line_why_it_cannot_start(arguments: list[str], says: str
             ["generate", "x", "--colour"],
             "python -m services.engine generate: unrecognized arguments: --colour; see --help\n",
         ),
-        (["sing"], f"rocmforge engine: sing: no such command; there are serve, doctor, {', '.join(COMMANDS)}\n"),
+        (["sing"], f"rocmforge engine: sing: no such command; expected one of serve, doctor, {', '.join(COMMANDS)}\n"),
     ],
 )
 def test_a_command_line_that_cannot_be_is_told_in_a_line(arguments: list[str], says: str) -> None:

@@ -84,7 +84,7 @@ def test_a_smaller_context_is_all_there_is(directory: Path) -> None:
     [
         ({"vocab_size": len(VOCAB) - 1}, "the model's vocab_size is"),
         ({"num_hidden_layers": 2}, "missing 9 tensors"),
-        ({"intermediate_size": 95}, r"has shape \[64, 96\], the configuration asks for \[64, 95\]"),
+        ({"intermediate_size": 95}, r"has shape \[64, 96\]; the configuration requires \[64, 95\]"),
     ],
     ids=["tokenizer", "layers", "shape"],
 )
