@@ -101,8 +101,8 @@ class Grant:
     """The answer to one demand. With an ``error``, no part of the demand was carried out.
 
     ``pages`` extend the block table from ``first_index``. ``cached_tokens``, set when a sequence is opened, counts the
-    leading tokens whose K and V are already there: whole pages of a prompt, or all that a fork's parent had. ``copies`` must be made before anything is
-    written past the resident tokens; they are repeated until such a token is reported.
+    leading tokens whose K and V are already there: whole pages of a prompt, or all that a fork's parent had. ``copies``
+    must be made before anything is written past the resident tokens; they are repeated until such a token is reported.
     """
 
     sequence_id: str

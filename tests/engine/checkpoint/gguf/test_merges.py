@@ -84,9 +84,15 @@ def test_equal_scores_are_fine_while_an_order_serves_every_text() -> None:
         ({"ab": 0.0, "ba": 0.0}, "'(ab|ba)' and '(ab|ba)' have the same score, 0, and which is merged first depends"),
         ({"ab": -1.0, "bc": -1.0, "ca": -1.0}, "have the same score, -1, and which is merged first depends"),
         ({"as": 0.0, "ss": 0.0, "sa": 0.0}, "have the same score, 0, and which"),
-        ({"ab": -1.0, "cd": -1.0, "abc": 0.0}, "'ab' and 'cd' have the same score, -1, and a piece of the first has"),
-        ({"ab": 2.0, "abc": 2.0, "cd": 2.0}, "'ab' and 'abc' have the same score, 2, and a piece of the first has"),
-        ({"ab": 2.0, "abab": 2.0}, "'ab' and 'abab' have the same score, 2, and a piece of the first has"),
+        (
+            {"ab": -1.0, "cd": -1.0, "abc": 0.0},
+            "'ab' and 'cd' have the same score, -1, and a piece built from the first has",
+        ),
+        (
+            {"ab": 2.0, "abc": 2.0, "cd": 2.0},
+            "'ab' and 'abc' have the same score, 2, and a piece built from the first has",
+        ),
+        ({"ab": 2.0, "abab": 2.0}, "'ab' and 'abab' have the same score, 2, and a piece built from the first has"),
     ],
     ids=range(6),
 )

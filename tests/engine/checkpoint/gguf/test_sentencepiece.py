@@ -352,11 +352,11 @@ LETTER = PLAIN.piece_to_id("t")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"scores": None}, f"scores is missing: it must be a list as long as that of tokens, {COUNT}"),
-        ({"scores": lambda values: values[1:]}, f"scores is .*: it must be a list as long as that of tokens, {COUNT}"),
-        ({"scores": replaced(300, float("nan"))}, "scores is .*: that of token 300 is nan, it must be a finite number"),
-        ({"scores": replaced(9, float("-inf"))}, "that of token 9 is -inf, it must be a finite number"),
-        ({"scores": replaced(9, 4)}, "that of token 9 is 4, it must be a finite number"),
+        ({"scores": None}, f"scores is missing: it must be a list with one entry per token, {COUNT}"),
+        ({"scores": lambda values: values[1:]}, f"scores is .*: it must be a list with one entry per token, {COUNT}"),
+        ({"scores": replaced(300, float("nan"))}, "scores is .*: entry 300 is nan; it must be a finite number"),
+        ({"scores": replaced(9, float("-inf"))}, "entry 9 is -inf; it must be a finite number"),
+        ({"scores": replaced(9, 4)}, "entry 9 is 4; it must be a finite number"),
         (
             {"scores": lambda values: [-1000.0] * COUNT},
             "the same score, -1000, .*put the model's tokenizer.json next to",
@@ -365,9 +365,9 @@ LETTER = PLAIN.piece_to_id("t")
         ({"tokens": replaced(300, "<0x41>")}, "tokens is .*: there is a duplicate token: '<0x41>'"),
         ({"tokens": replaced(70, "<0x4g>")}, "'<0x4g>' is a byte token but does not name a byte"),
         ({"token_type": replaced(70, NORMAL)}, "1 byte tokens are missing, the first is <0x43>"),
-        ({"token_type": None}, f"token_type is missing: it must be a list as long as that of tokens, {COUNT}"),
-        ({"token_type": replaced(70, 7)}, "that of token 70 is 7, it must be from 1 to 6"),
-        ({"tokens": replaced(LETTER, "§")}, "tokens is .*: 't' is missing, of which '.*' is merged"),
+        ({"token_type": None}, f"token_type is missing: it must be a list with one entry per token, {COUNT}"),
+        ({"token_type": replaced(70, 7)}, "entry 70 is 7; it must be 1 to 6"),
+        ({"tokens": replaced(LETTER, "§")}, "tokens is .*: 't', a part of '.*', is missing"),
         (
             {"token_type": replaced(PLAIN.piece_to_id("▁the"), UNUSED)},
             "token [0-9]+, '▁the', is unused but can be merged",
@@ -377,7 +377,7 @@ LETTER = PLAIN.piece_to_id("t")
         ({"add_space_prefix": 1}, "add_space_prefix is 1: it must be true or false"),
         ({"remove_extra_whitespaces": "no"}, "remove_extra_whitespaces is .*: it must be true or false"),
         ({"add_bos_token": True, "bos_token_id": 10**6}, "bos_token_id is 1000000: it must have token ids from 0"),
-        (added("x" * 65, USER_DEFINED, 0.0), "1 tokens of score 0 are user-defined; 4096 at most .* of 64 characters"),
+        (added("x" * 65, USER_DEFINED, 0.0), "1 user-defined tokens have score 0; at most 4096 .* of 64 characters"),
     ],
     ids=range(20),
 )
@@ -398,8 +398,8 @@ def many(count: int, length: int, kind: int, score: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (many(MOST_ALTOGETHER // 500 + 1, 500, NORMAL, -9e9), f"characters altogether, {MOST_ALTOGETHER} at most"),
-        (many(MOST_SYMBOLS + 1, 9, USER_DEFINED, 0.0), f"{MOST_SYMBOLS + 1} tokens of score 0 are user-defined"),
+        (many(MOST_ALTOGETHER // 500 + 1, 500, NORMAL, -9e9), f"characters; at most {MOST_ALTOGETHER} are"),
+        (many(MOST_SYMBOLS + 1, 9, USER_DEFINED, 0.0), f"{MOST_SYMBOLS + 1} user-defined tokens have score 0"),
         (
             with_tokens(many(MOST_SYMBOLS, 9, UNUSED, -9e9), ["<sep>"], USER_DEFINED, 0.0),
             f"are never merged; at most {MOST_SYMBOLS} are supported besides user-defined ones",
@@ -416,9 +416,7 @@ def test_without_bytes_something_must_stand_for_the_unknown() -> None:
     keys = metadata_of(trained(byte_fallback=False))
     assert built(keys, unknown_token_id=None).encode("§") == built(keys).encode("§")
     kinds = [CONTROL, *keys["tokenizer.ggml.token_type"][1:]]
-    with pytest.raises(
-        ModelInvalid, match="unknown_token_id is missing: there are no tokens for bytes, so there must be"
-    ):
+    with pytest.raises(ModelInvalid, match="unknown_token_id is missing: without byte tokens there must be"):
         built(keys, unknown_token_id=None, token_type=kinds)
 
 

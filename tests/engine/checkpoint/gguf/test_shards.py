@@ -97,7 +97,7 @@ ONE = {"a": np.ones(1, np.float32)}
         ),
         (
             lambda parts: written(parts[2], ONE, split__no=2, split__count=4),
-            r"it-00001-of-00004\.gguf: split\.tensors\.count is 21: its 4 parts have 14",
+            r"it-00001-of-00004\.gguf: split\.tensors\.count is 21: its 4 shards have 14",
         ),
         (
             lambda parts: parts[0].rename(parts[0].with_name("it.gguf")),
@@ -130,5 +130,7 @@ def test_more_parts_than_are_read(tmp_path: Path) -> None:
 
 def test_more_tensors_than_are_read(parts: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.engine.checkpoint.gguf.shards._MOST_TENSORS", 10)
-    with pytest.raises(ModelInvalid, match=r"00003-of-00004\.gguf: the parts up to this have 16 tensors; at most 10"):
+    with pytest.raises(
+        ModelInvalid, match=r"00003-of-00004\.gguf: the shards up to this one have 16 tensors; at most 10"
+    ):
         Checkpoint.open(parts[0])

@@ -140,7 +140,7 @@ def test_qwen_composes_and_llama_3_takes_whole_words_first(tmp_path: Path) -> No
     [
         (
             {"model": None},
-            "tokenizer.ggml.model is missing: built from a GGUF file are gpt2, byte-level BPE, and llama, ",
+            "tokenizer.ggml.model is missing: it must be gpt2, byte-level BPE, or llama, ",
         ),
         ({"model": "t5"}, r'model is "t5": it must be gpt2.* put the model\'s tokenizer.json next to the file'),
         ({"pre": "tekken"}, r'pre is "tekken": supported are gpt-2, .*; or put the model\'s tokenizer.json'),
@@ -148,8 +148,11 @@ def test_qwen_composes_and_llama_3_takes_whole_words_first(tmp_path: Path) -> No
         ({"tokens": None}, "tokens is missing: it must be a list of strings"),
         ({"tokens": [1, 2, 3]}, "it must be a list of strings"),
         ({"tokens": ["a", "b", "a"]}, "there is a duplicate token"),
-        ({"tokens": [f"t{n}" for n in range(len(VOCAB) + 1)], "merges": ["t t"]}, "token_type is .* as long as"),
-        ({"token_type": [1, 2]}, f"it must be a list as long as that of tokens, {len(VOCAB)}"),
+        (
+            {"tokens": [f"t{n}" for n in range(len(VOCAB) + 1)], "merges": ["t t"]},
+            "token_type is .* one entry per token",
+        ),
+        ({"token_type": [1, 2]}, f"it must be a list with one entry per token, {len(VOCAB)}"),
         ({"merges": ["nothing joined"]}, "'nothing joined' does not merge two tokens into a third"),
         ({"merges": None}, "merges is missing"),
         ({"add_bos_token": 1}, "add_bos_token is 1: it must be true or false"),
@@ -166,7 +169,7 @@ def test_a_tokenizer_that_cannot_be_built(tmp_path: Path, changes: dict[str, Any
 def test_more_tokens_than_the_model_has(tmp_path: Path) -> None:
     more = [*KEYS["tokenizer.ggml.tokens"], "one more"]
     kinds = [*KEYS["tokenizer.ggml.token_type"], 1]
-    with pytest.raises(ModelInvalid, match=f"has token id {len(VOCAB)}, the model's vocab_size is {len(VOCAB)}"):
+    with pytest.raises(ModelInvalid, match=f"has token id {len(VOCAB)}; the model's vocab_size is {len(VOCAB)}"):
         tokenizer(tmp_path, tokens=more, token_type=kinds)
 
 
