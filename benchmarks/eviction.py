@@ -56,7 +56,7 @@ def read_trace(path: Path) -> Trace:
             try:
                 blocks = json.loads(line)["hash_ids"]
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}:{number}: want a JSON object with hash_ids") from error
+                raise ValueError(f"{path}:{number}: expected a JSON object with hash_ids") from error
             if not isinstance(blocks, list) or not all(isinstance(block, int) for block in blocks):
                 raise ValueError(f"{path}:{number}: hash_ids is not a list of integers")
             trace.append(blocks)
@@ -222,12 +222,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         pages = [int(text) for text in options.pages.split(",")]
     except ValueError:
-        parser.error(f"--pages {options.pages}: want whole numbers, separated by commas")
+        parser.error(f"--pages {options.pages}: expected integers, separated by commas")
     if min(pages) < 1:
-        parser.error(f"--pages {options.pages}: want at least 1")
+        parser.error(f"--pages {options.pages}: expected at least 1")
     policies = options.policy.split(",")
     if unknown := [policy for policy in policies if policy not in POLICY]:
-        parser.error(f"--policy {unknown[0]}: want some of {', '.join(POLICY)}")
+        parser.error(f"--policy {unknown[0]}: expected some of {', '.join(POLICY)}")
     try:
         trace = read_trace(options.trace)
     except (OSError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""What both services share: errors, settings, gRPC serving, metrics, GPU handles."""
+"""Code shared by both services: errors, settings, gRPC serving, metrics, GPU IPC handles."""

@@ -1,4 +1,4 @@
-"""Remote calls, served or made: how many of each method ended how, and how long they took."""
+"""Statistics of RPCs, served or made: counts by method and status code, and durations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from services.common.histogram import Histogram
 
-#: Seconds. A unary call takes a fraction of a millisecond, a stream as long as somebody listens.
+#: Bucket bounds in seconds. A unary call takes a fraction of a millisecond; a stream lasts as long as its reader.
 CALL_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0),
@@ -16,7 +16,8 @@ CALL_S = (
 class CallStats:
     """Counts by method and status code, and durations in seconds by method.
 
-    Threads may share it as long as no two make calls of one method at a time. Who looks takes a copy of a dict first.
+    Threads may share an instance as long as calls of any one method end on one thread at a time. Readers on other
+    threads copy a dict before iterating over it.
     """
 
     def __init__(self, bounds: Iterable[float] = CALL_S) -> None:
@@ -25,7 +26,7 @@ class CallStats:
         self.seconds: dict[str, Histogram] = {}
 
     def done(self, method: str, code: str, seconds: float) -> None:
-        """A call has ended; ``code`` is gRPC's name for how."""
+        """Record a call that has ended; ``code`` is the name of its gRPC status code."""
         self.handled[method, code] = self.handled.get((method, code), 0) + 1
         distribution = self.seconds.get(method)
         if distribution is None:

@@ -1,8 +1,8 @@
-"""Every error a caller of either service can be told, in one table.
+"""The table of every error that either service returns to a caller.
 
-Domain code raises these; ``services.common.rpc`` alone turns them into gRPC statuses and back. Each class
-states its status code (by gRPC's name), the ``ErrorInfo.reason`` clients can switch on, and whether trying again
-later may help.
+Domain code raises these; only ``services.common.rpc`` converts them to gRPC statuses and back. Each class declares
+its status code (by gRPC's name), the ``ErrorInfo.reason`` that clients can switch on, and whether a later retry may
+succeed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import ClassVar
 class ServiceError(Exception):
     """Base of the table.
 
-    ``field`` names the request field at fault (dotted, as in the proto); ``metadata`` carries numbers a program may
-    want, as strings; ``retry_after_s`` is advice, in seconds.
+    ``field`` names the request field at fault (dotted, as in the proto); ``metadata`` carries values for programs, as
+    strings; ``retry_after_s`` is the suggested retry delay in seconds, None if a retry cannot help.
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -33,7 +33,7 @@ class ServiceError(Exception):
 
 
 class Internal(ServiceError):
-    """A bug or damage on our side; nothing the caller did."""
+    """A bug or corrupted state in the service; the request is not at fault."""
 
 
 class FieldInvalid(ServiceError):
@@ -46,109 +46,109 @@ class FieldInvalid(ServiceError):
 
 
 class InvalidConfiguration(ServiceError):
-    """A page layout or a setting that cannot be."""
+    """A page layout or a setting is invalid."""
 
     code, reason = "INVALID_ARGUMENT", "INVALID_CONFIGURATION"
 
 
 class LayoutMismatch(ServiceError):
-    """The pool exists with another layout."""
+    """The pool exists with a different layout."""
 
     code, reason = "FAILED_PRECONDITION", "LAYOUT_MISMATCH"
 
 
 class ExceedsBudget(ServiceError):
-    """The arena asked for does not fit the daemon's memory budget, or the memory it lies in."""
+    """The requested arena exceeds the daemon's memory budget, or the memory that would back it."""
 
     code, reason = "FAILED_PRECONDITION", "EXCEEDS_BUDGET"
 
 
 class TooManySessions(ServiceError):
-    """The daemon's limit on sessions is reached."""
+    """The daemon has reached its limit on sessions."""
 
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "TOO_MANY_SESSIONS", 1.0
 
 
 class SessionExpired(ServiceError):
-    """The session ended, or belongs to an earlier run of the daemon: open a new one and recompute."""
+    """The session has ended, or belongs to an earlier run of the daemon: open a new one and recompute."""
 
     code, reason = "FAILED_PRECONDITION", "SESSION_EXPIRED"
 
 
 class SessionNotAttached(ServiceError):
-    """The session has not proved yet that it maps the arena."""
+    """The session has not yet proved that it maps the arena."""
 
     code, reason = "FAILED_PRECONDITION", "SESSION_NOT_ATTACHED"
 
 
 class AttachMismatch(ServiceError):
-    """The canary differs: the engine mapped some other memory."""
+    """The canary does not match: the engine mapped different memory."""
 
     code, reason = "FAILED_PRECONDITION", "ATTACH_MISMATCH"
 
 
 class AttachBusy(ServiceError):
-    """Another session is attaching to GPU memory, which only one does at a time."""
+    """Another session is attaching to GPU memory; only one may attach at a time."""
 
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "ATTACH_BUSY", 0.2
 
 
 class GpuError(ServiceError):
-    """The GPU's runtime refused a call; the message has its words."""
+    """A call of the GPU runtime failed; the message quotes the runtime's error."""
 
     code, reason = "INTERNAL", "GPU_ERROR"
 
 
 class SequenceUnknown(ServiceError):
-    """No such sequence in the session."""
+    """The session has no such sequence."""
 
     code, reason = "NOT_FOUND", "SEQUENCE_UNKNOWN"
 
 
 class SequenceRemoved(ServiceError):
-    """The sequence was removed; a late or replayed call must not bring it back."""
+    """The sequence was removed; a late or replayed call must not recreate it."""
 
     code, reason = "FAILED_PRECONDITION", "SEQUENCE_REMOVED"
 
 
 class SequenceMismatch(ServiceError):
-    """The sequence is open with another prompt, salt, retention or parent."""
+    """The sequence was opened with a different prompt, salt, retention or parent."""
 
     code, reason = "FAILED_PRECONDITION", "SEQUENCE_MISMATCH"
 
 
 class PositionMismatch(ServiceError):
-    """Tokens that leave a gap, differ from those recorded at their position, or lie behind the pages held."""
+    """The tokens leave a gap, differ from those recorded at their position, or lie beyond the pages held."""
 
     code, reason = "FAILED_PRECONDITION", "POSITION_MISMATCH"
 
 
 class CapacityExceeded(ServiceError):
-    """No page is free or evictable now."""
+    """No page is currently free or evictable."""
 
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "NO_PAGES", 0.1
 
 
 class ExceedsPool(ServiceError):
-    """The demand could not be met by an empty pool either."""
+    """The demand exceeds the whole pool: even an empty one could not meet it."""
 
     code, reason = "FAILED_PRECONDITION", "EXCEEDS_POOL"
 
 
 class QuotaExceeded(ServiceError):
-    """The session's page quota is used up; its own sequences have to end first."""
+    """The session's page quota is used up; some of its own sequences must end first."""
 
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED", 0.1
 
 
 class TooManySequences(ServiceError):
-    """The session's limit on live sequences is reached."""
+    """The session has reached its limit on live sequences."""
 
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "TOO_MANY_SEQUENCES", 1.0
 
 
 class PoolUnknown(ServiceError):
-    """No pool of this id."""
+    """No pool has this id."""
 
     code, reason = "NOT_FOUND", "POOL_UNKNOWN"
 
@@ -163,7 +163,7 @@ class PoolInUse(ServiceError):
 
 
 class PromptTooLong(ServiceError):
-    """The prompt leaves no room for a token in the model's context."""
+    """The prompt leaves no room in the model's context for a generated token."""
 
     code, reason = "INVALID_ARGUMENT", "PROMPT_TOO_LONG"
 
@@ -181,25 +181,25 @@ class RequestUnknown(ServiceError):
 
 
 class QueueFull(ServiceError):
-    """The engine's queue is at its limit, in requests or in tokens."""
+    """The engine's queue has reached its limit on requests or tokens."""
 
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "QUEUE_FULL", 1.0
 
 
 class RequestLive(ServiceError):
-    """The request is not over; cancel it first."""
+    """The request has not ended; cancel it first."""
 
     code, reason = "FAILED_PRECONDITION", "REQUEST_LIVE"
 
 
 class TooManyWatchers(ServiceError):
-    """The generation's limit on watchers is reached."""
+    """The generation has reached its limit on watchers."""
 
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "TOO_MANY_WATCHERS", 1.0
 
 
 class DeadlineExceeded(ServiceError):
-    """The request's time was up before it was done."""
+    """The request's deadline passed before it finished."""
 
     code, reason = "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"
 
@@ -223,13 +223,13 @@ class KvCacheDown(ServiceError):
 
 
 class ForwardFailed(ServiceError):
-    """The model's forward pass raised; the request is lost, the engine goes on."""
+    """The model's forward pass raised an exception; the request is lost, the engine keeps running."""
 
     code, reason = "INTERNAL", "FORWARD_FAILED"
 
 
 class ModelInvalid(ServiceError):
-    """A checkpoint that is missing, damaged or of an unknown kind."""
+    """The checkpoint is missing, damaged or of an unsupported kind."""
 
     code, reason = "FAILED_PRECONDITION", "MODEL_INVALID"
 
@@ -241,6 +241,6 @@ def _reasons(root: type[ServiceError]) -> dict[str, type[ServiceError]]:
     return found
 
 
-#: reason -> class, for a client that rebuilds the error it was sent.
+#: reason -> class: lets a client reconstruct the error it received.
 BY_REASON: dict[str, type[ServiceError]] = _reasons(ServiceError)
 BY_REASON["INTERNAL"] = Internal

@@ -1,11 +1,11 @@
-"""GPU memory that two processes share: the few calls of the HIP or CUDA runtime that it takes, through CuPy.
+"""GPU memory shared between two processes: the HIP or CUDA runtime calls needed for it, through CuPy.
 
-Shared by both services. CuPy is imported when a runtime is first asked for, and never without. Everything here is raw:
-``malloc`` of the runtime and not CuPy's pool, since an IPC handle names a whole allocation, and where a pool's block
-lies in one differs between HIP (which adds the offset) and CUDA (which does not).
+CuPy is imported only when a runtime is loaded. Memory comes from the runtime's own ``malloc`` and not from CuPy's pool:
+an IPC handle names a whole allocation, and HIP and CUDA differ on the address that a handle to a block inside one opens
+(HIP adds the block's offset, CUDA does not).
 
-Every call makes its device the current one of the calling thread first, so any thread may make it. Handles are opened
-and closed one at a time in a process.
+Every call first makes its device current on the calling thread, so any thread may call. Within a process, handles are
+opened and closed one at a time.
 """
 
 from __future__ import annotations
@@ -22,69 +22,69 @@ from services.common.errors import GpuError, InvalidConfiguration
 HANDLE_BYTES = 64
 
 _OUT_OF_MEMORY = 2
-_LAZY_PEER_ACCESS = 1  # the only flag there is, and HIP refuses to open without it
+_LAZY_PEER_ACCESS = 1  # the only flag, and required by HIP
 _TO_DEVICE, _TO_HOST = 1, 2
 
-#: What a status of ipcOpenMemHandle usually means: the runtimes' own texts lead nowhere.
+#: The usual cause of an ipcOpenMemHandle status; the runtimes' own messages do not help.
 _OPEN_HINTS = {
-    17: "the exporter's socket was not found: both processes need the same network namespace",
-    201: "the exporter has this process's id: it is this process, which cannot open its own handle, or one of another "
-    "pid namespace; daemon and engine must be two processes that share the pid, ipc and network namespaces",
+    17: "the exporter's socket was not found: both processes must share a network namespace",
+    201: "the exporter has this process's id: it is this process, which cannot open its own handle, or a process in "
+    "another pid namespace; daemon and engine must be two processes that share the pid, ipc and network namespaces",
 }
 
 _opening = threading.Lock()
 
 
 class Runtime:
-    """The GPUs of this process, over ``cupy.cuda.runtime`` or anything with the same functions."""
+    """The GPUs of this process, through ``cupy.cuda.runtime`` or a module with the same functions."""
 
     def __init__(self, api: Any) -> None:
         self.api = api
 
     @classmethod
     def load(cls) -> Runtime:
-        """Raises InvalidConfiguration, saying what to install, when CuPy or what it needs is not there."""
+        """Import CuPy. Raises InvalidConfiguration, saying what to install, if it or its libraries are missing."""
         try:
             import cupy
         except ModuleNotFoundError as error:
             raise InvalidConfiguration(
-                f"GPU memory needs CuPy, and {error.name} is not installed: "
+                f"GPU memory requires CuPy, but {error.name} is not installed: "
                 "pip install -c constraints.txt -e '.[rocm]' for ROCm 7, -e '.[cuda]' for CUDA 13"
             ) from error
         except ImportError as error:
             raise InvalidConfiguration(
-                f"CuPy is installed and cannot be imported: {_first_line(error)}; is the runtime it was built for "
-                "installed (ROCm 7 for cupy-rocm-7-0), and its folder of libraries in LD_LIBRARY_PATH?"
+                f"CuPy is installed but cannot be imported: {_first_line(error)}; is the runtime it was built for "
+                "installed (ROCm 7 for cupy-rocm-7-0), and its library directory in LD_LIBRARY_PATH?"
             ) from error
         return cls(cupy.cuda.runtime)
 
     @property
     def is_hip(self) -> bool:
-        """ROCm; CUDA otherwise."""
+        """Whether the runtime is HIP (ROCm), not CUDA."""
         return bool(self.api.is_hip)
 
     def count(self) -> int:
-        """GPUs that this process may use. Raises InvalidConfiguration when there is none, or no driver."""
+        """The number of GPUs visible to this process. Raises InvalidConfiguration if there are none, or no driver."""
         try:
             found = int(self.api.getDeviceCount())
         except self.api.CUDARuntimeError as error:
             raise InvalidConfiguration(
-                f"no GPU can be used: {_first_line(error)}; `python -m services.kvcache doctor` looks for the cause"
+                f"no usable GPU: {_first_line(error)}; run `python -m services.kvcache doctor` to find the cause"
             ) from error
         if not found:
-            raise InvalidConfiguration("no GPU can be used: the runtime finds none")
+            raise InvalidConfiguration("no usable GPU: the runtime finds none")
         return found
 
     def gpu(self, ordinal: int) -> Gpu:
-        """One of them. Raises InvalidConfiguration when there are not so many."""
+        """The GPU with this ordinal. Raises InvalidConfiguration if it is out of range."""
         count = self.count()
         if not 0 <= ordinal < count:
-            raise InvalidConfiguration(f"GPU {ordinal}: there are {count}, numbered from 0")
+            raise InvalidConfiguration(f"GPU {ordinal}: out of range; there are {count}, numbered from 0")
         return Gpu(self, ordinal)
 
 
 class Gpu:
-    """One GPU. Pointers are device addresses as integers; every method raises GpuError when the runtime fails."""
+    """One GPU. Pointers are device addresses as integers; every method raises GpuError if a runtime call fails."""
 
     def __init__(self, runtime: Runtime, ordinal: int) -> None:
         self.ordinal = ordinal
@@ -92,41 +92,41 @@ class Gpu:
         self._api = runtime.api
         with self._calling("deviceGetPCIBusId"):
             bus_id = self._api.deviceGetPCIBusId(ordinal)
-        #: Its PCI bus id: the same in every process, whatever HIP_VISIBLE_DEVICES makes of the ordinals.
+        #: Its PCI bus id: the same in every process, however HIP_VISIBLE_DEVICES renumbers the ordinals.
         self.id = (bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id)).strip("\0 ").lower()
 
     def __repr__(self) -> str:
         return f"<GPU {self.ordinal}, {self.id}>"
 
     def use(self) -> None:
-        """Make it the current device of this thread."""
+        """Make this the current device of the calling thread."""
         with self._calling("setDevice"):
             self._api.setDevice(self.ordinal)
 
     def memory(self) -> tuple[int, int]:
-        """Bytes free, and bytes in all."""
+        """Free bytes and total bytes."""
         self.use()
         with self._calling("memGetInfo"):
             free, total = self._api.memGetInfo()
         return int(free), int(total)
 
     def total_memory(self) -> int:
-        """Bytes in all. Unlike ``memory`` it makes no context on the GPU, which takes some of them."""
+        """Total bytes. Unlike ``memory``, this creates no context on the GPU, which would itself use memory."""
         with self._calling("getDeviceProperties"):
             return int(self._api.getDeviceProperties(self.ordinal)["totalGlobalMem"])
 
     def allocate(self, size: int) -> int:
-        """``size`` bytes with whatever is in them. Raises MemoryError when there is no room."""
+        """Allocate ``size`` bytes, uninitialized. Raises MemoryError if the GPU is out of memory."""
         self.use()
         try:
             return int(self._api.malloc(size))
         except self._api.CUDARuntimeError as error:
             if error.status == _OUT_OF_MEMORY:
-                raise MemoryError(f"GPU {self.ordinal}: no room for {size} bytes") from error
+                raise MemoryError(f"GPU {self.ordinal}: out of memory allocating {size} bytes") from error
             raise self._failed("malloc", error) from error
 
     def free(self, pointer: int) -> None:
-        """Give back what ``allocate`` gave."""
+        """Free an allocation of ``allocate``."""
         self.use()
         with self._calling("free"):
             self._api.free(pointer)
@@ -138,9 +138,9 @@ class Gpu:
             return bytes(self._api.ipcGetMemHandle(pointer))
 
     def open(self, handle: bytes) -> int:
-        """Map another process's allocation. Raises GpuError with a hint at the cause where one is known."""
+        """Map another process's allocation. Raises GpuError, with a hint at the cause if it is known."""
         if len(handle) != HANDLE_BYTES:
-            raise GpuError(f"an IPC handle has {HANDLE_BYTES} bytes, this one {len(handle)}")
+            raise GpuError(f"an IPC handle has {HANDLE_BYTES} bytes; this one has {len(handle)}")
         with _opening:
             self.use()
             try:
@@ -149,19 +149,19 @@ class Gpu:
                 raise self._failed("ipcOpenMemHandle", error, _OPEN_HINTS.get(error.status, "")) from error
 
     def close(self, pointer: int) -> None:
-        """Unmap what ``open`` mapped. Nothing may use it any more."""
+        """Unmap memory mapped by ``open``, which must no longer be in use."""
         with _opening:
             self.use()
             with self._calling("ipcCloseMemHandle"):
                 self._api.ipcCloseMemHandle(pointer)
 
     def write(self, pointer: int, data: bytes) -> None:
-        """Copy bytes to the device, and wait until they are there."""
+        """Copy bytes to the device; returns when they have arrived."""
         self.use()
         buffer = ctypes.create_string_buffer(data, len(data))
         with self._calling("memcpy"):
             self._api.memcpy(pointer, ctypes.addressof(buffer), len(data), _TO_DEVICE)
-            # A copy from pageable memory may return before the last of it has arrived.
+            # A copy from pageable memory may return before its last bytes have arrived.
             self._api.deviceSynchronize()
 
     def read(self, pointer: int, size: int) -> bytes:
@@ -173,7 +173,7 @@ class Gpu:
         return buffer.raw
 
     def synchronize(self) -> None:
-        """Wait until nothing of this process runs on it."""
+        """Wait until all work of this process on the device has finished."""
         self.use()
         with self._calling("deviceSynchronize"):
             self._api.deviceSynchronize()
@@ -192,5 +192,5 @@ class Gpu:
 
 
 def _first_line(error: Exception) -> str:
-    """CuPy explains some errors at length, behind an empty line."""
+    """The first line of an error; CuPy appends long explanations to some."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].strip()

@@ -1,4 +1,4 @@
-"""A command line that cannot be: one line that says what is wrong and where to read on, not the whole usage."""
+"""One-line errors for invalid command lines, instead of argparse's full usage."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are one line on standard error, with exit status 2.
+    """An argparse parser that reports errors as one line on standard error and exits with status 2.
 
-    Flags have to be spelt out: what `--me` means today must not be another flag's to take tomorrow.
+    Flags cannot be abbreviated: `--me` must not change its meaning when a flag is added.
     """
 
     def __init__(self, *, prog: str, description: str | None = None, epilog: str | None = None) -> None:
@@ -22,5 +22,5 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2, and a line."""
+        """Print a one-line error and exit with status 2."""
         self.exit(2, f"{self.prog}: {message}; see --help\n")

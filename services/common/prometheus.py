@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: an HTTP endpoint, and the families that both services make of their counts."""
+"""Prometheus metrics: the HTTP endpoint, and metric families built from the services' counters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from services.common.serving import Listener
 
 log = structlog.get_logger()
 
-#: Seconds that a caller has to say what it wants, and to take each part of the answer.
+#: Socket timeout in seconds, for reading a request and for each write of the response.
 CALLER_S = 10.0
 
 #: Values by the values of their labels.
@@ -32,7 +32,7 @@ Rows = Mapping[tuple[str, ...], float]
 
 
 class Endpoint:
-    """Serves a collector's metrics, and those of the process, to whoever asks, from threads of its own."""
+    """Serves a collector's metrics, and those of the process, over HTTP on its own threads."""
 
     def __init__(self, listener: Listener, collector: Collector) -> None:
         self._listener = listener
@@ -45,7 +45,7 @@ class Endpoint:
         self.bound = ""
 
     def start(self) -> None:
-        """Listen; ``bound`` has the port then. Raises InvalidConfiguration when the address cannot be had."""
+        """Start listening and set ``bound``. Raises InvalidConfiguration if the address cannot be bound."""
         listener = self._listener
         try:
             found = socket.getaddrinfo(listener.host, listener.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -56,7 +56,7 @@ class Endpoint:
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
     def stop(self) -> None:
-        """Listen no more; waits half a second at most. Stopping twice changes nothing."""
+        """Stop listening; blocks for at most half a second. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
@@ -68,11 +68,11 @@ class Endpoint:
         except Exception:
             log.exception("metrics_failed")
             start_response("500 Internal Server Error", [("Content-Type", "text/plain")])
-            return [b"the metrics could not be collected; the log tells more\n"]
+            return [b"collecting the metrics failed; see the log\n"]
 
 
 class _Server(ThreadingWSGIServer):
-    """One thread for each caller, for as long as it may take."""
+    """One thread per connection, bounded by the socket timeout."""
 
     def __init__(self, family: int, address: tuple[Any, ...], app: Callable[..., Any]) -> None:
         self.address_family = family
@@ -80,14 +80,14 @@ class _Server(ThreadingWSGIServer):
         self.set_app(app)
 
     def server_bind(self) -> None:
-        """Bind. The base class then looks up what the host is called, which may take seconds and is of no use."""
+        """Bind, without the base class's lookup of the host name, which may take seconds and is not needed."""
         TCPServer.server_bind(self)
         host, port = self.server_address[:2]
         self.server_name, self.server_port = str(host), int(port)
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller went away, or took too long."""
+        """Log a connection that was lost or timed out."""
         log.info("metrics_caller_lost", caller=str(client_address), error=repr(sys.exception()))
 
 
@@ -95,50 +95,50 @@ class _Handler(WSGIRequestHandler):
     timeout = CALLER_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody wants to read of every scrape."""
+        """Do not log every scrape."""
 
 
 class Families:
-    """Collects families under a prefix: every name is said once, with its help and its labels."""
+    """Builds metric families under a name prefix; each is declared once, with its help and labels."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self.metrics: list[Metric] = []
 
     def gauge(self, name: str, help: str, value: float) -> None:
-        """A number that goes up and down."""
+        """Add a gauge without labels."""
         self.gauges(name, help, (), {(): value})
 
     def gauges(self, name: str, help: str, labels: tuple[str, ...], rows: Rows) -> None:
-        """Gauges by their labels."""
+        """Add a gauge family, its values by label values."""
         family = GaugeMetricFamily(self._prefix + name, help, labels=labels)
         for values, value in rows.items():
             family.add_metric(values, value)
         self.metrics.append(family)
 
     def info(self, name: str, help: str, **labels: str) -> None:
-        """A gauge of 1, whose labels say it all."""
+        """Add an info metric: a gauge of 1 whose labels carry the information."""
         self.gauges(name, help, tuple(labels), {tuple(labels.values()): 1})
 
     def counter(self, name: str, help: str, value: float) -> None:
-        """A number that only rises; its name ends in ``_total``."""
+        """Add a counter without labels; its name ends in ``_total``."""
         self.counters(name, help, (), {(): value})
 
     def counters(self, name: str, help: str, labels: tuple[str, ...], rows: Rows) -> None:
-        """Counters by their labels."""
+        """Add a counter family, its values by label values."""
         family = CounterMetricFamily(self._prefix + name, help, labels=labels)
         for values, value in rows.items():
             family.add_metric(values, value)
         self.metrics.append(family)
 
     def histogram(self, name: str, help: str, distribution: Histogram) -> None:
-        """A distribution."""
+        """Add a histogram without labels."""
         self.histograms(name, help, (), {(): distribution})
 
     def histograms(
         self, name: str, help: str, labels: tuple[str, ...], rows: Mapping[tuple[str, ...], Histogram]
     ) -> None:
-        """Distributions by their labels."""
+        """Add a histogram family, by label values."""
         family = HistogramMetricFamily(self._prefix + name, help, labels=labels)
         for values, distribution in rows.items():
             buckets = [(floatToGoString(bound), count) for bound, count in distribution.cumulative()]
@@ -146,7 +146,7 @@ class Families:
         self.metrics.append(family)
 
     def calls(self, name: str, help: str, calls: CallStats) -> None:
-        """Calls as two families: counts by method and code, and seconds by method."""
+        """Add RPCs as two families: counts by method and status code, and durations in seconds by method."""
         seconds: dict[tuple[str, ...], Histogram] = {(key,): took for key, took in calls.seconds.copy().items()}
-        self.counters(f"{name}_handled_total", f"{help}, by how they ended.", ("method", "code"), calls.handled.copy())
-        self.histograms(f"{name}_handling_seconds", f"{help}: how long they took.", ("method",), seconds)
+        self.counters(f"{name}_handled_total", f"{help}, by status code.", ("method", "code"), calls.handled.copy())
+        self.histograms(f"{name}_handling_seconds", f"{help}: durations in seconds.", ("method",), seconds)

@@ -1,7 +1,7 @@
-"""Server reflection, as grpc.reflection.v1 and v1alpha: what a server serves, for clients without its proto files.
+"""Server reflection (grpc.reflection.v1 and v1alpha), for clients without the proto files.
 
-grpcio-reflection offers v1alpha alone, does not find methods, and drops the JSON names that protoc gives fields. Only
-its messages are used here: v1's have the same fields, in a package of another name.
+grpcio-reflection implements only v1alpha, cannot look up methods, and drops the JSON names that protoc assigns to
+fields. Only its messages are used here; those of v1 have the same fields, in a package of another name.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from grpc_reflection.v1alpha import reflection_pb2
 V1 = "grpc.reflection.v1.ServerReflection"
 V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 
-#: What one call may ask for; a client with more questions opens another.
+#: Maximum number of requests per call; a client with more opens another call.
 MAX_REQUESTS = 1000
-#: Bytes of one request. It comes back in its response, and no name is as long as that.
+#: Size limit of one request in bytes. The response echoes the request, and no name is that long.
 MAX_REQUEST_BYTES = 4096
 
 _METHOD = "ServerReflectionInfo"
-#: Packed into the details of errors, so no service's file depends on it, and a client has to ask for it by name.
+#: These are packed into error details: no service's file depends on them, so clients look them up by name.
 _DETAILS = (error_details_pb2.DESCRIPTOR, code_pb2.DESCRIPTOR)
 
 
 class Descriptors:
-    """Files by their name, by the symbols that they define, and by the extensions; closed under dependencies."""
+    """File descriptors by name, by symbol and by extension; closed under dependencies."""
 
     def __init__(self, files: Iterable[FileDescriptorProto]) -> None:
-        """Index ``files``, among which is whatever one of them depends on."""
+        """Index ``files``, which must include all their dependencies."""
         self._files: dict[str, tuple[bytes, list[str]]] = {}
         self._symbols: dict[str, str] = {}
         self._extensions: dict[str, dict[int, str]] = {}
@@ -54,7 +54,7 @@ class Descriptors:
                 self._extensions.setdefault(extension.extendee[1:], {})[extension.number] = file.name
 
     def named(self, name: str) -> list[bytes]:
-        """A file and all it depends on, serialized, itself first. Raises KeyError."""
+        """A file and all its dependencies, serialized, the file itself first. Raises KeyError."""
         found, todo = {name: self._files[name][0]}, deque([name])
         while todo:
             for dependency in self._files[todo.popleft()][1]:
@@ -72,22 +72,22 @@ class Descriptors:
         return self.named(self._extensions[message][number])
 
     def extensions(self, message: str) -> list[int]:
-        """The numbers of a message's extensions. Raises KeyError for a message that there is not."""
+        """The numbers of a message's extensions. Raises KeyError for an unknown message."""
         return sorted(self._extensions[message])
 
 
 class Reflection:
-    """Both reflection services of a server."""
+    """The two reflection services of a server."""
 
     def __init__(self, services: Sequence[str]) -> None:
-        """``services`` are the names of the others that it serves, whose generated code has been imported."""
+        """``services`` are the names of the server's other services, whose generated code must be imported."""
         self._services = sorted([*services, V1, V1ALPHA])
         own = [Default().FindFileContainingSymbol(name) for name in (*services, V1ALPHA)]
         self._descriptors = Descriptors([*described([*own, *_DETAILS]), _v1()])
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Have ``server`` serve them."""
-        # Without a deserializer the handler gets the bytes, and can answer for those that are no message.
+        """Register both services with ``server``."""
+        # Without a deserializer the handler receives raw bytes, and can answer those that do not parse.
         handler = grpc.stream_stream_rpc_method_handler(
             self.stream, response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString
         )
@@ -97,23 +97,23 @@ class Reflection:
     async def stream(
         self, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[reflection_pb2.ServerReflectionResponse]:
-        """One call: an answer to each request, until there have been ``MAX_REQUESTS``."""
+        """Handle one call: answers each request, up to ``MAX_REQUESTS``."""
         asked = 0
         async for request in requests:
             asked += 1
             if asked > MAX_REQUESTS:
-                text = f"a call may ask for {MAX_REQUESTS} descriptors; ask for more in another"
+                text = f"a call may make at most {MAX_REQUESTS} requests; open another call for more"
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
             yield self.answer(request)
 
     def answer(self, data: bytes) -> reflection_pb2.ServerReflectionResponse:
-        """The response to one serialized ServerReflectionRequest; what is wrong with it is its ``error_response``."""
+        """The response to one serialized ServerReflectionRequest; errors are returned as ``error_response``."""
         if len(data) > MAX_REQUEST_BYTES:
-            return _failed("INVALID_ARGUMENT", f"the request is of {len(data)} bytes; the limit is {MAX_REQUEST_BYTES}")
+            return _failed("INVALID_ARGUMENT", f"the request has {len(data)} bytes; the limit is {MAX_REQUEST_BYTES}")
         try:
             request = reflection_pb2.ServerReflectionRequest.FromString(data)
         except DecodeError as error:
-            return _failed("INVALID_ARGUMENT", f"the message cannot be read: {error}")
+            return _failed("INVALID_ARGUMENT", f"the message cannot be parsed: {error}")
         response = self._found(request)
         response.valid_host = request.host
         response.original_request.CopyFrom(request)
@@ -142,7 +142,7 @@ class Reflection:
             else:
                 return _failed("INVALID_ARGUMENT", "message_request is not set")
         except KeyError:
-            return _failed("NOT_FOUND", f"{kind}: there is none like {str(getattr(request, kind)).strip()!r}")
+            return _failed("NOT_FOUND", f"{kind}: not found: {str(getattr(request, kind)).strip()!r}")
         return response
 
 
@@ -152,7 +152,7 @@ def _failed(code: str, message: str) -> reflection_pb2.ServerReflectionResponse:
 
 
 def described(files: Iterable[FileDescriptor]) -> list[FileDescriptorProto]:
-    """``files`` and what they depend on, each once, as protoc describes them: with the JSON name of every field."""
+    """``files`` and their dependencies, each once, with the JSON name of every field, as protoc emits them."""
     found: dict[str, FileDescriptorProto] = {}
     todo = deque(files)
     while todo:
@@ -169,13 +169,13 @@ def described(files: Iterable[FileDescriptor]) -> list[FileDescriptorProto]:
 
 
 def json_name(name: str) -> str:
-    """A field's name in JSON, unless its proto says otherwise: ``request_id`` is ``requestId``."""
+    """A field's default JSON name: ``request_id`` becomes ``requestId``."""
     head, *words = name.split("_")
     return head + "".join(word[:1].upper() + word[1:] for word in words)
 
 
 def _v1() -> FileDescriptorProto:
-    """The file of v1, which has everything that v1alpha's has under another name, but is not deprecated."""
+    """The descriptor of v1: that of v1alpha, renamed and without its deprecation."""
     [alpha] = described([reflection_pb2.DESCRIPTOR])
     file = FileDescriptorProto()
     text_format.Parse(text_format.MessageToString(alpha).replace("v1alpha", "v1"), file)
@@ -219,5 +219,5 @@ def _symbols(file: FileDescriptorProto) -> Iterator[str]:
 def _declared(parent: FileDescriptorProto | DescriptorProto, scope: str) -> Iterator[str]:
     for enum in parent.enum_type:
         yield scope + enum.name
-        yield from (scope + value.name for value in enum.value)  # beside the enum, as in C++
+        yield from (scope + value.name for value in enum.value)  # in the enum's scope, as in C++
     yield from (scope + extension.name for extension in parent.extension)

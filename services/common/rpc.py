@@ -1,7 +1,7 @@
-"""Errors on the wire: the table of ``services.common.errors`` to gRPC statuses and back, in one place.
+"""Errors on the wire: converts the errors of ``services.common.errors`` to gRPC statuses and back.
 
-A servicer method wears ``@maps_errors`` and raises ``ServiceError``; the caller sees the status code with
-``google.rpc.ErrorInfo``, plus ``BadRequest`` when a field is at fault and ``RetryInfo`` when trying again may help.
+A servicer method decorated with ``@maps_errors`` raises ``ServiceError``; the caller receives its status code with
+``google.rpc.ErrorInfo``, plus ``BadRequest`` if a field is at fault and ``RetryInfo`` if a retry may succeed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def status_of(error: ServiceError, domain: str) -> status_pb2.Status:
 
 
 def error_from_status(status: status_pb2.Status) -> ServiceError:
-    """The error that ``status_of`` made ``status`` from; a plain ServiceError for a stranger's."""
+    """The inverse of ``status_of``; for an unknown reason, a plain ServiceError with the status's code and reason."""
     info, field, retry = error_details_pb2.ErrorInfo(), "", None
     for detail in status.details:
         bad, delay = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
@@ -73,7 +73,7 @@ def error_from_status(status: status_pb2.Status) -> ServiceError:
 
 
 def error_from(failure: grpc.RpcError) -> ServiceError:
-    """The error behind a failed call; one without details keeps its status code and says so in its reason."""
+    """The error of a failed call; without details, it keeps the status code and its reason is UNKNOWN."""
     status = rpc_status.from_call(failure)
     if status is None:
         status = status_pb2.Status(code=failure.code().value[0], message=failure.details() or failure.code().name)
@@ -82,19 +82,19 @@ def error_from(failure: grpc.RpcError) -> ServiceError:
 
 async def _abort(context: Any, error: ServiceError, domain: str) -> NoReturn:
     await context.abort_with_status(rpc_status.to_status(status_of(error, domain)))
-    raise error  # abort_with_status raises; this line is for the type checker
+    raise error  # abort_with_status raises; this is for the type checker
 
 
 def unexpected(method: str) -> Internal:
-    """What a caller is told of the exception being handled, which is a bug: an id, under which it is logged."""
+    """Log the exception being handled, which is a bug, under a new id. Returns the caller's error, with only the id."""
     error_id = uuid.uuid4().hex
     log.exception("rpc_failed", method=method, error_id=error_id)
-    return Internal(f"internal error {error_id}; the log tells more", error_id=error_id)
+    return Internal(f"internal error {error_id}; see the service's log", error_id=error_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands for a message that could not be parsed; ``why`` says what the parser said."""
+    """Stands in for a message that could not be parsed; ``why`` is the parser's error."""
 
     why: str
 
@@ -112,7 +112,7 @@ def _lenient(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
 
 
 def _counted(name: str, handler: grpc.RpcMethodHandler, calls: CallStats) -> grpc.RpcMethodHandler:
-    """The same handler, its calls counted. One that its caller gave up, or let run out of time, is CANCELLED."""
+    """The handler with its calls counted. A call cancelled by its caller, or past its deadline, is CANCELLED."""
 
     def ended(context: Any, began: float, code: str | None) -> None:
         told = context.code() or 0
@@ -154,8 +154,8 @@ def _counted(name: str, handler: grpc.RpcMethodHandler, calls: CallStats) -> grp
 
 
 class Readable:
-    """Stands for a server while a servicer is added to it, so that its methods are told of messages that cannot be
-    parsed, instead of gRPC answering UNKNOWN for them. ``calls`` counts those that are served.
+    """Wraps a server while a servicer is added to it, so that unparsable messages reach the servicer's methods instead
+    of failing with UNKNOWN inside gRPC. ``calls`` counts the calls served.
     """
 
     def __init__(self, server: grpc.aio.Server, calls: CallStats) -> None:
@@ -163,24 +163,24 @@ class Readable:
         self._calls = calls
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """As the server's; the methods registered below come before these."""
+        """Forwards to the server; the methods registered below take precedence."""
         self._server.add_generic_rpc_handlers(handlers)
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
-        """As the server's."""
+        """Forwards to the server, with the handlers wrapped."""
         served = {name: _counted(name, _lenient(handler), self._calls) for name, handler in handlers.items()}
         self._server.add_registered_method_handlers(service, served)
 
 
 def _check_readable(request: Any) -> None:
     if isinstance(request, Unreadable):
-        raise FieldInvalid(f"the message cannot be read: {request.why}")
+        raise FieldInvalid(f"the message cannot be parsed: {request.why}")
 
 
 def maps_errors(domain: str) -> Callable[[Handler], Handler]:
     """Decorate a grpc.aio servicer method, unary or server-streaming, to report its errors as rich statuses.
 
-    What is not a ServiceError is a bug: it is logged with an id, and the caller is told the id alone. A message that
+    Any other exception is a bug: it is logged under an id, and the caller receives only that id. A message that
     ``Readable`` could not parse is FIELD_INVALID.
     """
 

@@ -1,4 +1,4 @@
-"""Running a gRPC service: listeners and who may reach them, health, reflection, drain. Shared by both services."""
+"""Runs a gRPC service: listeners and their exposure, health, reflection, drain and logging."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from services.common.reflection import Reflection
 
 log = structlog.get_logger()
 
-#: Enough for 4096 demands with prompts; a request beyond it is refused by gRPC itself.
+#: Enough for 4096 demands with prompts; gRPC itself rejects a larger message.
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 
 _TCP = "host:port with a port of 0 to 65535"
@@ -36,14 +36,14 @@ _UNIX_PATH_LIMIT = 107  # bytes of sockaddr_un.sun_path, less the terminator
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files. With ``client_ca`` every client must present a certificate that it signed."""
+    """PEM files. With ``client_ca``, every client must present a certificate signed by that CA."""
 
     cert: Path
     key: Path
     client_ca: Path | None = None
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Read the files. Raises InvalidConfiguration naming the one that cannot be read."""
+        """Read the files. Raises InvalidConfiguration, naming a file that cannot be read."""
         read: list[bytes] = []
         for flag, path in (("--tls-cert", self.cert), ("--tls-key", self.key), ("--tls-client-ca", self.client_ca)):
             if path is None:
@@ -58,7 +58,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """One address to listen on: a unix socket's path, or a TCP host and port (0 picks a free one)."""
+    """One address to listen on: a unix socket path, or a TCP host and port (0 picks a free port)."""
 
     path: Path | None = None
     host: str = ""
@@ -66,35 +66,35 @@ class Listener:
 
     @classmethod
     def parse(cls, text: str) -> Listener:
-        """Read ``unix:/path``, ``host:port`` or ``[v6]:port``. Raises InvalidConfiguration."""
+        """Parse ``unix:/path``, ``host:port`` or ``[v6]:port``. Raises InvalidConfiguration."""
         if text.startswith("unix:"):
             path = Path(text.removeprefix("unix:"))
             encoded = os.fsencode(path)
-            # gRPC, on either side, takes text for an address and decodes what is percent-encoded in it.
+            # gRPC takes addresses as text, on both sides, and percent-decodes them.
             spoken = "%" not in text and encoded.decode(errors="replace") == str(path)
             if not path.is_absolute() or len(encoded) > _UNIX_PATH_LIMIT or not spoken:
                 raise InvalidConfiguration(
-                    f"a unix socket needs an absolute path of at most {_UNIX_PATH_LIMIT} bytes, in UTF-8 and without %",
+                    f"a unix socket path must be absolute, at most {_UNIX_PATH_LIMIT} bytes, UTF-8 and without %",
                     field="--listen",
                 )
             return cls(path=path)
         try:
             return cls.parse_tcp(text)
         except ValueError as error:
-            raise InvalidConfiguration(f"want unix:/path or {_TCP}", field="--listen") from error
+            raise InvalidConfiguration(f"expected unix:/path or {_TCP}", field="--listen") from error
 
     @classmethod
     def parse_tcp(cls, text: str) -> Listener:
-        """Read ``host:port`` or ``[v6]:port`` alone. Raises ValueError, saying what is wanted."""
+        """Parse only ``host:port`` or ``[v6]:port``. Raises ValueError, saying what was expected."""
         host, colon, port = text.rpartition(":")
         numbered = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
         if not colon or not host or not numbered or text.startswith("unix:"):
-            raise ValueError(f"want {_TCP}")
+            raise ValueError(f"expected {_TCP}")
         return cls(host=host.removeprefix("[").removesuffix("]"), port=int(port))
 
     @property
     def local_only(self) -> bool:
-        """Whether only processes of this host can reach it."""
+        """Whether only processes on this host can reach it."""
         if self.path is not None or self.host == "localhost":
             return True
         with contextlib.suppress(ValueError):
@@ -110,31 +110,31 @@ class Listener:
 def check_exposure(
     listeners: Sequence[Listener], tls: Tls | None, insecure: bool, metrics: Listener | None = None
 ) -> None:
-    """Refuse to listen beyond this host without mutual TLS, unless ``insecure`` says that it is meant.
+    """Refuse to listen beyond this host without mutual TLS, unless ``insecure`` is set.
 
-    Metrics are served without TLS. Raises InvalidConfiguration.
+    Metrics are always served without TLS. Raises InvalidConfiguration.
     """
     if metrics is not None and not metrics.local_only and not insecure:
         raise InvalidConfiguration(
-            f"--metrics {metrics}: reachable from other hosts and without TLS, which needs --insecure",
+            f"--metrics {metrics}: reachable from other hosts without TLS, which requires --insecure",
             field="--metrics",
         )
     if not listeners:
-        raise InvalidConfiguration("--listen: at least one address is needed", field="--listen")
+        raise InvalidConfiguration("--listen: at least one address is required", field="--listen")
     for listener in listeners:
         guarded = tls is not None and tls.client_ca is not None
         if not listener.local_only and not guarded and not insecure:
             raise InvalidConfiguration(
-                f"--listen {listener}: reachable from other hosts, which needs --tls-cert, --tls-key and "
+                f"--listen {listener}: reachable from other hosts, which requires --tls-cert, --tls-key and "
                 "--tls-client-ca, or --insecure",
                 field="--listen",
             )
 
 
 class Serving:
-    """A grpc.aio server with health and reflection, from bind to drain.
+    """A grpc.aio server with health checking and reflection, from bind to drain.
 
-    Health says NOT_SERVING until ``ready()``; ``drain()`` flips it back, then lets running calls end.
+    Health is NOT_SERVING until ``ready()``; ``drain()`` sets it back, then lets calls in flight end.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Serving:
         self._health = health.aio.HealthServicer()
         self._paths: list[tuple[Path, int]] = []
         self.bound: list[str] = []
-        # Without so_reuseport=0 a second server takes every other connection of a port in use, silently.
+        # Without so_reuseport=0, a second server on a port in use would silently take every other connection.
         self.server = grpc.aio.server(
             options=[
                 ("grpc.so_reuseport", 0),
@@ -157,7 +157,7 @@ class Serving:
         )
 
     async def start(self) -> None:
-        """Bind and serve. Raises InvalidConfiguration when an address is in use or cannot be had."""
+        """Bind and serve. Raises InvalidConfiguration if an address is in use or cannot be bound."""
         await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         Reflection((self._service, health.SERVICE_NAME)).add_to(self.server)
@@ -176,7 +176,7 @@ class Serving:
             else:
                 port = self.server.add_insecure_port(str(listener))
         except RuntimeError as error:
-            doubt = "" if credentials is None else "; is a TLS file not what it should be?"
+            doubt = "" if credentials is None else "; check the TLS files"
             raise InvalidConfiguration(f"--listen {listener}: cannot bind{doubt}", field="--listen") from error
         return str(Listener(host=listener.host, port=port))
 
@@ -185,17 +185,19 @@ class Serving:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             with _alone_in(path.parent):
                 if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
-                    raise InvalidConfiguration(f"--listen unix:{path}: exists and is no socket", field="--listen")
+                    raise InvalidConfiguration(f"--listen unix:{path}: exists and is not a socket", field="--listen")
                 if _answers(path):
-                    raise InvalidConfiguration(f"--listen unix:{path}: another server listens there", field="--listen")
+                    raise InvalidConfiguration(
+                        f"--listen unix:{path}: another server is listening there", field="--listen"
+                    )
                 self._paths.append((path, self._bind_and_move(path)))
         except (OSError, RuntimeError) as error:
             raise InvalidConfiguration(f"--listen unix:{path}: cannot bind: {error}", field="--listen") from error
         return f"unix:{path}"
 
     def _bind_and_move(self, path: Path) -> int:
-        # gRPC unlinks whatever lies at its path, when it binds and again when it stops: the socket of a server that
-        # took the path over in between, too. So its path is one that nobody else uses.
+        # gRPC unlinks whatever is at its path, when it binds and again when it stops, even the socket of a server that
+        # has taken over the path in between. So bind to a unique path, then rename.
         unnamed = path.with_name(f".{secrets.token_hex(4)}")
         previous = os.umask(0o177)
         try:
@@ -211,30 +213,31 @@ class Serving:
             await self._health.set(name, status)
 
     async def ready(self) -> None:
-        """Say SERVING."""
+        """Set health to SERVING."""
         await self._set(health_pb2.HealthCheckResponse.SERVING)
 
     async def not_ready(self) -> None:
-        """Say NOT_SERVING while calls go on."""
+        """Set health to NOT_SERVING; calls continue."""
         await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def drain(self, grace_s: float) -> None:
-        """Say NOT_SERVING for good, refuse new calls, let running ones end for ``grace_s`` seconds, then cut them."""
+        """Set health to NOT_SERVING for good, reject new calls, cancel those in flight after ``grace_s`` seconds."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
         for path, inode in self._paths:
-            # Only our own socket: somebody may have bound the path anew.
+            # Unlink only our own socket: another server may have bound the path since.
             with contextlib.suppress(OSError):
                 if path.stat().st_ino == inode:
                     path.unlink()
 
 
 def _check_bindable(listener: Listener) -> None:
-    """Raise InvalidConfiguration when a TCP address, or one of those behind a host name, cannot be bound, and say why.
+    """Raise InvalidConfiguration, with the reason, if a TCP address cannot be bound.
 
-    gRPC logs the reason to stderr in its C core's own format, and its caller learns nothing. Silencing that core
-    (GRPC_VERBOSITY) would hide failed TLS handshakes as well. A port that is taken between this and gRPC's bind is
-    still refused, with that line.
+    A host name may resolve to several addresses: a port in use on any of them is an error, as is having none that can
+    be bound. gRPC's core only logs the reason to stderr, in its own format, and does not return it; silencing the core
+    (GRPC_VERBOSITY) would also hide failed TLS handshakes. If another process takes the port between this check and
+    gRPC's bind, the bind still fails, with that log line.
     """
     where = f"--listen {listener}"
     try:
@@ -245,9 +248,9 @@ def _check_bindable(listener: Listener) -> None:
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: what just closed is free
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: a port in TIME_WAIT is free
                 probe.bind(address)
-                probe.listen(1)  # two may bind one port; one may listen
+                probe.listen(1)  # two sockets may bind one port, but only one may listen
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise InvalidConfiguration(f"{where}: the port is in use", field="--listen") from error
@@ -260,7 +263,7 @@ def _check_bindable(listener: Listener) -> None:
 
 @contextlib.contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
-    """One server at a time looks at a directory and binds in it."""
+    """Hold a lock on a directory, so that one server at a time checks and binds sockets in it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -270,7 +273,7 @@ def _alone_in(directory: Path) -> Iterator[None]:
 
 
 def _answers(path: Path) -> bool:
-    """Whether somebody listens there. Raises OSError when that cannot be seen."""
+    """Whether a server is listening at the path. Raises OSError if that cannot be determined."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -278,14 +281,14 @@ def _answers(path: Path) -> bool:
         except (FileNotFoundError, ConnectionRefusedError):
             return False
         except BlockingIOError:
-            return True  # more callers are waiting than it lets wait
+            return True  # its backlog is full
     return True
 
 
 def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Run ``main`` with an event that SIGTERM or SIGINT sets; a second signal ends the process at once.
+    """Run ``main`` with an event that SIGTERM or SIGINT sets; a second signal ends the process immediately.
 
-    On uvloop's event loop: a call is handed over several times on its way, and each time costs less there.
+    Uses uvloop: each call passes through the event loop several times, and every pass is cheaper there.
     """
 
     async def body() -> None:
@@ -306,25 +309,25 @@ def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         runner.run(body())
 
 
-#: From the most that is logged to the least.
+#: From the most verbose to the least.
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class _Lines:
-    """stderr, with lines that it does not take lost: a full disk or a closed pipe is no reason to stop working."""
+    """Writes to stderr and drops lines that fail: a full disk or a closed pipe must not stop the service."""
 
     def msg(self, text: str) -> None:
         """Write one line."""
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"{text}\n")  # in one piece: several threads may log
+            sys.stderr.write(f"{text}\n")  # one write per line: several threads may log
             sys.stderr.flush()
 
     debug = info = warning = error = critical = exception = log = msg
 
 
 def configure_logging(level: str = "info") -> None:
-    """Log structlog events of that level and above to stderr: coloured lines on a terminal, one JSON object a line
-    otherwise. ``level`` is one of `LOG_LEVELS`.
+    """Log structlog events at ``level``, one of `LOG_LEVELS`, and above to stderr: coloured lines on a terminal, one
+    JSON object per line otherwise.
     """
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()

@@ -1,9 +1,9 @@
-"""Settings, each declared once, as a field of a frozen dataclass; read from flags, the environment and a file.
+"""Settings, each declared once as a field of a frozen dataclass; read from flags, the environment and a file.
 
-``max_batch: int = setting(whole(1, 1024), 32, "requests that run at a time")`` of a program whose variables begin with
-ROCMFORGE_ENGINE is ``--max-batch 8``, ROCMFORGE_ENGINE_MAX_BATCH=8, and ``max-batch = 8`` in the TOML file that
-``--config`` or ROCMFORGE_ENGINE_CONFIG names. A flag beats the environment, which beats the file, which beats the
-default. Every bad value is an error that names the flag, the variable or the file and key it came from.
+In a program with the prefix ROCMFORGE_ENGINE, ``max_batch: int = setting(whole(1, 1024), 32, "requests that run at a
+time")`` is set by ``--max-batch 8``, by ROCMFORGE_ENGINE_MAX_BATCH=8, or by ``max-batch = 8`` in the TOML file that
+``--config`` or ROCMFORGE_ENGINE_CONFIG names. Flags override the environment, which overrides the file, which overrides
+the default. An invalid value is an error that names the flag, the variable, or the file and key it came from.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from services.common.errors import InvalidConfiguration
 from services.common.parser import Parser
 from services.common.values import Kind, switch
 
-#: A file of settings may have these.
+#: Size limit of a settings file.
 MAX_FILE_BYTES = 64 * 1024
 
 _KEY = "setting"
 _TYPES: dict[type, str] = {
     str: "a string",
-    int: "a whole number",
-    float: "a number with a fraction",
-    bool: "true or false",
+    int: "an integer",
+    float: "a float",
+    bool: "a boolean",
     list: "an array",
     dict: "a table",
 }
@@ -35,23 +35,24 @@ _TYPES: dict[type, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What settings are of: how it is called, what it is, and what its variables begin with."""
+    """The program that the settings belong to: its command, its description and the prefix of its variables."""
 
     name: str
     description: str
     prefix: str
 
     def variable(self, name: str) -> str:
-        """The variable of a setting."""
+        """The environment variable of a setting."""
         return f"{self.prefix}_{name.replace('-', '_').upper()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A declaration: ``name`` is the flag without dashes in front, and the key in a file; ``field`` the dataclass's.
+    """A declaration: ``name`` is the flag without its leading dashes, and the key in a file; ``field`` is the
+    dataclass's field.
 
-    With ``many`` it may be given several times, and is a list. ``default`` is a value, a text to be parsed, or what
-    makes one of these when settings are read.
+    With ``many`` the flag may be repeated, and the value is a list. ``default`` is a value, a string to parse, or a
+    callable that returns either when settings are read.
     """
 
     name: str
@@ -64,17 +65,17 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """As it is typed."""
+        """The flag with its leading dashes."""
         return f"--{self.name}"
 
     def make_default(self) -> Any:
-        """The default, not yet parsed."""
+        """The default, unparsed."""
         return self.default() if callable(self.default) else self.default
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A setting in a table: what it may be, as text; its default, empty where its help says what happens without."""
+    """A setting as a row of a table. ``default`` is empty if there is none or ``help`` describes it."""
 
     name: str
     flag: str
@@ -85,12 +86,12 @@ class Row:
 
 
 def setting(kind: Kind, default: Any, help: str, *, name: str = "", metavar: str = "X", many: bool = False) -> Any:
-    """A field that can be set; its ``name``, unless given, is the field's with dashes."""
+    """Declare a field as a setting; ``name`` defaults to the field's name with dashes."""
     return dataclasses.field(metadata={_KEY: Setting(name, "", kind, default, help, metavar, many)})
 
 
 def declared(config: type) -> list[Setting]:
-    """All settings of a dataclass, in the order of its fields."""
+    """All settings of a dataclass, in field order."""
     found = []
     for field in dataclasses.fields(config):
         if (one := field.metadata.get(_KEY)) is not None:
@@ -100,7 +101,7 @@ def declared(config: type) -> list[Setting]:
 
 
 def table(config: type, program: Program) -> list[Row]:
-    """All there is to say of each setting."""
+    """The documentation of every setting, one row each."""
     return [
         Row(
             one.name,
@@ -115,7 +116,7 @@ def table(config: type, program: Program) -> list[Row]:
 
 
 class Values:
-    """What was read, by the fields of the dataclass, and where those come from, by name, that are not defaults."""
+    """The values read, by dataclass field, and by name the origin of each that is not a default."""
 
     def __init__(self, settings: Sequence[Setting], found: dict[str, Any], origins: dict[str, str], file: Path | None):
         self.fields = found
@@ -124,7 +125,7 @@ class Values:
         self._file = file
 
     def echo(self) -> dict[str, Any]:
-        """All of it, for a log event: the file, every setting, and who set it if somebody did."""
+        """Everything, for a log event: the file, every setting, and the origin of each that is not a default."""
         return {
             "config": None if self._file is None else str(self._file),
             "settings": {one.name: _plain(self.fields[one.field]) for one in self._settings},
@@ -133,9 +134,9 @@ class Values:
 
 
 def read(config: type, program: Program, arguments: list[str] | None, environ: Mapping[str, str]) -> Values:
-    """All settings of a dataclass. Raises InvalidConfiguration.
+    """Read all settings of a dataclass. Raises InvalidConfiguration.
 
-    A flag that there is not ends the process (``services.common.parser``).
+    An unknown flag ends the process (``services.common.parser``).
     """
     settings = declared(config)
     given = vars(_parser(settings, program).parse_args(arguments))
@@ -168,17 +169,17 @@ def _parser(settings: Iterable[Setting], program: Program) -> Parser:
         prog=program.name,
         description=program.description,
         epilog=f"Every flag can be set in the environment: --some-flag as {program.prefix}_SOME_FLAG\n"
-        "(a flag that may be repeated takes a comma-separated list), and in the TOML file of --config,\n"
-        "spelt as here without the dashes in front: some-flag = 8 (seconds and counts as numbers, sizes\n"
-        "as numbers or strings, switches as true or false, a flag that may be repeated as an array of\n"
-        "strings, all else as strings). A flag beats the environment, which beats the file.",
+        "(a repeatable flag takes a comma-separated list), or in the TOML file of --config, without the\n"
+        "leading dashes: some-flag = 8 (seconds and counts are numbers, sizes are integers or strings,\n"
+        "switches are booleans, repeatable flags are arrays of strings, everything else is a string).\n"
+        "Flags override the environment, which overrides the file.",
     )
     parser.add_argument("--config", metavar="FILE", help="a TOML file of settings")
     for one in settings:
         if one.kind is switch:
             parser.add_argument(one.flag, action="store_const", const="true", help=one.help)
             continue
-        # argparse formats help with %, and a default of None says nothing to a reader.
+        # argparse expands % in help, and a default of None would tell a reader nothing.
         default = _shown(one)
         text = f"{one.help} (default {default})" if default else one.help
         action = "append" if one.many else "store"
@@ -194,12 +195,12 @@ def _file(
     if named is None:
         return None, {}
     if not named:
-        raise InvalidConfiguration(f"{origin}: want the path of a file", field=origin)
+        raise InvalidConfiguration(f"{origin}: expected the path of a file", field=origin)
     return Path(named), _read_file(Path(named), origin, known)
 
 
 def _read_file(path: Path, origin: str, known: Iterable[str]) -> dict[str, Any]:
-    """What the file sets, by name. ``origin`` is what named the file."""
+    """The settings in the file, by name. ``origin`` is the flag or variable that named the file."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -208,37 +209,37 @@ def _read_file(path: Path, origin: str, known: Iterable[str]) -> dict[str, Any]:
         raise InvalidConfiguration(f"{origin} {path}: cannot be read: {problem}", field=origin) from error
     if len(data) > MAX_FILE_BYTES:
         raise InvalidConfiguration(
-            f"{origin} {path}: is too large; it may have {MAX_FILE_BYTES} bytes", field=origin, limit=MAX_FILE_BYTES
+            f"{origin} {path}: too large; the limit is {MAX_FILE_BYTES} bytes", field=origin, limit=MAX_FILE_BYTES
         )
     try:
         found = tomllib.loads(data.decode())
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise InvalidConfiguration(f"{origin} {path}: is not UTF-8 (at line {line})", field=origin) from error
+        raise InvalidConfiguration(f"{origin} {path}: not valid UTF-8 (at line {line})", field=origin) from error
     except (ValueError, RecursionError) as error:
-        raise InvalidConfiguration(f"{origin} {path}: is no TOML: {error}", field=origin) from error
+        raise InvalidConfiguration(f"{origin} {path}: not valid TOML: {error}", field=origin) from error
     names = set(known)
     for name in found:
         if name not in names:
             meant = name.lstrip("-").replace("_", "-")
-            hint = f"it is called {meant}" if meant in names else "see --help"
+            hint = f"did you mean {meant}?" if meant in names else "see --help"
             raise InvalidConfiguration(f"{path}: {name}: no such setting; {hint}", field=name)
     return found
 
 
 def _texts(path: Path, one: Setting, value: Any) -> list[str]:
-    """A setting's value in a file, or its values, as flags spell them."""
+    """A setting's value or values in a file, as the strings that flags would have."""
     wanted = " or ".join(_TYPES[kind] for kind in one.kind.types)
     if one.many and type(value) is not list:
         raise InvalidConfiguration(
-            f"{path}: {one.name}: is {_type(value)}; want an array, each entry {wanted}", field=one.name
+            f"{path}: {one.name}: is {_type(value)}; expected an array, each entry {wanted}", field=one.name
         )
     items = value if one.many else [value]
     for item in items:
-        # Not isinstance: to Python true is a whole number.
+        # Not isinstance: in Python, bool is a subclass of int.
         if type(item) not in one.kind.types:
             where = "has" if one.many else "is"
-            raise InvalidConfiguration(f"{path}: {one.name}: {where} {_type(item)}; want {wanted}", field=one.name)
+            raise InvalidConfiguration(f"{path}: {one.name}: {where} {_type(item)}; expected {wanted}", field=one.name)
     return [str(item).lower() if type(item) is bool else str(item) for item in items]
 
 
@@ -254,7 +255,7 @@ def _parsed(parse: Callable[[str], Any], text: str, origin: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """A value as JSON can hold it."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

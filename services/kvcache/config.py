@@ -37,7 +37,7 @@ PROGRAM = Program(
 def _directory(text: str) -> Path:
     """An absolute path, since engines elsewhere are told it. Raises ValueError when it cannot be told as text."""
     if not text or os.fsencode(text).decode(errors="replace") != text:
-        raise ValueError("want a directory whose name is UTF-8")
+        raise ValueError("expected a directory whose name is UTF-8")
     return Path(text).absolute()
 
 

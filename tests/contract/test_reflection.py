@@ -184,7 +184,7 @@ def test_extensions_of_the_services_messages(reflection: Reflection) -> None:
 def test_what_is_no_question_is_answered_so(reflection: Reflection) -> None:
     assert error(ask(reflection)) == (3, "message_request is not set")
     code, message = error(reflection.answer(b"\xff\xff\xff"))
-    assert code == 3 and "cannot be read" in message
+    assert code == 3 and "cannot be parsed" in message
     for length, allowed in ((MAX_REQUEST_BYTES, True), (MAX_REQUEST_BYTES + 1, False)):
         name = "x" * (length - 3)
         data = reflection_pb2.ServerReflectionRequest(file_by_filename=name).SerializeToString()

@@ -26,8 +26,8 @@ GIB = 1 << 30
 UNIX = Listener(path=Path("/run/user/1000/rocmforge/k.sock"))
 TCP = Listener(host="127.0.0.1", port=50052)
 OWN = addresses.Running("daemon", "a.Daemon", "rocmforge_kvcache_")
-NONE = dataclasses.replace(ROCM, gpus=(), gpu_error="no GPU can be used: hipErrorNoDevice")
-BROKEN = stack.Stack(error="CuPy is installed and cannot be imported: libamdhip64.so.7")
+NONE = dataclasses.replace(ROCM, gpus=(), gpu_error="no usable GPU: hipErrorNoDevice")
+BROKEN = stack.Stack(error="CuPy is installed but cannot be imported: libamdhip64.so.7")
 NOTHING = stack.NOT_ASKED
 RDNA = dataclasses.replace(ROCM, gpus=(dataclasses.replace(MI300, arch="gfx1100"),))
 

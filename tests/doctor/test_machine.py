@@ -226,10 +226,10 @@ def test_what_goes_wrong_with_a_gpu_is_printed(
 ) -> None:
     monkeypatch.setattr(Runtime, "load", Gpus(total=1).process().runtime)
     roundtrip.main("gpu", "0")
-    assert "no room for" in json.loads(capsys.readouterr().out)["error"]
+    assert "out of memory allocating" in json.loads(capsys.readouterr().out)["error"]
     monkeypatch.setattr(Runtime, "load", Gpus().process(visible=[]).runtime)
     roundtrip.main("open-gpu", "0:00")
-    assert "no GPU can be used" in json.loads(capsys.readouterr().out)["error"]
+    assert "no usable GPU" in json.loads(capsys.readouterr().out)["error"]
 
 
 # --- the probe --------------------------------------------------------------------------------------------------------

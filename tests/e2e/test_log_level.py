@@ -54,7 +54,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file(prefix: str, tmp_path
     assert read(["--config", str(file)], {}).log_level == "error"
     assert read(["--config", str(file)], variable).log_level == "warning"
     assert read(["--config", str(file), "--log-level", "debug"], variable).log_level == "debug"
-    with pytest.raises(InvalidConfiguration, match=r"^--log-level loud: want debug or info or warning or error$"):
+    with pytest.raises(InvalidConfiguration, match=r"^--log-level loud: expected debug or info or warning or error$"):
         read(["--log-level", "loud"], {})
 
 

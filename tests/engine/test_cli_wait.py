@@ -109,7 +109,7 @@ def test_another_service_at_the_address_is_no_engine(tmp_path: Path, capsys: pyt
 def test_a_wait_is_a_number_of_seconds(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.run("status", ["--wait", seconds])
-    assert caught.value.code == 2 and f"{seconds}: want seconds, 0 or more" in capsys.readouterr().err
+    assert caught.value.code == 2 and f"{seconds}: expected seconds, 0 or more" in capsys.readouterr().err
 
 
 def test_every_command_has_it_and_waits_for_nothing_unless_told_to() -> None:

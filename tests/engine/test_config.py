@@ -48,7 +48,7 @@ def test_a_file_sets_what_neither_flags_nor_the_environment_do(tmp_path: Path) -
         "page-size": "file",
     }
     file.write_text("max-batch = true")
-    with pytest.raises(InvalidConfiguration, match=r"engine\.toml: max-batch: is true or false; want a whole number"):
+    with pytest.raises(InvalidConfiguration, match=r"engine\.toml: max-batch: is a boolean; expected an integer"):
         Config.read([], environ)
 
 
@@ -72,11 +72,11 @@ def test_a_file_sets_what_neither_flags_nor_the_environment_do(tmp_path: Path) -
         ("--kvcache", "10.0.0.1:50052", "on this host"),
         ("--listen", "0.0.0.0:1", "--insecure"),
         ("--metrics", "0.0.0.0:1", "--insecure"),
-        ("--metrics", "unix:/run/m.sock", "want host:port with a port of 0 to 65535"),
-        ("--metrics", "unix:9464", "want host:port with a port of 0 to 65535"),
-        ("--metrics", ":9464", "want host:port with a port of 0 to 65535"),
-        ("--metrics", "localhost:65536", "want host:port with a port of 0 to 65535"),
-        ("--metrics", "localhost:" + "9" * 5000, "want host:port with a port of 0 to 65535"),
+        ("--metrics", "unix:/run/m.sock", "expected host:port with a port of 0 to 65535"),
+        ("--metrics", "unix:9464", "expected host:port with a port of 0 to 65535"),
+        ("--metrics", ":9464", "expected host:port with a port of 0 to 65535"),
+        ("--metrics", "localhost:65536", "expected host:port with a port of 0 to 65535"),
+        ("--metrics", "localhost:" + "9" * 5000, "expected host:port with a port of 0 to 65535"),
         ("--max-step-tokens", "32", "more than --max-batch, 32"),
         ("--priority-step", "-1", "0 to"),
     ],

@@ -208,7 +208,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--max-batch", "0"], "--max-batch 0: want a whole number from 1 to 1024"),
+        (["--max-batch", "0"], "--max-batch 0: expected an integer from 1 to 1024"),
         (
             ["--model", "/proc/none", "--kvcache", "local", "--listen", "127.0.0.1:0"],
             "--model /proc/none: there is no",
@@ -287,7 +287,7 @@ def test_help_tells_every_flag() -> None:
 def test_an_address_in_use_and_the_client(directory: Path) -> None:
     with engine(directory, "local", model=BUNDLED_MODEL) as one:
         second = run("--listen", one.address, "--kvcache", "local")
-        assert second.returncode == 2 and "another server listens there" in second.stderr
+        assert second.returncode == 2 and "another server is listening there" in second.stderr
         base = ["generate", "--target", one.address]
         done = run(*base, "ROMEO:", "--max-tokens", "12", "--temperature", "0", "--show-usage")
         assert done.returncode == 0, done.stderr
@@ -319,7 +319,7 @@ def test_an_address_in_use_and_the_client(directory: Path) -> None:
     [
         (["x", "--max-tokens", "-1"], "--max-tokens -1: out of range"),
         (["x", "--top-k", "4294967296"], "--top-k 4294967296: out of range"),
-        (["x", "--timeout", "inf"], "--timeout inf: want more than 0 seconds"),
+        (["x", "--timeout", "inf"], "--timeout inf: expected more than 0 seconds"),
         (["\udcff"], "PROMPT must be UTF-8"),
         (["x", "--stop", "\udcff"], "--stop must be UTF-8"),
     ],

@@ -75,7 +75,7 @@ def test_a_table_says_all_of_it() -> None:
         ("a or b; repeatable", "a"),
         ("size", "12KiB"),
         ("seconds, 0 to 60", "1.5"),
-        ("whole number, 1 to 9", ""),
+        ("integer, 1 to 9", ""),
         ("number, 0 to 1", "0.5"),
         ("switch", ""),
     ]
@@ -111,5 +111,5 @@ def test_every_setting_is_told_in_a_log_event(service: Any) -> None:
 
 def test_kinds_say_what_they_want() -> None:
     assert Kind(str, "text").types == (str,)
-    with pytest.raises(ValueError, match="want a number from 0 to 1"):
+    with pytest.raises(ValueError, match="expected a number from 0 to 1"):
         share("nan")

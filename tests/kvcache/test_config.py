@@ -114,38 +114,38 @@ def test_the_environment_may_name_the_file_and_a_flag_another(file: Path, tmp_pa
     ("text", "words"),
     [
         ("max-sesions = 8", "FILE: max-sesions: no such setting; see --help"),
-        ("max_sessions = 8", "FILE: max_sessions: no such setting; it is called max-sessions"),
-        ('"--drain" = 8', "FILE: --drain: no such setting; it is called drain"),
+        ("max_sessions = 8", "FILE: max_sessions: no such setting; did you mean max-sessions"),
+        ('"--drain" = 8', "FILE: --drain: no such setting; did you mean drain"),
         ('config = "other.toml"', "FILE: config: no such setting; see --help"),
         ("[kvcache]\ndrain = 1", "FILE: kvcache: no such setting; see --help"),
-        ("[drain]\nseconds = 1", "FILE: drain: is a table; want a whole number or a number with a fraction"),
-        ("memory = true", "FILE: memory: is true or false; want a string or a whole number"),
-        ("memory = 1.5", "FILE: memory: is a number with a fraction; want a string or a whole number"),
-        ("memory = [1]", "FILE: memory: is an array; want a string or a whole number"),
-        ("max-sessions = true", "FILE: max-sessions: is true or false; want a whole number"),
-        ('max-sessions = "8"', "FILE: max-sessions: is a string; want a whole number"),
-        ("drain = 07:32:00", "FILE: drain: is a date or a time; want a whole number or a number with a fraction"),
-        ("arena-dir = 5", "FILE: arena-dir: is a whole number; want a string"),
-        ("insecure = 1", "FILE: insecure: is a whole number; want true or false"),
-        ('insecure = "true"', "FILE: insecure: is a string; want true or false"),
-        ('listen = "unix:/run/k.sock"', "FILE: listen: is a string; want an array, each entry a string"),
-        ("listen = [50052]", "FILE: listen: has a whole number; want a string"),
-        ('memory = "12 parsecs"', "FILE: memory 12 parsecs: want a size such as"),
-        ("memory = 0", "FILE: memory 0: want a size .* from 1 to"),
-        ("memory = -5", "FILE: memory -5: want a size"),
-        ("max-sessions = 0", "FILE: max-sessions 0: want a whole number from 1 to 65536"),
-        ("drain = -0.5", "FILE: drain -0.5: want seconds from 0 to 3600"),
-        ("drain = nan", "FILE: drain nan: want seconds from 0 to 3600"),
-        ("session-ttl = inf", "FILE: session-ttl inf: want seconds from 1 to 600"),
-        ('eviction = "fifo"', "FILE: eviction fifo: want"),
-        ('listen = ["nonsense"]', "FILE: listen nonsense: want unix:/path or host:port"),
-        ('arena-dir = ""', "FILE: arena-dir : want a directory"),
-        ("drain = 1\ndrain 2", r"--config FILE: is no TOML: .*\(at line 2, column 7\)"),
-        ("drain = 1\ndrain = 2\n", r"--config FILE: is no TOML: .*\(at line 2, column 10\)"),
-        ("drain =", r"--config FILE: is no TOML: .*\(at end of document\)"),
-        (f"drain = {'9' * 5000}", "--config FILE: is no TOML: .*4300 digits"),
-        (f"drain = {'[' * 30000}", "--config FILE: is no TOML: "),
-        ("# " + "x" * MAX_BYTES, f"--config FILE: is too large; it may have {MAX_BYTES} bytes"),
+        ("[drain]\nseconds = 1", "FILE: drain: is a table; expected an integer or a float"),
+        ("memory = true", "FILE: memory: is a boolean; expected a string or an integer"),
+        ("memory = 1.5", "FILE: memory: is a float; expected a string or an integer"),
+        ("memory = [1]", "FILE: memory: is an array; expected a string or an integer"),
+        ("max-sessions = true", "FILE: max-sessions: is a boolean; expected an integer"),
+        ('max-sessions = "8"', "FILE: max-sessions: is a string; expected an integer"),
+        ("drain = 07:32:00", "FILE: drain: is a date or a time; expected an integer or a float"),
+        ("arena-dir = 5", "FILE: arena-dir: is an integer; expected a string"),
+        ("insecure = 1", "FILE: insecure: is an integer; expected a boolean"),
+        ('insecure = "true"', "FILE: insecure: is a string; expected a boolean"),
+        ('listen = "unix:/run/k.sock"', "FILE: listen: is a string; expected an array, each entry a string"),
+        ("listen = [50052]", "FILE: listen: has an integer; expected a string"),
+        ('memory = "12 parsecs"', "FILE: memory 12 parsecs: expected a size such as"),
+        ("memory = 0", "FILE: memory 0: expected a size .* from 1 to"),
+        ("memory = -5", "FILE: memory -5: expected a size"),
+        ("max-sessions = 0", "FILE: max-sessions 0: expected an integer from 1 to 65536"),
+        ("drain = -0.5", "FILE: drain -0.5: expected seconds from 0 to 3600"),
+        ("drain = nan", "FILE: drain nan: expected seconds from 0 to 3600"),
+        ("session-ttl = inf", "FILE: session-ttl inf: expected seconds from 1 to 600"),
+        ('eviction = "fifo"', "FILE: eviction fifo: expected"),
+        ('listen = ["nonsense"]', "FILE: listen nonsense: expected unix:/path or host:port"),
+        ('arena-dir = ""', "FILE: arena-dir : expected a directory"),
+        ("drain = 1\ndrain 2", r"--config FILE: not valid TOML: .*\(at line 2, column 7\)"),
+        ("drain = 1\ndrain = 2\n", r"--config FILE: not valid TOML: .*\(at line 2, column 10\)"),
+        ("drain =", r"--config FILE: not valid TOML: .*\(at end of document\)"),
+        (f"drain = {'9' * 5000}", "--config FILE: not valid TOML: .*4300 digits"),
+        (f"drain = {'[' * 30000}", "--config FILE: not valid TOML: "),
+        ("# " + "x" * MAX_BYTES, f"--config FILE: too large; the limit is {MAX_BYTES} bytes"),
     ],
 )
 def test_a_bad_file_is_named_with_its_key_and_what_is_wanted(file: Path, text: str, words: str) -> None:
@@ -173,8 +173,8 @@ def test_a_file_as_large_as_it_may_be_is_read(file: Path) -> None:
     [
         (None, "cannot be read: No such file or directory"),
         ("folder", "cannot be read: Is a directory"),
-        (b"drain = 1\n\xff = 2", r"is not UTF-8 \(at line 2\)"),
-        (b"\x00", "is no TOML: "),
+        (b"drain = 1\n\xff = 2", r"not valid UTF-8 \(at line 2\)"),
+        (b"\x00", "not valid TOML: "),
     ],
 )
 @pytest.mark.parametrize("by_flag", [True, False])
@@ -193,7 +193,9 @@ def test_a_file_that_cannot_be_read_is_named_with_who_named_it(
     assert caught.value.field == origin
 
 
-@pytest.mark.parametrize(("name", "words"), [("", "want the path of a file"), ("a\0b", "cannot be read: .*null byte")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("", "expected the path of a file"), ("a\0b", "cannot be read: .*null byte")]
+)
 def test_a_name_that_no_file_has(name: str, words: str) -> None:
     with pytest.raises(InvalidConfiguration, match=f"^--config.*: {words}"):
         Config.read(["--config", name], {})
@@ -243,4 +245,4 @@ def test_a_bad_file_ends_the_daemon_with_one_sentence_and_status_2(file: Path) -
         timeout=60,
     )
     assert done.returncode == 2
-    assert done.stderr == f"rocmforge kvcache: --config {file}: is no TOML: Invalid value (at line 2, column 10)\n"
+    assert done.stderr == f"rocmforge kvcache: --config {file}: not valid TOML: Invalid value (at line 2, column 10)\n"

@@ -102,12 +102,12 @@ def test_a_killed_daemons_arena_is_removed_by_the_next_and_a_living_ones_is_not(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--memory", "12 parsecs"], "--memory 12 parsecs: want a size"),
-        (["--session-ttl", "0"], "--session-ttl 0: want seconds from 1 to 600"),
-        (["--max-sessions", "0"], "--max-sessions 0: want a whole number from 1"),
+        (["--memory", "12 parsecs"], "--memory 12 parsecs: expected a size"),
+        (["--session-ttl", "0"], "--session-ttl 0: expected seconds from 1 to 600"),
+        (["--max-sessions", "0"], "--max-sessions 0: expected an integer from 1"),
         (["--listen", "0.0.0.0:0"], "--listen 0.0.0.0:0: reachable from other hosts"),
-        (["--listen", "nonsense"], "--listen nonsense: want unix:/path or host:port"),
-        (["--tls-cert", "x"], "--tls-cert and --tls-key go together"),
+        (["--listen", "nonsense"], "--listen nonsense: expected unix:/path or host:port"),
+        (["--tls-cert", "x"], "--tls-cert and --tls-key must be given together"),
         (["--tls-cert", "/proc/none", "--tls-key", "/proc/none"], "--tls-cert: cannot read /proc/none"),
         (["--arena-dir", "/proc/none"], "--arena-dir /proc/none: "),
         (["--metrics", "0.0.0.0:9465"], "--metrics 0.0.0.0:9465: reachable from other hosts"),
@@ -149,7 +149,7 @@ def test_a_port_or_socket_in_use_is_refused_and_its_owner_unharmed(tmp_path: Pat
             said = refused(tmp_path, "--listen", listen, "--insecure")
             assert said == f"rocmforge kvcache: --listen {listen}: the port is in use"
         said = refused(tmp_path, "--listen", owner.address)
-        assert said == f"rocmforge kvcache: --listen {owner.address}: another server listens there"
+        assert said == f"rocmforge kvcache: --listen {owner.address}: another server is listening there"
         assert stats(owner).epoch
 
 
@@ -186,7 +186,7 @@ def test_settings_come_from_the_environment_too_and_unknown_ones_are_told(tmp_pa
             env={**os.environ, **environment},
         )
 
-    assert "ROCMFORGE_KVCACHE_MEMORY much: want a size" in run(ROCMFORGE_KVCACHE_MEMORY="much").stderr
+    assert "ROCMFORGE_KVCACHE_MEMORY much: expected a size" in run(ROCMFORGE_KVCACHE_MEMORY="much").stderr
     assert "ROCMFORGE_KVCACHE_MEMROY: no such setting" in run(ROCMFORGE_KVCACHE_MEMROY="1GiB").stderr
 
 

@@ -172,8 +172,8 @@ def alive(daemon: Service) -> bool:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--memory", "much"], "rocmforge kvcache: --memory much: want a size"),
-        (["--device", "tpu"], "rocmforge kvcache: --device tpu: want cpu or gpu"),
+        (["--memory", "much"], "rocmforge kvcache: --memory much: expected a size"),
+        (["--device", "tpu"], "rocmforge kvcache: --device tpu: expected cpu or gpu"),
         (["--peer", "me"], "'me' is no process id"),
         (["--no-such-flag"], "--no-such-flag"),
     ],

@@ -277,9 +277,9 @@ def test_an_address_that_cannot_be_had_is_refused() -> None:
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        ("unix:/run/m.sock", "want host:port"),
-        ("nonsense", "want host:port"),
-        ("127.0.0.1:65536", "want host:port"),
+        ("unix:/run/m.sock", "expected host:port"),
+        ("nonsense", "expected host:port"),
+        ("127.0.0.1:65536", "expected host:port"),
         ("0.0.0.0:9464", "--insecure"),
     ],
 )

@@ -1,7 +1,7 @@
-"""``python -m services.engine COMMAND``: clients of a running engine, one module a command.
+"""``python -m services.engine COMMAND``: the client commands for a running engine, one module each.
 
-Each has ``main(arguments) -> exit status``: 0, 1 when the engine refused, failed or did not serve within ``--wait``,
-2 for bad flags, 130 when interrupted.
+Each module has ``main(arguments) -> exit status``: 0 on success, 1 if the engine rejected or failed the request or was
+not serving within ``--wait``, 2 for invalid flags, 130 if interrupted.
 """
 
 from __future__ import annotations

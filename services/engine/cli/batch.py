@@ -1,4 +1,4 @@
-"""``python -m services.engine batch``: a file of prompts through the engine, a line of JSON in, a line of JSON out."""
+"""``python -m services.engine batch``: run a JSON Lines file of requests through the engine; write JSON Lines."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from services.engine.cli.request_flags import Unfit, add_chat, add_flags, add_sa
 NAME = "batch"
 
 MAX_CONCURRENCY = 1024
-#: Items of one call at most: so many wait for the slowest of them before their places are taken again.
+#: Maximum number of items per call. Their slots are refilled only when the slowest of them has finished.
 ITEMS_A_CALL = 8
 _LOST_RETRY_S = 1.0
-#: An interrupt that comes just before a thread falls asleep does not wake it: so often it is looked for.
+#: Polling interval in seconds: an interrupt that arrives just before a thread blocks does not wake it.
 _LOOK_S = 0.2
 
 
 class Lost(Exception):
-    """A call that nobody answered, or that ended with its engine; ``items`` are those it had not brought to an end."""
+    """No engine answered the call, or the engine went away during it; ``items`` are the unfinished ones."""
 
     def __init__(self, message: str, items: list[Item]) -> None:
         super().__init__(message)
@@ -41,10 +41,10 @@ class Lost(Exception):
 
 
 class BatchRun:
-    """Takes items from ``items`` and brings each to its line of output.
+    """Runs every item of ``items`` and writes its line of output.
 
-    ``run`` is called by ``threads`` threads; each has some items in one call at a time. An item that may succeed later
-    is tried again, ``retries`` times, when the engine says so; and so are calls that no engine answered.
+    ``threads`` threads call ``run``; each keeps one call with several items in flight. An item whose error is retryable
+    is retried up to ``retries`` times, after the delay that the engine suggests; so is a call that no engine answered.
     """
 
     def __init__(self, items: Iterator[Item], output: OutputLines, target: str, concurrency: int, retries: int) -> None:
@@ -56,15 +56,15 @@ class BatchRun:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self.threads = self._working = -(-concurrency // self._items_a_call)
-        self.ended = threading.Event()  # nobody works any more, or there is a failure
+        self.ended = threading.Event()  # no thread is working any more, or one failed
         self.failure: BaseException | None = None
 
     def stop(self) -> None:
-        """Have every thread end soon; the channel's closing ends their calls."""
+        """Make every thread stop soon; closing the channel ends their calls."""
         self._stopped.set()
 
     def run(self, stub: Any) -> None:
-        """Work until there is nothing left."""
+        """Process items until none is left."""
         again: list[Item] = []
         lost = 0
         try:
@@ -105,7 +105,7 @@ class BatchRun:
         item.restart()
 
     def _call(self, stub: Any, items: list[Item]) -> tuple[list[Item], float]:
-        """Have items answered. Returns those to be tried again, and after how many seconds."""
+        """Send the items in one call. Returns those to retry, and the delay in seconds before the retry."""
         left, again, delays = dict(enumerate(items)), list[Item](), [0.0]
 
         def give_up_or_retry(index: int, error: ServiceError) -> None:
@@ -141,15 +141,15 @@ class BatchRun:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status; 1 when an item failed. What was written before an interrupt stays."""
+    """Returns the exit status; 1 if an item failed. Output written before an interrupt is kept."""
     flags = _parser().parse_args(arguments)
     try:
         if not 1 <= flags.concurrency <= MAX_CONCURRENCY:
-            raise Unfit(f"--concurrency {flags.concurrency}: want 1 to {MAX_CONCURRENCY}")
+            raise Unfit(f"--concurrency {flags.concurrency}: expected 1 to {MAX_CONCURRENCY}")
         if flags.retries < 0:
-            raise Unfit(f"--retries {flags.retries}: want 0 or more")
+            raise Unfit(f"--retries {flags.retries}: expected 0 or more")
         if flags.resume and not flags.output:
-            raise Unfit("--resume continues what is in --output FILE, which is missing")
+            raise Unfit("--resume requires --output FILE")
         from_fields({"prompt": ""}, given(flags))
         return _run(flags)
     except Unfit as unfit:
@@ -177,7 +177,7 @@ def _run(flags: argparse.Namespace) -> int:
         if path is not None and flags.resume:
             done = keep_what_is_done(path)
         elif path is not None and path.exists():
-            raise Unfit(f"{path} exists: --resume continues it")
+            raise Unfit(f"{path} already exists; use --resume to continue it")
         try:
             if not client.await_serving(NAME, flags.target, flags.wait):
                 return 1
@@ -208,7 +208,7 @@ def _process(flags: argparse.Namespace, source: Any, done: set[int], output: Out
 
 
 def _work(batch: BatchRun, target: str, progress: Progress) -> None:
-    """Have the batch worked on by threads until it is done, has failed, or is interrupted."""
+    """Run the batch's threads until it is done, has failed, or is interrupted."""
     with client.connect(target) as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
         workers = [threading.Thread(target=batch.run, args=(stub,), daemon=True) for _ in range(batch.threads)]
@@ -221,34 +221,37 @@ def _work(batch: BatchRun, target: str, progress: Progress) -> None:
             batch.stop()
             channel.close()
             for worker in workers:
-                if worker.is_alive():  # an interrupt may come before all are; one that begins now ends at once
+                if worker.is_alive():  # an interrupt may come before all have started; a late one returns at once
                     worker.join()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = client.parser(
         NAME,
-        'Generate for each line of INPUT, an object as {"prompt": "...", "id": "...", "max_tokens": 8}, or with '
-        '"messages": [{"role": "user", "content": "..."}] for a prompt, and write a '
-        "line for each as it is done, in any order, with the number of its input line as index, from 0, and its text, "
-        "or its error. Flags hold for lines that do not say otherwise.",
-    )
-    parser.add_argument("input", nargs="?", default="-", metavar="INPUT", help="lines of JSON; - is standard input")
-    parser.add_argument("--output", metavar="FILE", help="where lines go (default: standard output)")
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with FILE: what is done there is not done again, what failed is"
+        "Generate a completion for each line of INPUT, a JSON object such as "
+        '{"prompt": "...", "id": "...", "max_tokens": 8}, or with "messages": [{"role": "user", "content": "..."}] in '
+        "place of the prompt. Each item's line of output is written as soon as it finishes, so the order may differ; "
+        "it has the zero-based input line number as index, and the text or the error. Flags are defaults for fields "
+        "that a line leaves out.",
     )
     parser.add_argument(
-        "--concurrency", type=int, default=32, metavar="N", help="items in the engine at a time (default %(default)s)"
+        "input", nargs="?", default="-", metavar="INPUT", help="JSON Lines file; - reads standard input"
+    )
+    parser.add_argument("--output", metavar="FILE", help="output file (default: standard output)")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue FILE: skip items that finished there, retry those that failed"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=32, metavar="N", help="items in flight at a time (default %(default)s)"
     )
     parser.add_argument(
         "--retries",
         type=int,
         default=10,
         metavar="N",
-        help="how often an item is tried again when the engine is full or gone (default %(default)s)",
+        help="retries per item when the engine is overloaded or unreachable (default %(default)s)",
     )
-    parser.add_argument("--token-ids", action="store_true", help="write the tokens' ids, too")
+    parser.add_argument("--token-ids", action="store_true", help="include token ids in the output")
     add_chat(parser)
     add_flags(parser)
     add_samples(parser)

@@ -1,4 +1,4 @@
-"""The lines of a batch: objects of JSON in, and one out for each, in whatever order they are done."""
+"""The JSON Lines of a batch: one object in and one object out per item, written in order of completion."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.engine.cli.request_flags import Unfit, from_fields
 
 @dataclass(slots=True)
 class Sample:
-    """What was said of one answer so far."""
+    """The output of one sample so far."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Item:
-    """A line of the input and what became of it so far."""
+    """One line of input and its progress so far."""
 
     index: int
     name: str
@@ -40,11 +40,11 @@ class Item:
     samples: dict[int, Sample] = field(default_factory=dict)
 
     def restart(self) -> None:
-        """Forget what an attempt said that came to nothing."""
+        """Discard the output of a failed attempt."""
         self.samples = {}
 
     def add(self, response: pb.GenerateResponse) -> bool:
-        """Take a response; whether it was the last."""
+        """Record a response. Returns whether it was the item's last."""
         sample = self.samples.setdefault(response.sample, Sample())
         sample.text.append(response.text)
         sample.token_ids.extend(response.token_ids)
@@ -62,7 +62,7 @@ class Item:
 
 
 class OutputLines:
-    """Lines of JSON, each in one piece, from several threads."""
+    """Writes JSON Lines, each atomically; safe to call from several threads."""
 
     def __init__(self, file: TextIO, progress: Progress, with_tokens: bool) -> None:
         self._file = file
@@ -71,13 +71,13 @@ class OutputLines:
         self._lock = threading.Lock()
 
     def finished(self, item: Item) -> None:
-        """An item is done. Of several samples each is an object as a line of one is."""
+        """Write the line of a finished item; with n > 1, ``samples`` lists one object per sample."""
         told = [self._told(item.samples[at]) for at in sorted(item.samples)]
         record = self._of(item) | ({"samples": told} if item.request.n > 1 else told[0])
         self._write(item, record, failed=False)
 
     def failed(self, item: Item, error: ServiceError) -> None:
-        """An item is given up."""
+        """Write the line of an item that failed for good, with its ``error`` and the output so far."""
         told = {"code": error.code, "reason": error.reason, "message": error.message}
         if error.field:
             told["field"] = error.field
@@ -117,7 +117,7 @@ class OutputLines:
 
 
 def count(source: BinaryIO) -> int | None:
-    """Lines that hold something, of a file that can be read twice."""
+    """The number of non-blank lines in ``source``; None if it is not seekable."""
     if not source.seekable():
         return None
     found = sum(bool(line.strip()) for line in source)
@@ -126,7 +126,7 @@ def count(source: BinaryIO) -> int | None:
 
 
 def items(source: BinaryIO, done: set[int], defaults: Mapping[str, Any], output: OutputLines) -> Iterator[Item]:
-    """Items of the lines that are not done. One that makes no request goes to the output at once."""
+    """Yields an item for each line that is not in ``done``. Invalid lines are written to ``output`` as failed."""
     for index, line in enumerate(source):
         if index in done or not line.strip():
             continue
@@ -134,7 +134,7 @@ def items(source: BinaryIO, done: set[int], defaults: Mapping[str, Any], output:
         try:
             fields = _parsed(line)
             if not isinstance(fields, dict):
-                raise Unfit('a line is an object such as {"prompt": "..."} or {"messages": [...]}')
+                raise Unfit('a line must be a JSON object such as {"prompt": "..."} or {"messages": [...]}')
             request = from_fields(fields, defaults)
         except Unfit as unfit:
             name = fields.get("id", "") if isinstance(fields, dict) else ""
@@ -148,15 +148,15 @@ def _parsed(line: bytes) -> Any:
     try:
         return json.loads(line)
     except UnicodeError as error:
-        raise Unfit("the line is not UTF-8") from error
+        raise Unfit("the line is not valid UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise Unfit(f"the line is not JSON: {error}") from error
+        raise Unfit(f"the line is not valid JSON: {error}") from error
 
 
 def keep_what_is_done(path: Path) -> set[int]:
-    """The indices that an earlier run brought to an end; lines that tell of failures, or are torn, are removed.
+    """Returns the indices that an earlier run finished; removes lines that report failures or are incomplete.
 
-    Raises Unfit for a file that holds something else.
+    Raises Unfit if the file holds anything else.
     """
     kept: list[bytes] = []
     done: set[int] = set()
@@ -168,7 +168,7 @@ def keep_what_is_done(path: Path) -> set[int]:
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) and not line.endswith(b"\n"):
                 break
-            raise Unfit(f"{path}, line {number}, is no line of this command's output") from error
+            raise Unfit(f"{path}, line {number}: not a line of this command's output") from error
         if over and line.endswith(b"\n"):
             kept.append(line)
             done.add(index)

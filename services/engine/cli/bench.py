@@ -1,4 +1,4 @@
-"""``python -m services.engine bench``: put a load on a running engine and tell what it saw."""
+"""``python -m services.engine bench``: load a running engine and report throughput and latency."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_SEED = 1 << 64
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status; 1 when a request failed."""
+    """Returns the exit status; 1 if a request failed."""
     flags = _parser().parse_args(arguments)
     try:
         plan = _plan(flags)
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(told, indent=2) if flags.json else "\n".join(lines(told)))
         failures = [sample.error for sample in samples if sample.error is not None]
         if failures:
-            client.say(NAME, f"{len(failures)} of {len(samples)} failed, the first: {client.describe(failures[0])}")
+            client.say(NAME, f"{len(failures)} of {len(samples)} failed; the first: {client.describe(failures[0])}")
         return 1 if failures else 0
 
     return client.run(NAME, flags.target, body, flags.wait)
@@ -98,11 +98,11 @@ def _plan(flags: argparse.Namespace) -> Plan:
     ):
         value = getattr(flags, name)
         if value is not None and not least <= value <= most:
-            raise Unfit(f"--{name} {value}: want {least}" + (f" to {most}" if most < math.inf else " or more"))
+            raise Unfit(f"--{name} {value}: expected {least}" + (f" to {most}" if most < math.inf else " or more"))
     if flags.rate is not None and not 0 < flags.rate < math.inf:
-        raise Unfit(f"--rate {flags.rate:g}: want more than 0 requests a second")
+        raise Unfit(f"--rate {flags.rate:g}: expected more than 0 requests a second")
     if flags.temperature is not None and not 0 <= flags.temperature <= 100:
-        raise Unfit(f"--temperature {flags.temperature:g}: want 0 to 100")
+        raise Unfit(f"--temperature {flags.temperature:g}: expected 0 to 100")
     found = {}
     for name in ("input_len", "output_len"):
         try:
@@ -110,7 +110,7 @@ def _plan(flags: argparse.Namespace) -> Plan:
         except ValueError as error:
             raise Unfit(f"--{name.replace('_', '-')} {error}") from error
     if flags.shared > found["input_len"].least:
-        raise Unfit(f"--shared {flags.shared}: more than the least of --input-len {flags.input_len}")
+        raise Unfit(f"--shared {flags.shared}: exceeds the minimum of --input-len {flags.input_len}")
     return Plan(
         requests=flags.requests,
         inputs=found["input_len"],
@@ -126,31 +126,37 @@ def _plan(flags: argparse.Namespace) -> Plan:
 def _parser() -> argparse.ArgumentParser:
     parser = client.parser(
         NAME,
-        "Send requests of random tokens to a running engine and tell tokens/s, the time to the first token, the "
-        "time between tokens, the whole time and that in the queue (mean, p50, p90, p99), how much of the "
-        "prompts was cached, and errors by their reason. Times of a request count from when it was due.",
+        "Send requests with random tokens to a running engine and report throughput, time to first token, "
+        "inter-token latency, end-to-end latency and queue time (mean, p50, p90, p99), the share of prompt tokens "
+        "served from the prefix cache, and errors by reason. Latencies count from when a request was due.",
     )
-    parser.add_argument("--requests", type=int, default=100, metavar="N", help="how many (default %(default)s)")
+    parser.add_argument(
+        "--requests", type=int, default=100, metavar="N", help="number of requests (default %(default)s)"
+    )
     pace = parser.add_mutually_exclusive_group()
-    pace.add_argument("--concurrency", type=int, metavar="N", help="so many at a time (default 8)")
+    pace.add_argument("--concurrency", type=int, metavar="N", help="requests in flight at a time (default 8)")
     pace.add_argument(
-        "--rate", type=float, metavar="X", help="send X a second, at random times, however many are under way"
+        "--rate", type=float, metavar="X", help="X requests a second, Poisson arrivals, however many are in flight"
     )
     parser.add_argument(
-        "--input-len", default="128", metavar="N[-M]", help="tokens of a prompt, drawn evenly (default %(default)s)"
+        "--input-len", default="128", metavar="N[-M]", help="prompt tokens, drawn uniformly (default %(default)s)"
     )
     parser.add_argument(
-        "--output-len", default="64", metavar="N[-M]", help="tokens of an answer at most (default %(default)s)"
+        "--output-len", default="64", metavar="N[-M]", help="maximum output tokens (default %(default)s)"
     )
     parser.add_argument(
-        "--shared", type=int, default=0, metavar="N", help="tokens that all prompts begin with (default %(default)s)"
+        "--shared",
+        type=int,
+        default=0,
+        metavar="N",
+        help="length of the prefix that all prompts share (default %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="the same seed draws the same load (default %(default)s)"
+        "--seed", type=int, default=0, metavar="N", help="the same seed gives the same load (default %(default)s)"
     )
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: the model's)")
     parser.add_argument(
-        "--ignore-eos", action="store_true", help="answers are as long as --output-len says, whatever the model says"
+        "--ignore-eos", action="store_true", help="ignore end-of-sequence: generate exactly --output-len tokens"
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON; times are in seconds")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, times in seconds")
     return parser

@@ -1,4 +1,4 @@
-"""A load for an engine: requests of drawn lengths at drawn times, and what each of them saw."""
+"""Generates load: requests of random lengths at random times, and the measurements of each."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from services.engine.cli import client
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Whole numbers, each from ``least`` to ``most`` as likely as another."""
+    """A uniform distribution over the integers from ``least`` to ``most``."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Read ``N``, or ``N-M``. Raises ValueError."""
+        """Parse ``N`` or ``N-M``. Raises ValueError."""
         first, dash, second = text.partition("-")
         if not (first.isdecimal() and (second.isdecimal() if dash else True)):
-            raise ValueError(f"{text}: want N or N-M")
+            raise ValueError(f"{text}: expected N or N-M")
         found = cls(int(first), int(second) if dash else int(first))
         if not 1 <= found.least <= found.most:
-            raise ValueError(f"{text}: want 1 or more, the smaller first")
+            raise ValueError(f"{text}: expected 1 or more, the smaller first")
         return found
 
     def draw(self, numbers: random.Random) -> int:
-        """One of them."""
+        """Draw one length."""
         return numbers.randint(self.least, self.most)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request, and when it is to be sent, in seconds from the begin."""
+    """A request, and when to send it, in seconds from the start."""
 
     at: float
     request: pb.GenerateRequest
@@ -49,7 +49,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is sent. The same plan and vocabulary give the same requests; ``rate`` is in requests a second."""
+    """What to send. The same plan and vocabulary size give the same requests; ``rate`` is in requests per second."""
 
     requests: int
     inputs: Lengths
@@ -61,9 +61,9 @@ class Plan:
     temperature: float | None = None
 
     def arrivals(self, vocab_size: int) -> Iterator[Arrival]:
-        """The requests in their order: random tokens, of which all requests share the first ``shared``.
+        """The requests in order: random tokens, the first ``shared`` of which are common to all.
 
-        With a rate they come as a Poisson process; without one all are due at once.
+        With a rate, arrivals form a Poisson process; without one, all requests are due at once.
         """
         numbers = random.Random(self.seed)
         shared = [numbers.randrange(vocab_size) for _ in range(self.shared)]
@@ -84,9 +84,9 @@ class Plan:
 
 @dataclass(slots=True)
 class Measured:
-    """What became of a request. Times are in seconds; the first two from when it was due.
+    """The measurements of one request. Times are in seconds; the first two count from when it was due.
 
-    ``gaps`` are the times between tokens: what came together shares the time it took.
+    ``gaps`` are the inter-token latencies: tokens that arrive together split the time since the previous ones evenly.
     """
 
     first_token_s: float | None = None
@@ -98,7 +98,7 @@ class Measured:
 
 
 async def send(stub: Any, request: pb.GenerateRequest, target: str, due: float, clock: Callable[[], float]) -> Measured:
-    """Have one request answered; ``due`` is the time on ``clock`` from which it counts."""
+    """Send one request and measure it; latencies count from ``due``, a time on ``clock``."""
     sample, last = Measured(), due
     try:
         async for response in stub.Generate(request):
@@ -127,10 +127,10 @@ async def run(
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> float:
-    """Send what arrives and tell ``done`` of each sample; the seconds it took in all.
+    """Send all arrivals and pass each measurement to ``done``. Returns the total duration in seconds.
 
-    With ``concurrency`` so many are under way at a time, and one is due when there is room for it. Without, each is
-    sent when it is due, however many are under way.
+    With ``concurrency``, at most that many requests are in flight, and one is due as soon as a slot is free. Without,
+    each is sent when it is due, however many are in flight.
     """
     began = clock()
 

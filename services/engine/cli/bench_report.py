@@ -1,4 +1,4 @@
-"""What a load saw, in numbers: rates, and how times were spread."""
+"""The bench report: throughput, and latency distributions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that ``percent`` of the sorted values are below, between two of them in proportion. There is one."""
+    """The percentile of non-empty sorted ``values``, interpolated linearly."""
     place = (len(values) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(values) - 1)
@@ -20,7 +20,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles, None of nothing."""
+    """Mean and percentiles; None if there are no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -28,9 +28,9 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def report(samples: Sequence[Measured], seconds: float) -> dict[str, Any]:
-    """Everything there is to tell. Times are in seconds, of the requests that were answered to their end.
+    """The whole report. Times are in seconds and cover only requests that completed.
 
-    Rates count what came of the others, too.
+    Output token counts and rates include the tokens of failed requests.
     """
     whole = [sample for sample in samples if sample.error is None]
     usages = [sample.usage for sample in whole if sample.usage is not None]
@@ -65,13 +65,13 @@ _TIMES = {
 
 
 def lines(told: dict[str, Any]) -> list[str]:
-    """A report for people."""
+    """The report as lines of text."""
     errors = ", ".join(f"{count} {reason}" for reason, count in sorted(told["errors"].items()))
     found = [
         f"requests    {told['requests']} in {told['seconds']:.2f} s, {told['requests_per_s']:.2f}/s"
         + (f"; failed {told['failed']}: {errors}" if told["failed"] else ""),
         f"output      {told['output_tokens']} tokens, {told['output_tokens_per_s']:.1f}/s",
-        f"prompts     {told['prompt_tokens']} tokens, {told['cached_share']:.1%} of them cached",
+        f"prompts     {told['prompt_tokens']} tokens, {told['cached_share']:.1%} cached",
         f"preemptions {told['preemptions']}",
         "",
         f"{'ms':20}" + "".join(f"{name:>11}" for name in ("mean", *(f"p{at}" for at in PERCENTILES))),

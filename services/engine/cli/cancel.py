@@ -1,4 +1,4 @@
-"""``python -m services.engine cancel``: end requests by their ids."""
+"""``python -m services.engine cancel``: cancel requests by id."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ NAME = "cancel"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status; 1 if one of them could not be cancelled."""
+    """Returns the exit status; 1 if any request could not be cancelled."""
     return client.each_id(NAME, _parser().parse_args(arguments), "CancelGeneration", pb.CancelGenerationRequest)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = client.parser(NAME, "End requests, submitted or not. One that is over stays as it is.")
-    parser.add_argument("id", nargs="+", metavar="ID", help="a request's id")
+    parser = client.parser(NAME, "Cancel requests, submitted or streaming. Requests that have ended are unaffected.")
+    parser.add_argument("id", nargs="+", metavar="ID", help="request id")
     return parser

@@ -1,4 +1,4 @@
-"""``python -m services.engine chat``: talk with the model."""
+"""``python -m services.engine chat``: chat with the model."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ NAME = "chat"
 
 MAX_TOKENS = 1024
 _HELP = (
-    "/reset begins anew, /system TEXT does so with another system's message (or none), /help prints this; "
-    "// begins a message with a /. Ctrl-C ends an answer, Ctrl-D the chat."
+    "/reset starts a new conversation, /system TEXT starts one with that system message (or none), /help prints "
+    "this; // starts a message with a literal /. Ctrl-C stops an answer, Ctrl-D ends the chat."
 )
 _CHAT_FLAGS = ("system", "template_arguments")
 
 
 class Conversation:
-    """What was said so far; each answer is asked for with all of it, so its beginning is in the cache."""
+    """The conversation so far. Every request carries all of it, so its earlier turns hit the prefix cache."""
 
     def __init__(self, request: pb.GenerateRequest, system: str | None) -> None:
         self.request = request
         self.reset(system)
 
     def reset(self, system: str | None) -> None:
-        """Begin anew. Raises UnicodeError, and then goes on as it was."""
+        """Start over with this system message. Raises UnicodeError, leaving the conversation unchanged."""
         first = [pb.Message(role="system", content=system)] if system else []
         items = self.request.prompt.messages.items
         del items[:]
@@ -44,11 +44,11 @@ class Conversation:
         self.system = system
 
     def ask(self, text: str) -> None:
-        """A message of the user's."""
+        """Append a user message."""
         self.request.prompt.messages.items.add(role="user", content=text)
 
     def answered(self, text: str) -> None:
-        """The model's answer, be it part of one; without a word of it the question counts as not asked."""
+        """Append the model's answer, complete or partial; if it is empty, drop the user message it was for."""
         items = self.request.prompt.messages.items
         if text:
             items.add(role="assistant", content=text)
@@ -57,8 +57,8 @@ class Conversation:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 at the input's end. Without a terminal the first failure ends it, with 1, and so does
-    an interrupt, with 130.
+    """Returns the exit status: 0 at the end of input. When input is not a terminal, the first failure exits with 1 and
+    an interrupt with 130.
     """
     flags = _parser().parse_args(arguments)
     try:
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         model = stub.GetModel(pb.GetModelRequest())
         if not model.has_chat_template:
             why = f": {model.chat_template_error}" if model.chat_template_error else ""
-            client.say(NAME, f"{model.model_id} has no chat template{why}; `generate` takes text")
+            client.say(NAME, f"{model.model_id} has no chat template{why}; use `generate` for text")
             return 1
         terminal = sys.stdin.isatty()
         if terminal:
@@ -119,7 +119,7 @@ def _talk(stub: Any, talk: Conversation, terminal: bool, flags: argparse.Namespa
             elif word == "/help":
                 print(_HELP, file=sys.stderr)
             elif word.startswith("/") and not word.startswith("//"):
-                client.say(NAME, f"there is no {word}. {_HELP}")
+                client.say(NAME, f"unknown command {word}. {_HELP}")
             else:
                 text = line.strip().removeprefix("/") if word.startswith("//") else line
                 if _answer(stub, talk, text, flags) and not terminal:
@@ -132,14 +132,14 @@ def _talk(stub: Any, talk: Conversation, terminal: bool, flags: argparse.Namespa
             if not terminal:
                 return 1
         except UnicodeError:
-            client.say(NAME, "a message must be UTF-8")
+            client.say(NAME, "messages must be UTF-8")
             if not terminal:
                 return 1
     return 0
 
 
 def _answer(stub: Any, talk: Conversation, text: str, flags: argparse.Namespace) -> bool:
-    """Ask, print the answer as it comes, and remember both. An interrupt ends the answer; whether one came."""
+    """Send a message, print the answer as it streams, and record both. Returns whether an interrupt cut it short."""
     said: list[str] = []
     with _Interrupt() as interrupt:
         talk.ask(text)
@@ -168,9 +168,9 @@ def _answer(stub: Any, talk: Conversation, text: str, flags: argparse.Namespace)
 
 
 class _Interrupt:
-    """Inside it an interrupt is noted and acted on, and never raised: nothing here or in gRPC is left half done.
+    """While entered, SIGINT runs an action instead of raising, so it cannot leave this module or gRPC half done.
 
-    One that comes before it is known what to do is acted on as soon as it is.
+    An interrupt that arrives before the action is set runs it as soon as it is.
     """
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class _Interrupt:
         self._before: Any = None
 
     def then(self, action: Callable[[], object]) -> None:
-        """What an interrupt does; may be called by each, and at once."""
+        """Set the action of an interrupt. Each interrupt calls it; one that has already arrived calls it now."""
         self._action = action
         if self.came:
             action()
@@ -190,7 +190,7 @@ class _Interrupt:
             self._action()
 
     def __enter__(self) -> _Interrupt:
-        if threading.current_thread() is threading.main_thread():  # no other thread hears of interrupts
+        if threading.current_thread() is threading.main_thread():  # only the main thread can handle signals
             self._before = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
@@ -200,15 +200,15 @@ class _Interrupt:
 
 
 def _lines(terminal: bool) -> Iterator[str]:
-    """Lines as they are typed, to the end of the input. On a terminal an interrupt only forgets the line."""
+    """Lines of standard input until its end. On a terminal, an interrupt only discards the current line."""
     if not terminal:
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is then found in its message
+            sys.stdin.reconfigure(errors="surrogateescape")  # so that invalid UTF-8 is reported for its message
         for line in sys.stdin:
             yield line.rstrip("\n")
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # input() then has a line that can be edited, and those before
+        import readline  # noqa: F401  # gives input() line editing and history
     while True:
         try:
             yield input("> " if sys.stdout.isatty() else "")
@@ -222,11 +222,11 @@ def _lines(terminal: bool) -> Iterator[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = client.parser(
         NAME,
-        f"Talk with the model: a line of standard input is a message, the answer goes to standard output. {_HELP}",
+        f"Chat with the model: each line of standard input is a message; answers go to standard output. {_HELP}",
     )
-    add_system(parser, "the system's message, that the conversation begins with")
+    add_system(parser, "system message that starts the conversation")
     add_flags(parser, MAX_TOKENS)
     parser.add_argument(
-        "--stats", action="store_true", help="tell tokens, how many were cached, times and the seed on standard error"
+        "--stats", action="store_true", help="print token counts, cache hits, times and the seed to standard error"
     )
     return parser

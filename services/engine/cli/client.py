@@ -1,4 +1,4 @@
-"""What every command does around its call: the flag that says where the engine is, and one line when it fails."""
+"""What all commands share: the flags for the engine's address and readiness, connecting, and one-line errors."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the flags that all commands have."""
+    """A parser with the flags common to all commands."""
     prog = f"python -m services.engine {command}"
     made = Parser(prog=prog, description=description)
     made.add_argument(
         "--target",
         default=f"unix:{runtime_dir() / 'engine.sock'}",
         metavar="ADDR",
-        help="the engine: unix:/path or host:port (default %(default)s)",
+        help="address of the engine: unix:/path or host:port (default %(default)s)",
     )
     made.add_argument(
         "--wait",
         type=_seconds,
         default=0.0,
         metavar="S",
-        help="wait up to S seconds until the engine is serving (default %(default)g)",
+        help="wait up to S seconds for the engine to be serving (default %(default)g)",
     )
     return made
 
@@ -49,32 +49,32 @@ def _seconds(text: str) -> float:
     except ValueError:
         found = math.nan
     if not 0 <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: want seconds, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text}: expected seconds, 0 or more")
     return found
 
 
 def say(command: str, sentence: str) -> None:
-    """One line on standard error."""
+    """Print one line to standard error."""
     print(f"rocmforge {command}: {sentence}", file=sys.stderr)
 
 
 def describe(error: ServiceError) -> str:
-    """An error in a line."""
+    """An error as one line."""
     return f"{error.reason}: {error.message}"
 
 
 def failure(error: grpc.RpcError, target: str) -> ServiceError:
-    """The error behind a failed call. One that never reached an engine says so."""
+    """The error of a failed call. If no engine could be reached, the message says so."""
     found = rpc.error_from(error)
     if found.reason == "UNKNOWN":
         name = error.code().name
         found = type("Lost", (ServiceError,), {"code": name, "reason": name})(found.message)
         if name == "UNAVAILABLE":
-            found.message = f"no engine at {target}: {found.message}; is it running? --target says where it is"
+            found.message = f"no engine at {target}: {found.message}; is it running? --target sets its address"
     return found
 
 
-#: Of a channel that no proxy of the environment comes into, and that takes whatever an engine may send.
+#: Channel options: ignore proxies set in the environment, and accept the largest message an engine may send.
 OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
 
 
@@ -84,10 +84,10 @@ def connect(target: str) -> grpc.Channel:
 
 
 def await_serving(command: str, target: str, wait_s: float) -> bool:
-    """Wait until the engine says that it is serving, no longer than ``wait_s`` seconds, and not at all for 0.
+    """Wait up to ``wait_s`` seconds for the engine to report SERVING; 0 does not wait.
 
-    Returns whether it is, or was not waited for; else the reason is on standard error, where a terminal shows, too,
-    that something is waited for.
+    Returns True if it is serving, or without waiting. Otherwise prints the reason to standard error and returns False.
+    On a terminal it also prints that it is waiting.
     """
     if not wait_s:
         return True
@@ -109,20 +109,19 @@ def await_serving(command: str, target: str, wait_s: float) -> bool:
 
 
 def run(command: str, target: str, body: Callable[[Any], int], wait_s: float = 0.0) -> int:
-    """Call ``body`` with a stub, and return its exit status or that of how it failed.
+    """Call ``body`` with a stub. Returns its exit status, or that of its failure.
 
-    First wait up to ``wait_s`` seconds until the engine is serving.
-
-    An interrupt ends its calls, and so does a reader of standard output that leaves.
+    Waits up to ``wait_s`` seconds for the engine to be serving first. An interrupt, or a closed standard output,
+    cancels the calls in flight.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? for it
+        sys.stdout.reconfigure(errors="replace")  # print ? for characters that the encoding lacks
     with connect(target) as channel:
         try:
             if not await_serving(command, target, wait_s):
                 return 1
             status = body(engine_pb2_grpc.EngineServiceStub(channel))
-            sys.stdout.flush()  # here, where a reader that has left is known
+            sys.stdout.flush()  # here, where a BrokenPipeError is handled
             return status
         except grpc.RpcError as error:
             say(command, describe(failure(error, target)))
@@ -136,7 +135,7 @@ def run(command: str, target: str, body: Callable[[Any], int], wait_s: float = 0
 
 
 def each_id(command: str, flags: argparse.Namespace, method: str, message: Callable[..., Any]) -> int:
-    """Call ``method`` with a ``message`` for each request of ``flags.id``; return the exit status, 1 if any failed."""
+    """Call ``method`` with a ``message`` for each id in ``flags.id``. Returns the exit status, 1 if any call failed."""
     try:
         messages = [message(request_id=name) for name in flags.id]
     except UnicodeError:
@@ -157,5 +156,5 @@ def each_id(command: str, flags: argparse.Namespace, method: str, message: Calla
 
 
 def drop_output() -> None:
-    """Let what is still to be flushed at the interpreter's end go nowhere."""
+    """Redirect standard output to /dev/null, so that the flush at interpreter exit cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,4 +1,4 @@
-"""``python -m services.engine delete``: forget submitted generations that are over."""
+"""``python -m services.engine delete``: delete submitted generations that have ended."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ NAME = "delete"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status; 1 if one of them could not be deleted."""
+    """Returns the exit status; 1 if any generation could not be deleted."""
     return client.each_id(NAME, _parser().parse_args(arguments), "DeleteGeneration", pb.DeleteGenerationRequest)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = client.parser(NAME, "Forget submitted generations that are over; one that is not is left alone, and told.")
-    parser.add_argument("id", nargs="+", metavar="ID", help="what `submit` printed")
+    parser = client.parser(NAME, "Delete submitted generations that have ended; it is an error if one has not.")
+    parser.add_argument("id", nargs="+", metavar="ID", help="id printed by `submit`")
     return parser

@@ -15,11 +15,11 @@ NAME = "generate"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status. An interrupt cancels the request, and so does a reader of the output that leaves."""
+    """Returns the exit status. An interrupt or a closed standard output cancels the request."""
     flags = _parser().parse_args(arguments)
     try:
         if flags.timeout is not None and not 0 < flags.timeout < math.inf:
-            raise Unfit(f"--timeout {flags.timeout:g}: want more than 0 seconds")
+            raise Unfit(f"--timeout {flags.timeout:g}: expected more than 0 seconds")
         request = from_flags(flags)
     except Unfit as unfit:
         client.say(NAME, str(unfit))
@@ -44,6 +44,10 @@ def _parser() -> argparse.ArgumentParser:
     add_chat(parser)
     add_flags(parser)
     add_samples(parser)
-    parser.add_argument("--timeout", type=float, metavar="S", help="seconds the whole call may take (default: no end)")
-    parser.add_argument("--show-usage", action="store_true", help="tell counts, times and the seed on standard error")
+    parser.add_argument(
+        "--timeout", type=float, metavar="S", help="deadline for the whole call, in seconds (default: none)"
+    )
+    parser.add_argument(
+        "--show-usage", action="store_true", help="print token counts, times and the seed to standard error"
+    )
     return parser

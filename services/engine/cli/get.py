@@ -1,4 +1,4 @@
-"""``python -m services.engine get``: what a submitted generation has said so far."""
+"""``python -m services.engine get``: print the output of a submitted generation so far."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = client.parser(NAME, "Print what a submitted generation has said so far.")
-    parser.add_argument("id", metavar="ID", help="what `submit` printed")
-    parser.add_argument("--json", action="store_true", help="print all there is to know of it as JSON")
+    parser = client.parser(NAME, "Print the output of a submitted generation so far.")
+    parser.add_argument("id", metavar="ID", help="id printed by `submit`")
+    parser.add_argument("--json", action="store_true", help="print the whole generation as JSON")
     return parser

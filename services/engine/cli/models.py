@@ -1,4 +1,4 @@
-"""``python -m services.engine models``: what engines serve."""
+"""``python -m services.engine models``: list the models that engines serve."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLUMNS = ("TARGET", "MODEL", "ARCHITECTURE", "PARAMETERS", "CONTEXT", "VOCABUL
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status; 1 if one of the engines did not answer."""
+    """Returns the exit status; 1 if any engine did not answer."""
     flags = _parser().parse_args(arguments)
     targets = flags.targets or [flags.target]
 
@@ -53,7 +53,7 @@ def _ask(target: str) -> pb.GetModelResponse:
 
 
 def row(target: str, model: pb.GetModelResponse) -> tuple[str, ...]:
-    """What an engine serves, column by column."""
+    """The model of one engine, as the cells of a row."""
     chat = "yes" if model.has_chat_template else "unusable" if model.chat_template_error else "no"
     return (
         *(target, model.model_id, model.architecture, f"{model.parameters / 1e6:.1f} M", str(model.max_context)),
@@ -62,16 +62,16 @@ def row(target: str, model: pb.GetModelResponse) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines with a heading, columns as wide as they have to be."""
+    """The rows as lines under a heading, with columns as narrow as their cells allow."""
     cells = [_COLUMNS, *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = client.parser(NAME, "Tell what engines serve.")
+    parser = client.parser(NAME, "List the models that engines serve.")
     parser.add_argument(
-        "targets", nargs="*", metavar="ADDR", help="engines, unix:/path or host:port (default: --target's)"
+        "targets", nargs="*", metavar="ADDR", help="engines: unix:/path or host:port (default: --target)"
     )
-    parser.add_argument("--json", action="store_true", help="print all there is to know of each as a list of objects")
+    parser.add_argument("--json", action="store_true", help="print every field of each as a JSON list")
     return parser

@@ -1,4 +1,4 @@
-"""An answer on a terminal: the text as it comes, and how it ended in a line."""
+"""Prints output on a terminal: the text as it streams, and a one-line summary."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rocmforge.engine.v1 import engine_pb2 as pb
 
 
 def print_text(responses: Iterable[pb.GenerateResponse]) -> pb.Finish | None:
-    """Print text as it comes, with a line's end behind it; returns the finish, if one came.
+    """Print text as it streams, then a final newline. Returns the finish, if one arrived.
 
-    How likely tokens were, if it is told, goes to standard error, a line for each.
+    Logprobs, if any, go to standard error, one line per token.
     """
     finish, ends_line = None, True
     try:
@@ -30,9 +30,9 @@ def print_text(responses: Iterable[pb.GenerateResponse]) -> pb.Finish | None:
 
 
 def print_samples(responses: Iterable[pb.GenerateResponse]) -> list[pb.Finish]:
-    """Print each sample's text under its number when it is done; returns how they ended, in this order.
+    """Print each sample's text under its number when it finishes. Returns the finishes in that order.
 
-    Those that are not done when the responses end, or fail, follow.
+    Samples that are unfinished when the stream ends or fails are printed last.
     """
     texts, finishes = dict[int, str](), list[pb.Finish]()
     try:
@@ -63,7 +63,7 @@ def _print_logprobs(response: pb.GenerateResponse) -> None:
 
 
 def logprobs(told: Iterable[pb.TokenLogprob]) -> list[dict[str, Any]]:
-    """How likely tokens were, as a line of JSON has it."""
+    """Token logprobs as JSON objects."""
     return [
         {
             "token_id": one.token_id,
@@ -76,12 +76,12 @@ def logprobs(told: Iterable[pb.TokenLogprob]) -> list[dict[str, Any]]:
 
 
 def reason(finish: pb.Finish) -> str:
-    """Why it ended, in a word."""
+    """The finish reason, in lower case."""
     return pb.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
 
 
 def took(usage: pb.Usage) -> str:
-    """Counts and times, in a line."""
+    """Token counts and times, as one line."""
     total = usage.total_time.ToNanoseconds() / 1e9
     rate = usage.completion_tokens / total if total else 0.0
     line = (
@@ -94,5 +94,5 @@ def took(usage: pb.Usage) -> str:
 
 
 def summary(finish: pb.Finish) -> str:
-    """How it ended and what it took, in a line."""
+    """The finish reason, token counts, times and seed, as one line."""
     return f"{reason(finish)}; {took(finish.usage)}; seed {finish.seed}"

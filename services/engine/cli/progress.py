@@ -1,4 +1,4 @@
-"""A line on the terminal that tells how far a long command is."""
+"""A progress line on the terminal for long commands."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _EVERY_S = 0.1
 
 
 class Progress:
-    """Draws on ``file`` if that is a terminal, at most ten times a second; ``total`` None when nobody knows it.
+    """Draws on ``file`` if it is a terminal, at most ten times a second; ``total`` is None if it is unknown.
 
-    Items are begun, bring tokens while they run, and are done. Any thread may say so.
+    Items begin, produce tokens while they run, and end. Every method is safe to call from any thread.
     """
 
     def __init__(self, file: TextIO, total: int | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,19 +28,19 @@ class Progress:
         self.running = self.done = self.failed = self.tokens = 0
 
     def begin(self, items: int = 1) -> None:
-        """So many more are running."""
+        """Count ``items`` more as running."""
         with self._lock:
             self.running += items
             self.draw()
 
     def more(self, tokens: int) -> None:
-        """What runs brought so many tokens; fewer than 0 where an attempt came to nothing."""
+        """Add tokens of running items; negative to take back those of a failed attempt."""
         with self._lock:
             self.tokens += tokens
             self.draw()
 
     def add(self, *, failed: bool, tokens: int = 0, running: bool = False) -> None:
-        """One more is done, or failed, with so many tokens that ``more`` was not told of; it may have been running."""
+        """Count one more item as done or failed, with tokens not yet added by ``more``; ``running`` if it had begun."""
         with self._lock:
             self.running -= running
             self.done += 1
@@ -49,7 +49,7 @@ class Progress:
             self.draw()
 
     def draw(self) -> None:
-        """Draw, unless that was done a moment ago."""
+        """Draw the line, unless it was drawn less than 0.1 s ago."""
         with self._lock:
             now = self._clock()
             if self._shown and (now - self._drawn_at >= _EVERY_S or self.done == self._total):
@@ -58,13 +58,13 @@ class Progress:
                 self._file.flush()
 
     def line(self) -> str:
-        """The line, no longer than the terminal is wide."""
+        """The line, cut to the width of the terminal."""
         elapsed = max(self._clock() - self._began, 1e-9)
         told = f"{self.done}" if self._total is None else f"{self.done}/{self._total}"
         told += f"  {self.running} running" if self.running else ""
         told += f"  {self.failed} failed" if self.failed else ""
         width = shutil.get_terminal_size().columns - 1
-        if not self.done:  # what is left cannot be said: what there is, in how long
+        if not self.done:  # no estimate yet: show tokens and elapsed time
             told += f"  {self.tokens} tokens  {_minutes(elapsed)}"
         else:
             told += f"  {self.tokens / elapsed:.0f} tokens/s"

@@ -1,4 +1,4 @@
-"""``python -m services.engine purge``: forget all submitted generations that are over."""
+"""``python -m services.engine purge``: delete all submitted generations that have ended."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = client.parser(NAME, "Forget all submitted generations that are over, and print how many these were.")
+    parser = client.parser(NAME, "Delete all submitted generations that have ended, and print how many.")
     parser.add_argument(
         "--older-than",
         type=float,
         default=0.0,
         metavar="S",
-        help="only those that have been over for S seconds (default: all)",
+        help="only those that ended at least S seconds ago (default: all)",
     )
     return parser

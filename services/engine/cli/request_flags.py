@@ -1,4 +1,4 @@
-"""The flags that make a request, and the names that one has in a line of JSON."""
+"""Builds requests from flags and from JSON fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from google.protobuf import duration_pb2
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine.cli import messages
 
-#: name -> the message of a GenerateRequest that has it.
+#: name -> the submessage of GenerateRequest that holds the field.
 _PLACES = {
     **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "seed"), "sampling"),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"), "sampling"),
@@ -25,7 +25,7 @@ _LISTS = ("stop", "stop_token_ids")
 _SWITCHES = ("ignore_eos", "include_stop")
 _MAPS = ("logit_bias",)
 _SPANS = ("cache_ttl",)
-#: Fields that their message calls otherwise.
+#: Names whose protobuf field is named differently.
 _FIELDS = {"cache_ttl": "ttl", "cache_priority": "priority"}
 _FLAGS = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "priority"),
@@ -33,64 +33,72 @@ _FLAGS = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "prompt_logprobs", "n"),
 )
 _CHAT_FLAGS = ("chat", "system", "template_arguments")
-#: Flags whose words become part of the prompt.
+#: Flags whose text becomes part of the prompt.
 _TOLD_TOO = {"--system": "system", "--template-argument": "template_arguments"}
-#: How a prompt may be said in a line of JSON.
+#: The JSON fields that give the prompt.
 _PROMPT = ("prompt", *messages.NAMES)
 
 
 class Unfit(ValueError):
-    """A value that its field cannot hold; says which."""
+    """A value is invalid for its field; the message names the field."""
 
 
 def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None = None) -> None:
-    """The flags that say how to generate; ``max_tokens`` is the command's own default."""
+    """Add the generation flags; ``max_tokens`` is the command's own default."""
     default = "the engine's" if max_tokens is None else max_tokens
     parser.add_argument(
-        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"tokens at most (default: {default})"
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"maximum number of tokens (default: {default})"
     )
     parser.add_argument(
-        "--min-tokens", type=int, metavar="N", help="tokens before the one that may end the text (default: 0)"
+        "--min-tokens", type=int, metavar="N", help="minimum number of tokens before generation may stop (default: 0)"
     )
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: the model's)")
-    parser.add_argument("--top-k", type=int, metavar="N", help="only the N likeliest tokens")
-    parser.add_argument("--top-p", type=float, metavar="X", help="only the likeliest tokens that together have X")
-    parser.add_argument("--min-p", type=float, metavar="X", help="only tokens with X of the likeliest one's chance")
-    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text (default: random)")
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT; repeatable")
-    # None where it was not said, so that a line of JSON can say otherwise.
-    parser.add_argument("--include-stop", action="store_const", const=True, help="leave the stop in the text")
-    parser.add_argument("--ignore-eos", action="store_const", const=True, help="go on behind the model's own end")
-    parser.add_argument("--cache-salt", metavar="TEXT", help="share cached pages with requests of this salt only")
+    parser.add_argument("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
     parser.add_argument(
-        "--cache-ttl", type=float, metavar="S", help="have the daemon keep what this computed S seconds before others'"
+        "--top-p", type=float, metavar="X", help="sample from the likeliest tokens whose probabilities sum to X"
+    )
+    parser.add_argument(
+        "--min-p", type=float, metavar="X", help="drop tokens below X times the top token's probability"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text (default: random)")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="stop before TEXT; repeatable")
+    # None if the flag is absent, so that a JSON line can set the field.
+    parser.add_argument("--include-stop", action="store_const", const=True, help="include the stop text in the output")
+    parser.add_argument("--ignore-eos", action="store_const", const=True, help="continue past end-of-sequence")
+    parser.add_argument(
+        "--cache-salt", metavar="TEXT", help="share cached pages only with requests that have this salt"
+    )
+    parser.add_argument(
+        "--cache-ttl", type=float, metavar="S", help="prefer to keep this request's cached pages for S seconds"
     )
     parser.add_argument(
         "--cache-priority",
         type=int,
         metavar="N",
-        help="with --cache-ttl: 1 to 100, higher is kept longer (default: 50)",
+        help="with --cache-ttl: 1 to 100; lower is evicted first (default: 50)",
     )
-    parser.add_argument("--priority", type=int, metavar="N", help="-100 to 100, higher goes first (default: 0)")
+    parser.add_argument("--priority", type=int, metavar="N", help="-100 to 100, higher is scheduled first (default: 0)")
     parser.add_argument(
-        "--repetition-penalty", type=float, metavar="X", help="make tokens that are there already less likely by X > 1"
-    )
-    parser.add_argument(
-        "--presence-penalty", type=float, metavar="X", help="subtracted from logits of generated tokens"
+        "--repetition-penalty", type=float, metavar="X", help="X > 1 makes tokens that already occurred less likely"
     )
     parser.add_argument(
-        "--frequency-penalty", type=float, metavar="X", help="the same, for each time one was generated"
+        "--presence-penalty", type=float, metavar="X", help="subtract X from the logits of generated tokens"
+    )
+    parser.add_argument(
+        "--frequency-penalty", type=float, metavar="X", help="subtract X for each time a token was generated"
     )
     parser.add_argument(
         "--logit-bias", action="append", type=_bias, metavar="ID=X", help="add X to a token's logit; repeatable"
     )
-    parser.add_argument("--logprobs", type=int, metavar="N", help="tell how likely tokens were, and the N likeliest")
-    parser.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same of the prompt's tokens")
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N", help="print each token's logprob and the N likeliest tokens"
+    )
+    parser.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same for prompt tokens")
 
 
 def add_samples(parser: argparse.ArgumentParser) -> None:
-    """How many answers, where there may be several."""
-    parser.add_argument("--n", type=int, metavar="N", help="samples of the one prompt, at most 16 (default: 1)")
+    """Add the flag for the number of samples."""
+    parser.add_argument("--n", type=int, metavar="N", help="number of samples of the prompt, at most 16 (default: 1)")
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -98,43 +106,43 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         found = int(token), float(bias)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: want ID=X, a token's id and a number") from error
+        raise argparse.ArgumentTypeError(f"{text}: expected ID=X, a token's id and a number") from error
     if not 0 <= found[0] < 1 << 32:
-        raise argparse.ArgumentTypeError(f"{text}: no token has the id {token}")
+        raise argparse.ArgumentTypeError(f"{text}: token id {token} is out of range")
     return found
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
-    """The prompt, as the words left over."""
-    parser.add_argument("prompt", nargs="+", metavar="PROMPT", help="words of the prompt; - reads standard input")
+    """Add the prompt, as positional words."""
+    parser.add_argument("prompt", nargs="+", metavar="PROMPT", help="the prompt's words; - reads standard input")
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
-    """The flags that make a conversation of a prompt."""
+    """Add the flags that turn a prompt into a conversation."""
     parser.add_argument(
         "--chat",
         action="store_true",
         default=None,
-        help="the prompt, if it is text, is a user's message, which the model's chat template writes",
+        help="send a text prompt as a user message through the model's chat template",
     )
-    add_system(parser, "put a system's message before; means --chat, and so does --template-argument")
+    add_system(parser, "prepend a system message; implies --chat, as does --template-argument")
 
 
 def add_system(parser: argparse.ArgumentParser, help_system: str) -> None:
-    """The flags that every conversation has."""
+    """Add the flags common to all conversations."""
     parser.add_argument("--system", metavar="TEXT", help=help_system)
     parser.add_argument(
         "--template-argument",
         action="append",
         dest="template_arguments",
         metavar="NAME=VALUE",
-        help="a name that the chat template reads, such as enable_thinking=false; VALUE is JSON, or else text; "
+        help="set a variable of the chat template, such as enable_thinking=false; VALUE is JSON, or else a string; "
         "repeatable",
     )
 
 
 def given(flags: argparse.Namespace) -> dict[str, Any]:
-    """The values of ``add_flags`` and ``add_chat`` that were given, by name. Raises Unfit."""
+    """The flags of ``add_flags`` and ``add_chat`` that were given, by name. Raises Unfit."""
     found = {name: value for name in (*_FLAGS, *_CHAT_FLAGS) if (value := getattr(flags, name, None)) is not None}
     if "template_arguments" in found:
         try:
@@ -145,7 +153,7 @@ def given(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def from_flags(flags: argparse.Namespace) -> pb.GenerateRequest:
-    """The request that flags make. Raises Unfit, naming the flag."""
+    """Build the request from flags. Raises Unfit, naming the flag."""
     try:
         prompt = " ".join(flags.prompt) if flags.prompt != ["-"] else sys.stdin.read()
         values = given(flags)
@@ -167,36 +175,36 @@ def from_flags(flags: argparse.Namespace) -> pb.GenerateRequest:
 
 
 def from_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> pb.GenerateRequest:
-    """The request of an object with a prompt and any of the other names, of which None is as if nobody had said it.
+    """Build the request from a JSON object with a prompt and any other fields; None counts as absent.
 
-    The prompt is ``prompt``, text or a list of token ids, or it is ``messages``. Raises Unfit, naming what is at fault.
+    The prompt is ``prompt``, a string or a list of token ids, or ``messages``. Raises Unfit, naming the field at fault.
     """
     request = pb.GenerateRequest()
     values = {**defaults, **fields}
     for name, value in values.items():
         if name not in _PLACES and name not in ("id", *_PROMPT):
-            raise Unfit(f"there is no {name!r}; there are id, {', '.join((*_PROMPT, *_PLACES))}")
+            raise Unfit(f"unknown field {name!r}; expected one of id, {', '.join((*_PROMPT, *_PLACES))}")
         try:
             if name == "id":
                 request.request_id = value
             elif name in _PLACES and value is not None:
                 put(request, name, value)
         except UnicodeError as error:
-            raise Unfit(f"{name} is not UTF-8") from error
+            raise Unfit(f"{name} is not valid UTF-8") from error
         except (TypeError, ValueError) as error:
             raise Unfit(f"{name} cannot be {value!r}"[:200]) from error
     said = next((name for name in messages.NAMES if fields.get(name) is not None), None)
     if said is not None and isinstance(fields.get("prompt"), list):
-        raise Unfit(f"{said} is for messages, and prompt is tokens")
+        raise Unfit(f"{said} requires a text prompt or messages, but prompt is a list of token ids")
     try:
         _put_prompt(request.prompt, values)
     except UnicodeError as error:
-        raise Unfit(f"{'messages' if 'messages' in values else 'prompt'} is not UTF-8") from error
+        raise Unfit(f"{'messages' if 'messages' in values else 'prompt'} is not valid UTF-8") from error
     return request
 
 
 def _put_prompt(prompt: pb.Prompt, values: Mapping[str, Any]) -> None:
-    """Set the prompt that values make, if they make one. Raises Unfit, and UnicodeError."""
+    """Set the prompt, if the values have one. Raises Unfit and UnicodeError."""
     said: Any = values.get("prompt")
     talks = values.get("chat") is not False and any(values.get(name) for name in messages.NAMES)
     try:
@@ -234,7 +242,7 @@ def put(request: pb.GenerateRequest, name: str, value: Any) -> None:
 
 
 def span_of(name: str, seconds: float) -> duration_pb2.Duration:
-    """The Duration of a flag. Raises Unfit, naming it."""
+    """The Duration of a flag. Raises Unfit, naming the flag."""
     try:
         return _span(seconds)
     except ValueError as error:

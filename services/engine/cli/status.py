@@ -1,4 +1,4 @@
-"""``python -m services.engine status``: how the engine is, or a submitted generation."""
+"""``python -m services.engine status``: print the status of the engine, or of a submitted generation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def of_generation(generation: pb.Generation, now: float) -> list[str]:
-    """A generation in lines; ``now`` is the time of day in seconds since the epoch."""
+    """The status of a generation as lines; ``now`` is the wall-clock time in seconds since the epoch."""
     state = pb.GenerationState.Name(generation.state).removeprefix("GENERATION_STATE_").lower()
     if generation.HasField("finish"):
         state += f" ({reason(generation.finish)})"
@@ -53,7 +53,7 @@ def of_generation(generation: pb.Generation, now: float) -> list[str]:
 
 
 def of_engine(model: pb.GetModelResponse, stats: pb.GetStatsResponse) -> list[str]:
-    """An engine in lines."""
+    """The status of an engine as lines."""
     hits = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
     return [
         f"model        {model.model_id} ({model.architecture}, {model.parameters / 1e6:.1f} M parameters), "
@@ -72,6 +72,6 @@ def of_engine(model: pb.GetModelResponse, stats: pb.GetStatsResponse) -> list[st
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = client.parser(NAME, "Tell how the engine is, or a submitted generation.")
-    parser.add_argument("id", nargs="?", default="", metavar="ID", help="what `submit` printed; the engine if left out")
+    parser = client.parser(NAME, "Print the status of the engine, or of a submitted generation.")
+    parser.add_argument("id", nargs="?", default="", metavar="ID", help="id printed by `submit` (default: the engine)")
     return parser

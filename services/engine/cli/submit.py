@@ -1,4 +1,4 @@
-"""``python -m services.engine submit``: start a generation that goes on by itself, and print its id."""
+"""``python -m services.engine submit``: start a generation in the background, and print its id."""
 
 from __future__ import annotations
 
@@ -44,15 +44,17 @@ def _put_span(message: pb.SubmitGenerationRequest, name: str, seconds: float | N
 def _parser() -> argparse.ArgumentParser:
     parser = client.parser(
         NAME,
-        "Start a completion of PROMPT that goes on by itself, and print its id: `watch`, `get` and `cancel` take it.",
+        "Start a completion of PROMPT in the background, and print its id for `watch`, `get` and `cancel`.",
     )
     add_prompt(parser)
     add_chat(parser)
     add_flags(parser)
     add_samples(parser)
     parser.add_argument(
-        "--id", default="", metavar="ID", help="its id; the same submission again changes nothing (default: a new one)"
+        "--id", default="", metavar="ID", help="request id; resubmitting with it is idempotent (default: a new id)"
     )
-    parser.add_argument("--timeout", type=float, metavar="S", help="seconds until it must be done (default: no end)")
-    parser.add_argument("--retention", type=float, metavar="S", help="seconds it is kept then (default: the engine's)")
+    parser.add_argument("--timeout", type=float, metavar="S", help="deadline in seconds (default: none)")
+    parser.add_argument(
+        "--retention", type=float, metavar="S", help="seconds to keep it after it ends (default: the engine's)"
+    )
     return parser

@@ -17,7 +17,7 @@ NAME = "watch"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status; 1 if the generation failed. An interrupt leaves the generation alone."""
+    """Returns the exit status; 1 if the generation failed. An interrupt does not affect the generation."""
     flags = _parser().parse_args(arguments)
     try:
         message = pb.WatchGenerationRequest(request_id=flags.id)
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     def body(stub: Any) -> int:
         failures: list[str] = []
         stream = stub.WatchGeneration(message)
-        first = next(stream, None)  # it tells whether there are several samples
+        first = next(stream, None)  # says whether there are several samples
 
         def responses() -> Iterator[pb.GenerateResponse]:
             for one in chain([first] if first is not None else [], stream):
@@ -62,15 +62,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = client.parser(NAME, "Stream a submitted generation to standard output: what there is, then what comes.")
-    parser.add_argument("id", metavar="ID", help="what `submit` printed")
+    parser = client.parser(NAME, "Stream a submitted generation to standard output, from its beginning.")
+    parser.add_argument("id", metavar="ID", help="id printed by `submit`")
     parser.add_argument(
         "--from-token",
         type=int,
         action="append",
         default=[],
         metavar="N",
-        help="leave out the first N tokens; of several samples say it for each, in their order",
+        help="skip the first N tokens; with several samples, repeat once per sample, in order",
     )
     parser.add_argument(
         "--without-sample",
@@ -78,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="N",
-        help="leave out sample N of several, from 0; repeatable",
+        help="skip sample N, counted from 0; repeatable",
     )
-    parser.add_argument("--show-usage", action="store_true", help="tell counts, times and the seed on standard error")
+    parser.add_argument(
+        "--show-usage", action="store_true", help="print token counts, times and the seed to standard error"
+    )
     return parser

@@ -83,8 +83,8 @@ class EngineLoop:
     """Drives a scheduler, a runner and a page source.
 
     ``submit``, ``snapshot``, ``cancel``, ``drain`` and ``stop`` may be called from any thread; ``run``, or ``iterate``
-    in a loop of the caller's own, from one thread. ``on_serving`` is called when the engine stops or starts being able
-    to serve: with False after ``patience_s`` seconds without a page source, and permanently after an unexpected failure.
+    in a loop of the caller's own, from one thread. ``on_serving`` is called when the engine becomes able or unable
+    to serve: with False after ``patience_s`` seconds without a page source, and for good after an unexpected failure.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ POLICIES = ("lru", "density")
 def policy_name(text: str) -> str:
     """A policy's name. Raises ValueError."""
     if text not in POLICIES:
-        raise ValueError(f"want one of {', '.join(POLICIES)}")
+        raise ValueError(f"expected one of {', '.join(POLICIES)}")
     return text
 
 

@@ -68,7 +68,7 @@ def test_what_prompts_share() -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "5-", "9-5", "1-2-3", "1.5"])
 def test_lengths_that_cannot_be(text: str) -> None:
-    with pytest.raises(ValueError, match="want"):
+    with pytest.raises(ValueError, match="expected"):
         Lengths.parse(text)
     assert Lengths.parse("7") == Lengths(7, 7) and Lengths.parse("7-9") == Lengths(7, 9)
 
@@ -170,7 +170,7 @@ def test_a_report() -> None:
     assert told["inter_token_s"]["p50"] == pytest.approx(0.6) and told["end_to_end_s"]["mean"] == 1.5
     assert told["queue_s"]["p99"] == pytest.approx(0.02)
     text = "\n".join(lines(told))
-    assert "failed 1: 1 QUEUE_FULL" in text and "40.0% of them cached" in text and "7 tokens, 3.5/s" in text
+    assert "failed 1: 1 QUEUE_FULL" in text and "40.0% cached" in text and "7 tokens, 3.5/s" in text
     assert [line.split()[-1] for line in text.splitlines()[-4:]] == ["298.00", "894.00", "1990.00", "20.00"]
     nothing = report([bad], 1.0)
     assert nothing["queue_s"] is None and lines(nothing)
@@ -213,21 +213,21 @@ def test_what_the_engine_refuses_is_counted(engine: RunningEngine, capsys: Captu
     told = json.loads(out)
     assert process.returncode == 1 and told["failed"] > 0
     assert told["errors"] == {"QUEUE_FULL": told["failed"]}
-    assert err.startswith(f"rocmforge bench: {told['failed']} of 12 failed, the first: QUEUE_FULL: ")
+    assert err.startswith(f"rocmforge bench: {told['failed']} of 12 failed; the first: QUEUE_FULL: ")
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--requests", "0"], "--requests 0: want 1 to 1000000"),
-        (["--concurrency", "9999"], "--concurrency 9999: want 1 to 4096"),
-        (["--seed", "-1"], "--seed -1: want 0 to 18446744073709551615"),
-        (["--rate", "0"], "--rate 0: want more than 0 requests a second"),
-        (["--rate", "nan"], "--rate nan: want more"),
-        (["--temperature", "-1"], "--temperature -1: want 0 to 100"),
-        (["--input-len", "x"], "--input-len x: want N or N-M"),
-        (["--output-len", "9-5"], "--output-len 9-5: want 1 or more"),
-        (["--input-len", "4-9", "--shared", "5"], "--shared 5: more than the least of --input-len 4-9"),
+        (["--requests", "0"], "--requests 0: expected 1 to 1000000"),
+        (["--concurrency", "9999"], "--concurrency 9999: expected 1 to 4096"),
+        (["--seed", "-1"], "--seed -1: expected 0 to 18446744073709551615"),
+        (["--rate", "0"], "--rate 0: expected more than 0 requests a second"),
+        (["--rate", "nan"], "--rate nan: expected more"),
+        (["--temperature", "-1"], "--temperature -1: expected 0 to 100"),
+        (["--input-len", "x"], "--input-len x: expected N or N-M"),
+        (["--output-len", "9-5"], "--output-len 9-5: expected 1 or more"),
+        (["--input-len", "4-9", "--shared", "5"], "--shared 5: exceeds the minimum of --input-len 4-9"),
         (["--input-len", "2000"], "--input-len 2000: the context of shakespeare is 1024"),
     ],
 )

@@ -121,7 +121,7 @@ def test_what_is_wrong_ends_a_chat_without_a_terminal(
     for line, says in (
         ("the " * 5000, "PROMPT_TOO_LONG: the prompt has"),
         ("\ufdd0", "FIELD_INVALID: messages.items[0].content holds U+FDD0"),
-        ("\udcff", "a message must be UTF-8"),
+        ("\udcff", "messages must be UTF-8"),
     ):
         typed(monkeypatch, line, "never asked")
         assert run(engine, "chat", *GREEDY) == 1
@@ -129,7 +129,7 @@ def test_what_is_wrong_ends_a_chat_without_a_terminal(
         assert shown.out == "" and shown.err.startswith(f"rocmforge chat: {says}") and shown.err.count("\n") == 1
     typed(monkeypatch, "/nonsense", "/help")
     assert run(engine, "chat") == 0
-    assert "there is no /nonsense. /reset begins anew" in capsys.readouterr().err
+    assert "unknown command /nonsense. /reset starts a new" in capsys.readouterr().err
 
 
 class Terminal:
@@ -187,7 +187,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(engine: RunningEngine, mo
     monkeypatch.setattr(loop, "cancel", noted)
     terminal = Terminal("chat", "--target", engine.address, "--stats", *GREEDY)
     try:
-        terminal.until("Ctrl-D the chat.")
+        terminal.until("Ctrl-D ends the chat.")
         terminal.until("> ")
         terminal.type("half a lin")
         terminal.until("half a lin")
@@ -195,7 +195,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(engine: RunningEngine, mo
         terminal.until("> ", terminal.interrupt)
         terminal.type("/help\n")
         # One told again may have been taken in after all, and end the line just typed, too.
-        terminal.until("Ctrl-D the chat.", lambda: terminal.type("/help\n"))
+        terminal.until("Ctrl-D ends the chat.", lambda: terminal.type("/help\n"))
         terminal.until("> ")
         engine.steps.hold()
         terminal.type("Hi!\n")
@@ -304,15 +304,15 @@ def test_lines_with_messages(engine: RunningEngine, capsys: Captured, tmp_path: 
     ]
     said_of = [record["error"]["message"] for record in records[5:14]]
     assert said_of == [
-        "prompt and messages are both given; a request has one of them",
-        "messages is a list of objects with role and content",
-        "messages[0] is an object with role and content",
-        "messages[0].content is a text, or a list of parts that are text",
+        "prompt and messages are mutually exclusive",
+        "messages must be a list of objects with role and content",
+        "messages[0] must be an object with role and content",
+        "messages[0].content must be a string or a list of text parts",
         "messages is empty",
-        "add_generation_prompt is true or false",
-        "tools is a list of objects",
-        "messages[0].name is a text",
-        "messages is not UTF-8",
+        "add_generation_prompt must be a boolean",
+        "tools must be a list of objects",
+        "messages[0].name must be a string",
+        "messages is not valid UTF-8",
     ]
     assert "error" not in records[14]
 
@@ -328,9 +328,9 @@ def test_flags_hold_for_lines(engine: RunningEngine, capsys: Captured, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["chat", "--template-argument", "x"], "rocmforge chat: --template-argument x: want NAME=VALUE"),
-        (["generate", "x", "--template-argument", "=1"], "rocmforge generate: --template-argument =1: want NAME=VALUE"),
-        (["batch", "--template-argument", "x"], "rocmforge batch: --template-argument x: want NAME=VALUE"),
+        (["chat", "--template-argument", "x"], "rocmforge chat: --template-argument x: expected NAME=VALUE"),
+        (["generate", "x", "--template-argument", "=1"], "rocmforge generate: --template-argument =1: expected NAME"),
+        (["batch", "--template-argument", "x"], "rocmforge batch: --template-argument x: expected NAME=VALUE"),
         (["chat", "--max-tokens", "-1"], "rocmforge chat: --max-tokens -1: out of range"),
         (["chat", "--system", "\udcff"], "rocmforge chat: --system must be UTF-8"),
         (["chat", "--cache-salt", "\udcff"], "rocmforge chat: --cache-salt must be UTF-8"),

@@ -124,7 +124,7 @@ def test_flags_of_sampling_are_the_requests(engine: Engine, capsys: Captured) ->
     assert all(line.split()[6] == "rank" or line.startswith("prompt") for line in lines)
     with pytest.raises(SystemExit, match=r"^2$"):
         run(engine, "generate", "x", "--logit-bias", "7")
-    assert "argument --logit-bias: 7: want ID=X" in capsys.readouterr().err
+    assert "argument --logit-bias: 7: expected ID=X" in capsys.readouterr().err
 
 
 def test_samples_are_printed_whole(engine: Engine, capsys: Captured) -> None:
@@ -303,9 +303,9 @@ def test_the_status_of_the_engine(engine: Engine, capsys: Captured) -> None:
         (["get", "\udcff"], 2, "rocmforge get: ID must be UTF-8"),
         (["status", "nobody"], 1, "rocmforge status: REQUEST_UNKNOWN"),
         (["cancel", "\udcff"], 2, "rocmforge cancel: ID must be UTF-8"),
-        (["batch", "--concurrency", "0"], 2, "rocmforge batch: --concurrency 0: want 1 to 1024"),
-        (["batch", "--retries", "-1"], 2, "rocmforge batch: --retries -1: want 0 or more"),
-        (["batch", "--resume"], 2, "rocmforge batch: --resume continues what is in --output FILE"),
+        (["batch", "--concurrency", "0"], 2, "rocmforge batch: --concurrency 0: expected 1 to 1024"),
+        (["batch", "--retries", "-1"], 2, "rocmforge batch: --retries -1: expected 0 or more"),
+        (["batch", "--resume"], 2, "rocmforge batch: --resume requires --output FILE"),
         (["batch", "--top-k", "-1"], 2, "rocmforge batch: top_k cannot be -1"),
         (["batch", "/proc/none"], 2, "rocmforge batch: /proc/none: No such file or directory"),
     ],
@@ -385,15 +385,15 @@ def test_a_line_for_each_line(engine: Engine, capsys: Captured, tmp_path: Path) 
     assert found[11]["finish"] in ("stop", "length") and "error" not in found[11]
     said = {index: record["error"]["message"] for index, record in found.items() if "error" in record}
     assert set(said) == {2, 3, 4, 6, 7, 8, 9, 10}
-    assert said[2].startswith("the line is not JSON") and "object such as" in said[3]
+    assert said[2].startswith("the line is not valid JSON") and "object such as" in said[3]
     assert found[4]["error"] == {
         "code": "INVALID_ARGUMENT",
         "reason": "FIELD_INVALID",
         "message": "top_p is 7.0; it must be more than 0 and at most 1",
         "field": "sampling.top_p",
     }
-    assert "there is no 'bogus'; there are id, prompt, messages, chat" in said[6]
-    assert said[7] == "prompt is not UTF-8" and found[7]["id"] == "half"
+    assert "unknown field 'bogus'; expected one of id, prompt, messages, chat" in said[6]
+    assert said[7] == "prompt is not valid UTF-8" and found[7]["id"] == "half"
     assert said[8] == "max_tokens cannot be True" and said[9] == "stop cannot be 7"
     assert found[10]["error"]["field"] == "prompt"
 
@@ -434,7 +434,7 @@ def test_going_on_where_it_stopped(engine: Engine, capsys: Captured, tmp_path: P
     source, output = write(tmp_path / "in", *good[:3], "nonsense", *good[4:]), tmp_path / "out"
     assert run(engine, "batch", str(source), "--output", str(output)) == 1
     assert run(engine, "batch", str(source), "--output", str(output)) == 2
-    assert f"{output} exists: --resume continues it" in capsys.readouterr().err
+    assert f"{output} already exists; use --resume to continue it" in capsys.readouterr().err
     before = records(output.read_text())
     kept = [line for line in output.read_text().splitlines() if json.loads(line)["index"] in (1, 3, 4)]
     output.write_text("".join(f"{line}\n" for line in kept) + '{"index": 5, "tex')  # as after a kill
@@ -454,7 +454,7 @@ def test_a_file_that_is_something_else_is_left_alone(engine: Engine, capsys: Cap
     source, output = write(tmp_path / "in", {"prompt": "x"}), tmp_path / "out"
     output.write_text("dear diary\n")
     assert run(engine, "batch", str(source), "--output", str(output), "--resume") == 2
-    assert "line 1, is no line of this command's output" in capsys.readouterr().err
+    assert "line 1: not a line of this command's output" in capsys.readouterr().err
     assert output.read_text() == "dear diary\n"
 
 

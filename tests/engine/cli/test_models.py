@@ -71,7 +71,7 @@ def test_delete_and_purge(engine: RunningEngine, capsys: Captured) -> None:
         (["purge", "--older-than", "nan"], 2, "rocmforge purge: --older-than nan: out of range"),
         (["purge", "--older-than", "-1"], 1, "rocmforge purge: FIELD_INVALID: older_than is -1 s"),
         (["delete", "\udcff"], 2, "rocmforge delete: ID must be UTF-8"),
-        (["chat"], 1, "rocmforge chat: shakespeare has no chat template; `generate` takes text"),
+        (["chat"], 1, "rocmforge chat: shakespeare has no chat template; use `generate` for text"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(

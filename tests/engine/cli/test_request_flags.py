@@ -88,11 +88,11 @@ def test_spans_that_no_field_holds(seconds: object) -> None:
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("5", "5: want ID=X"),
-        ("x=1", "x=1: want ID=X"),
-        ("5=", "5=: want ID=X"),
-        ("-1=1", "no token has the id -1"),
-        ("4294967296=1", "no token has the id 4294967296"),
+        ("5", "5: expected ID=X"),
+        ("x=1", "x=1: expected ID=X"),
+        ("5=", "5=: expected ID=X"),
+        ("-1=1", "token id -1"),
+        ("4294967296=1", "token id 4294967296"),
     ],
 )
 def test_a_bias_that_is_none(word: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

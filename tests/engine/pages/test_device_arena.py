@@ -281,7 +281,7 @@ def test_a_handle_whose_owner_cannot_be_reached_says_where_to_look(owner: Gpu) -
 
 
 def test_a_handle_of_another_length(owner: Gpu) -> None:
-    with pytest.raises(AttachMismatch, match="has 64 bytes, this one 3"):
+    with pytest.raises(AttachMismatch, match="has 64 bytes; this one has 3"):
         map_device_pages(b"abc", GEOMETRY, process(owner).gpu(0), **announced())
 
 

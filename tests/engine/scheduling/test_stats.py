@@ -44,7 +44,7 @@ def test_each_range_counts_what_is_not_above_it(values: list[float], bounds: lis
 
 @pytest.mark.parametrize("bounds", [(), (1.0, 1.0), (2.0, 1.0)])
 def test_bounds_rise(bounds: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="bounds must rise"):
+    with pytest.raises(ValueError, match="bounds must be strictly increasing"):
         Histogram(bounds)
 
 

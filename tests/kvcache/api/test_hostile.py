@@ -182,7 +182,7 @@ async def start_and_stop(path: Path) -> None:
 
 def test_a_server_too_busy_to_answer_keeps_its_socket(full: Path) -> None:
     inode = full.stat().st_ino
-    with pytest.raises(InvalidConfiguration, match="another server listens there"):
+    with pytest.raises(InvalidConfiguration, match="another server is listening there"):
         asyncio.run(start_and_stop(full))
     assert full.stat().st_ino == inode
 
@@ -226,12 +226,12 @@ def test_a_path_that_grpc_would_read_as_another_is_refused(tmp_path: Path, name:
 @pytest.mark.parametrize(
     ("flags", "environ", "words"),
     [
-        (["--memory", "1" + "0" * 400 + ".5"], {}, r"^--memory 10+\.5: want a size .* to 9223372036854775807"),
-        (["--memory", "9" * 5000], {}, "^--memory 9+: want a size .* to 9223372036854775807"),
-        (["--memory", "0"], {}, "^--memory 0: want a size .* from 1 to"),
-        (["--max-sessions", "9" * 5000], {}, "^--max-sessions 9+: want a whole number from 1 to 65536"),
-        ([], {"ROCMFORGE_KVCACHE_LISTEN": "nonsense"}, "^ROCMFORGE_KVCACHE_LISTEN nonsense: want unix:"),
-        (["--arena-dir", "/run/\udcff"], {}, "^--arena-dir .*: want a directory whose name is UTF-8"),
+        (["--memory", "1" + "0" * 400 + ".5"], {}, r"^--memory 10+\.5: expected a size .* to 9223372036854775807"),
+        (["--memory", "9" * 5000], {}, "^--memory 9+: expected a size .* to 9223372036854775807"),
+        (["--memory", "0"], {}, "^--memory 0: expected a size .* from 1 to"),
+        (["--max-sessions", "9" * 5000], {}, "^--max-sessions 9+: expected an integer from 1 to 65536"),
+        ([], {"ROCMFORGE_KVCACHE_LISTEN": "nonsense"}, "^ROCMFORGE_KVCACHE_LISTEN nonsense: expected unix:"),
+        (["--arena-dir", "/run/\udcff"], {}, "^--arena-dir .*: expected a directory whose name is UTF-8"),
     ],
     ids=["fraction", "digits", "nothing", "whole", "variable", "bytes"],
 )

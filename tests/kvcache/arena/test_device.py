@@ -275,7 +275,7 @@ def daemon_error(tmp_path: Path, load: Callable[[], Runtime]) -> InvalidConfigur
 
 def test_without_a_gpu(tmp_path: Path) -> None:
     error = daemon_error(tmp_path, Machine().process(visible=[]).runtime)
-    assert "no GPU can be used: hipErrorNoDevice" in error.message and "doctor" in error.message
+    assert "no usable GPU: hipErrorNoDevice" in error.message and "doctor" in error.message
 
 
 def test_without_cupy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

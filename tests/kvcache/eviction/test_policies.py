@@ -262,7 +262,7 @@ def test_it_follows_a_bounded_number_of_stays(total: int) -> None:
 def test_the_policy_is_a_flag_and_least_recently_used_is_the_default() -> None:
     assert Config.read([], {}).limits.eviction == "lru"
     assert Config.read(["--eviction", "density"], {}).limits.eviction == "density"
-    with pytest.raises(InvalidConfiguration, match="--eviction fifo: want one of lru, density"):
+    with pytest.raises(InvalidConfiguration, match="--eviction fifo: expected one of lru, density"):
         Config.read(["--eviction", "fifo"], {})
-    with pytest.raises(ValueError, match="want one of"):
+    with pytest.raises(ValueError, match="expected one of"):
         make_queue("fifo", 1, Forest())

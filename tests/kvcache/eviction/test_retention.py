@@ -489,5 +489,5 @@ def test_the_share_is_a_flag() -> None:
     assert Config.read(["--retained-share", "0"], {}).limits.retained_share == 0.0
     assert Config.read([], {"ROCMFORGE_KVCACHE_RETAINED_SHARE": "1"}).limits.retained_share == 1.0
     for text in ("1.1", "-0.1", "half", "nan"):
-        with pytest.raises(InvalidConfiguration, match=f"--retained-share {text}: want a number from 0 to 1"):
+        with pytest.raises(InvalidConfiguration, match=f"--retained-share {text}: expected a number from 0 to 1"):
             Config.read([f"--retained-share={text}"], {})

@@ -175,9 +175,9 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--pages", "0"], "--pages 0: want at least 1"),
-        (["--pages", "many"], "--pages many: want whole numbers"),
-        (["--policy", "fifo"], "--policy fifo: want some of lru, density, belady, unbounded"),
+        (["--pages", "0"], "--pages 0: expected at least 1"),
+        (["--pages", "many"], "--pages many: expected integers"),
+        (["--policy", "fifo"], "--policy fifo: expected some of lru, density, belady, unbounded"),
         ([], "No such file"),
     ],
 )
