@@ -1,1 +1,1 @@
-"""The checks behind `doctor`, of either service."""
+"""The checks of both services' `doctor` commands."""

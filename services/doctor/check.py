@@ -1,4 +1,4 @@
-"""What a check finds, how checks are run, and how their findings are told: as a table, or as one JSON object a line."""
+"""Checks, their findings, running them, and printing findings as a table or as JSON Lines."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-#: Seconds a check has. The longest wait for child processes of their own, which have less.
+#: Time limit of a check in seconds. The slowest checks wait for child processes, whose own limits are lower.
 CHECK_S = 90.0
 
 _WIDTH = 120
 
 
 class Status(enum.Enum):
-    """How a check ended; as it is printed."""
+    """The outcome of a check, as printed."""
 
     OK = "ok"
     WARNING = "warning"
@@ -26,7 +26,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found and, unless all is well, what to change."""
+    """What a check found and, unless it passed, what to change."""
 
     status: Status
     found: str
@@ -34,17 +34,17 @@ class Finding:
 
 
 def ok(found: str) -> Finding:
-    """All is well."""
+    """The check passed."""
     return Finding(Status.OK, found)
 
 
 def warning(found: str, change: str) -> Finding:
-    """It will run, and there is something to know."""
+    """The service will run, but the reader should know something."""
     return Finding(Status.WARNING, found, change)
 
 
 def failed(found: str, change: str) -> Finding:
-    """It will not run as told."""
+    """The service will not run as configured."""
     return Finding(Status.FAILED, found, change)
 
 
@@ -54,20 +54,20 @@ def skipped(why: str) -> Finding:
 
 
 def fault(needed: bool, found: str, change: str) -> Finding:
-    """Something is wrong: a failure where it is ``needed``, a warning where nothing was asked of it."""
+    """A problem: a failure if the component is ``needed``, a warning otherwise."""
     return (failed if needed else warning)(found, change)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A name, and what to look at."""
+    """A named check."""
 
     name: str
     look: Callable[[], Finding]
 
 
 def run(checks: Sequence[Check], limit_s: float = CHECK_S) -> Iterator[tuple[str, Finding]]:
-    """Names and findings, one after the other. A check that raises, or does not end in time, has failed."""
+    """Run the checks in order, yielding names and findings. A check that raises or times out has failed."""
     for check in checks:
         yield check.name, _bounded(check, limit_s)
 
@@ -81,25 +81,25 @@ def _bounded(check: Check, limit_s: float) -> Finding:
         except Exception as error:
             found.append(failed(f"the check itself failed: {type(error).__name__}: {error}", "report this as a bug"))
 
-    # A thread that hangs in the kernel cannot be ended: it is left behind, and ends with the process.
+    # A thread that hangs in the kernel cannot be stopped: it is abandoned, and ends with the process.
     thread = threading.Thread(target=look, name=f"check {check.name}", daemon=True)
     thread.start()
     thread.join(limit_s)
     if not found:
         return failed(
-            f"no answer within {limit_s:g} s: something below hangs", "look at the kernel's log (dmesg) for the reason"
+            f"no answer within {limit_s:g} s: a system call hangs", "look in the kernel log (dmesg) for the reason"
         )
     return found[0]
 
 
 def as_json(name: str, finding: Finding) -> str:
-    """One object: ``check``, ``status`` (ok, warning, failed, skipped), ``found`` and ``change``."""
+    """One JSON object: ``check``, ``status`` (ok, warning, failed, skipped), ``found`` and ``change``."""
     told = {"check": name, "status": finding.status.value.lower(), "found": finding.found, "change": finding.change}
     return json.dumps(told, ensure_ascii=False)
 
 
 def as_lines(name: str, finding: Finding) -> str:
-    """A row of the table: status, name, what was found, and below it what to change."""
+    """A row of the table: status, name, the finding, and what to change on the lines below."""
     head, indent = f"{finding.status.value:<8} {name:<24} ", " " * 34
     text = textwrap.fill(finding.found, _WIDTH, initial_indent=head, subsequent_indent=indent, break_long_words=False)
     if finding.change:
@@ -111,6 +111,6 @@ def as_lines(name: str, finding: Finding) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many there were of each status."""
+    """The number of findings by status."""
     counts = [(status, sum(finding.status is status for finding in findings)) for status in Status]
     return ", ".join(f"{count} {status.value}" for status, count in counts if count)

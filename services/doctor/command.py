@@ -1,4 +1,4 @@
-"""What the two doctors share of their command line: their flags, the report, the exit status."""
+"""What both doctor commands share: flags, report and exit status."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from services.doctor.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``peer`` is the other service's process id; ``rest`` are the flags of the service, which is checked as it would
-    be started with them.
-    """
+    """``peer`` is the other service's process id; ``rest`` are the service's own flags, which configure the checks."""
 
     peer: int | None
     json: bool
@@ -28,31 +26,31 @@ class Options:
 
 
 def options(module: str, other: str, words: Sequence[str]) -> Options:
-    """Read the doctor's own flags; an impossible one ends the process (``services.common.parser``)."""
+    """Parse the doctor's own flags; an invalid one ends the process (``services.common.parser``)."""
     parser = Parser(
         prog=f"python -m {module} doctor",
-        description="Checks whether this machine can run the service, and says what to change where it cannot.\n"
+        description="Check whether this machine can run the service, and say what to change if it cannot.\n"
         "Changes nothing and leaves nothing behind.",
         epilog=f"All other flags, and the environment, are those of `python -m {module}`:\n"
-        "give those that the service is started with.\n\n"
-        "Exit status: 0 when no check failed, 1 when one did, 2 for flags that cannot be.",
+        "pass the ones that the service is started with.\n\n"
+        "Exit status: 0 if no check failed, 1 if one did, 2 for invalid flags.",
     )
     parser.add_argument(
-        "--peer", type=_pid, metavar="PID", help=f"process id of the {other}: can the two share memory?"
+        "--peer", type=_pid, metavar="PID", help=f"process id of the {other}: check whether the two can share memory"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a check, one a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per check and line")
     known, rest = parser.parse_known_args(list(words))
     return Options(known.peer, known.json, rest)
 
 
 def _pid(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) < 1 << 31:
-        raise argparse.ArgumentTypeError(f"{text!r} is no process id")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a process id")
     return int(text)
 
 
 def report(machine: Machine, title: str, checks: Sequence[Check], as_json: bool) -> int:
-    """Run the checks and print each as it ends; the exit status."""
+    """Run the checks and print each finding as its check ends. Returns the exit status."""
 
     def on_signal(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
@@ -68,7 +66,7 @@ def report(machine: Machine, title: str, checks: Sequence[Check], as_json: bool)
         if not as_json:
             print(check.summary(findings))
     except BrokenPipeError:
-        # Whoever reads has seen enough. Python would complain at exit that it cannot flush.
+        # The reader has closed the pipe. Python would complain at exit that it cannot flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         machine.kill_children()

@@ -1,4 +1,4 @@
-"""The GPU's device nodes, and the environment variables that change what a process sees of it."""
+"""Checks of the GPU device nodes, and of the environment variables that change which GPUs a process sees."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ KFD = "/dev/kfd"
 RENDER = "/dev/dri/renderD*"
 NVIDIA = "/dev/nvidia[0-9]*"
 
-#: Each hides GPUs from the process, or orders them anew.
+#: Each of these hides GPUs from the process, or reorders them.
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "CUDA_VISIBLE_DEVICES")
 
-NO_GPU = "no GPU here, and none is asked for"
+NO_GPU = "no GPU here, and none is requested"
 
 
 def has_nodes(machine: Machine) -> bool:
@@ -26,9 +26,9 @@ def has_nodes(machine: Machine) -> bool:
 
 
 def device_nodes(machine: Machine, stack: Stack, needed: bool) -> Finding:
-    """Whether the device nodes are there and this user may open them."""
+    """Whether the device nodes exist and this user may open them."""
     if not has_nodes(machine) and stack.gpus:
-        return ok(f"neither {KFD} nor /dev/nvidia0, and the runtime finds GPUs all the same")
+        return ok(f"neither {KFD} nor /dev/nvidia0 exists, but the runtime finds GPUs")
     if not has_nodes(machine):
         if not needed:
             return skipped(f"no GPU: neither {KFD} nor /dev/nvidia0")
@@ -43,8 +43,8 @@ def device_nodes(machine: Machine, stack: Stack, needed: bool) -> Finding:
     if not renders:
         return fault(
             needed,
-            f"{KFD} is there and no {RENDER}",
-            "in a container, pass /dev/dri in beside it: `devices: [/dev/dri]`",
+            f"{KFD} exists, but no {RENDER}",
+            "in a container, pass /dev/dri in as well: `devices: [/dev/dri]`",
         )
     usable = [path for path in renders if not machine.open_errno(path)]
     refused = _first_refused(machine, [KFD], needed) or _first_refused(machine, renders, needed and not usable)
@@ -58,22 +58,22 @@ def _first_refused(machine: Machine, paths: list[str], needed: bool) -> Finding 
             groups = " ".join(map(str, sorted(machine.gids)))
             return fault(
                 needed,
-                f"{path} is not for uid {machine.uid} to open: it is of group {node.gid}, mode "
+                f"uid {machine.uid} may not open {path}: it belongs to group {node.gid}, mode "
                 f"{stat.S_IMODE(node.mode):04o}, and this process is in groups {groups}",
-                f"put the user into group {node.gid} (often `render` or `video`); in a container by number, since the "
-                f'image may not know the name: `group_add: ["{node.gid}"]`',
+                f"add the user to group {node.gid} (often `render` or `video`); in a container by number, since the "
+                f'image may not define the name: `group_add: ["{node.gid}"]`',
             )
         if number == errno.EPERM:
             return fault(
                 needed,
-                f"{path} is there and may not be used: {os.strerror(number)}",
-                "list it under `devices:`: a device that is only mounted is not allowed to a container",
+                f"{path} exists but may not be used: {os.strerror(number)}",
+                "list it under `devices:`: a container may not use a device that is only mounted",
             )
         if number:
             return fault(
                 needed,
-                f"{path} does not open: {os.strerror(number)}",
-                "look at the kernel's log (dmesg) for the reason",
+                f"{path} cannot be opened: {os.strerror(number)}",
+                "look in the kernel log (dmesg) for the reason",
             )
     return None
 
@@ -87,7 +87,7 @@ def _driver(machine: Machine) -> str:
 
 
 def visible_devices(machine: Machine, needed: bool, peer: int | None) -> Finding:
-    """Whether variables hide every GPU, or order them otherwise than for the peer process."""
+    """Whether variables hide every GPU, or number them differently than in the peer process."""
     if not needed and not has_nodes(machine):
         return skipped(NO_GPU)
     own = {name: machine.environ[name] for name in VISIBLE if name in machine.environ}
@@ -102,11 +102,11 @@ def visible_devices(machine: Machine, needed: bool, peer: int | None) -> Finding
             return fault(
                 needed,
                 f"here {_told(own)}; in process {peer} {_told(other)}",
-                "start both with the same: a handle names its GPU by its number in the process that made it",
+                "start both with the same values: a handle names its GPU by its ordinal in the exporting process",
             )
     if "ROCR_VISIBLE_DEVICES" in own and "HIP_VISIBLE_DEVICES" in own:
         return warning(
-            f"{_told(own)}: the second counts among those that the first leaves",
+            f"{_told(own)}: the second selects among the GPUs that the first leaves",
             "set one of the two, for both services",
         )
     return ok(_told(own))
@@ -117,7 +117,7 @@ def _told(variables: dict[str, str]) -> str:
 
 
 def ipc_mode(machine: Machine, stack: Stack, needed: bool) -> Finding:
-    """Whether ROCm's older way of sharing memory is forced, which newer GPUs do not have."""
+    """Whether ROCm's legacy IPC mode is forced, which newer GPUs do not support."""
     if stack.gpus and not stack.is_hip:
         return skipped("not ROCm")
     if not needed and not has_nodes(machine):

@@ -1,4 +1,4 @@
-"""The one way from the checks to the machine that they look at; tests put another in its place."""
+"""The checks' only access to the machine; tests substitute a fake."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _METRICS_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A file as ``stat`` tells it: mode with its type, owner, group."""
+    """The result of ``stat``: mode including the file type, owner, group."""
 
     mode: int
     uid: int
@@ -37,7 +37,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A child process that ended, or (``status`` None) was ended because its time was over."""
+    """A child process that exited, or that was killed after its time limit (``status`` is None)."""
 
     status: int | None
     output: str
@@ -45,7 +45,7 @@ class Ran:
 
 
 class Machine:
-    """This machine, seen by this process. Nothing here raises for what is missing or refused."""
+    """This machine, as this process sees it. No method raises if something is missing or denied."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
@@ -55,11 +55,11 @@ class Machine:
         self._lock = threading.Lock()
 
     def glob(self, pattern: str) -> list[str]:
-        """Paths that match, sorted."""
+        """Matching paths, sorted."""
         return sorted(glob.glob(pattern))
 
     def stat(self, path: str) -> Node | None:
-        """What is at the path, links followed; None for nothing."""
+        """The file at the path, following links; None if there is none."""
         try:
             found = os.stat(path)
         except OSError:
@@ -67,21 +67,21 @@ class Machine:
         return Node(found.st_mode, found.st_uid, found.st_gid)
 
     def text(self, path: str) -> str | None:
-        """The content of a small file; None when it cannot be read."""
+        """The content of a small file; None if it cannot be read."""
         try:
             return Path(path).read_text(errors="replace")
         except OSError:
             return None
 
     def link(self, path: str) -> str | None:
-        """Where a symbolic link leads; None when it cannot be read."""
+        """The target of a symbolic link; None if it cannot be read."""
         try:
             return os.readlink(path)
         except OSError:
             return None
 
     def open_errno(self, path: str) -> int:
-        """The errno of opening a device for reading and writing; 0 when it opens."""
+        """The errno of opening a device for reading and writing; 0 if it succeeds."""
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
         except OSError as error:
@@ -89,11 +89,11 @@ class Machine:
         return 0
 
     def may_write(self, path: str) -> bool:
-        """Whether this process may make files in a folder."""
+        """Whether this process may create files in a directory."""
         return os.access(path, os.W_OK | os.X_OK)
 
     def space(self, path: str) -> tuple[int, int]:
-        """Bytes free and in all of a file system; zeros when it has no bounds or tells none."""
+        """Free and total bytes of a file system; zeros if it has no limit or reports none."""
         try:
             found = os.statvfs(path)
         except OSError:
@@ -101,7 +101,7 @@ class Machine:
         return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
     def open_files(self) -> int:
-        """How many files this process may have open."""
+        """The limit on open files of this process."""
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
     def which(self, program: str) -> str | None:
@@ -109,7 +109,7 @@ class Machine:
         return shutil.which(program, path=self.environ.get("PATH", os.defpath))
 
     def connect_errno(self, listener: Listener) -> int:
-        """The errno of connecting to an address; 0 when somebody listens there."""
+        """The errno of connecting to an address; 0 if a server is listening there."""
         if listener.path is not None:
             return self._connect(socket.AF_UNIX, str(listener.path))
         found = _resolve(listener)
@@ -127,11 +127,11 @@ class Machine:
         return 0
 
     def serves(self, listener: Listener, service: str) -> bool:
-        """Whether the gRPC server that listens there has this service."""
+        """Whether the gRPC server listening there serves ``service``."""
         return healthcheck.knows(str(listener), service, _CONNECT_S)
 
     def certificate(self, listener: Listener) -> bytes:
-        """The certificate, as DER, that a TLS server shows at a TCP address; nothing when there is none."""
+        """The certificate, as DER, that a TLS server presents at a TCP address; empty if there is none."""
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with contextlib.suppress(OSError):
@@ -143,7 +143,7 @@ class Machine:
         return b""
 
     def metrics(self, listener: Listener) -> str:
-        """The metrics that are served at a TCP address; nothing when there are none."""
+        """The metrics served at a TCP address; empty if there are none."""
         connection = http.client.HTTPConnection(listener.host, listener.port, timeout=_CONNECT_S)
         try:
             connection.request("GET", "/metrics")
@@ -154,12 +154,12 @@ class Machine:
             connection.close()
 
     def bind_errno(self, listener: Listener) -> int:
-        """The errno of listening on a TCP address; 0 when it is free. It is given back at once."""
+        """The errno of listening on a TCP address, which is released at once; 0 if it is free."""
         found = _resolve(listener)
         if found is None:
             return errno.EADDRNOTAVAIL
         with socket.socket(found[0], socket.SOCK_STREAM) as probe:
-            # As servers do, so that connections which are closing are not taken for one that listens.
+            # As servers do, so that connections in TIME_WAIT are not taken for a listener.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(found[1])
@@ -169,7 +169,7 @@ class Machine:
         return 0
 
     def run(self, command: Sequence[str], limit_s: float) -> Ran:
-        """Run a program and wait; after ``limit_s`` seconds it is killed with all that it started."""
+        """Run a program to completion; after ``limit_s`` seconds, kill it and its process group."""
         try:
             child = subprocess.Popen(
                 list(command),
@@ -190,7 +190,7 @@ class Machine:
             return Ran(child.returncode, output, errors)
         except subprocess.TimeoutExpired:
             _kill_group(child.pid)
-            # One that is stuck in a driver does not even die.
+            # A process stuck in a driver does not die even then.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.communicate(timeout=_REAP_S)
             return Ran(None, "", "")
@@ -199,7 +199,7 @@ class Machine:
                 self._children.discard(child.pid)
 
     def kill_children(self) -> None:
-        """End what ``run`` started and still waits for."""
+        """Kill the children that ``run`` is still waiting for."""
         with self._lock:
             for pid in self._children:
                 _kill_group(pid)

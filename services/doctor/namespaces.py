@@ -1,12 +1,12 @@
-"""Whether two services can find each other's process and memory: the namespaces of containers keep them apart."""
+"""Checks whether both services share the container namespaces through which processes and memory are found."""
 
 from __future__ import annotations
 
 from services.doctor.check import Finding, failed, ok, skipped, warning
 from services.doctor.machine import Machine
 
-#: What sharing GPU memory goes through on ROCm: the handle's owner is looked up by its process id, and its memory is
-#: fetched from a socket in the abstract namespace, which is the network's.
+#: The namespaces that sharing GPU memory depends on with ROCm: the importer looks up the exporter by process id, and
+#: fetches the memory from a socket in the abstract namespace, which belongs to the network namespace.
 KINDS = ("ipc", "pid", "net")
 
 _COMPOSE = (
@@ -16,14 +16,14 @@ _COMPOSE = (
 
 
 def namespaces(machine: Machine, peer: int | None, needs_gpu: bool) -> Finding:
-    """Compares this process's with those of process ``peer``."""
+    """Compare this process's namespaces with those of process ``peer``."""
     if peer is None:
         return skipped("no --peer PID of the other service was given")
     if machine.stat(f"/proc/{peer}") is None:
         return failed(
             f"there is no process {peer} here",
-            "give the other service's process id as it is in this pid namespace; if it has none here, it is in another "
-            f"one: {_COMPOSE}",
+            "give the other service's process id in this pid namespace; if it has none here, it is in another "
+            f"namespace: {_COMPOSE}",
         )
     own = {kind: machine.link(f"/proc/self/ns/{kind}") for kind in KINDS}
     other = {kind: machine.link(f"/proc/{peer}/ns/{kind}") for kind in KINDS}
@@ -42,7 +42,7 @@ def namespaces(machine: Machine, peer: int | None, needs_gpu: bool) -> Finding:
     if "pid" in apart:
         return warning(
             told,
-            "share the pid namespace: without it the daemon cannot see that an engine was killed, and waits for its "
-            "lease to end",
+            "share the pid namespace: otherwise the daemon cannot see that an engine was killed, and waits for its "
+            "lease to expire",
         )
-    return ok(f"{told}; shared memory does not go through them")
+    return ok(f"{told}; sharing host memory does not depend on them")

@@ -1,4 +1,4 @@
-"""``python -m services.doctor.probe``: what CuPy and the runtime under it say of themselves, as one JSON object."""
+"""``python -m services.doctor.probe``: print what CuPy and its runtime report, as one JSON object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.doctor.stack import GpuFacts, Stack
 
 
 def look() -> Stack:
-    """Import CuPy, and touch every GPU."""
+    """Import CuPy and query every GPU."""
     try:
         runtime = Runtime.load()
     except InvalidConfiguration as error:

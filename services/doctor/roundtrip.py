@@ -1,10 +1,10 @@
-"""Sharing memory for real: one process makes it, another opens it, and each reads what the other wrote.
+"""Checks sharing memory for real: one process creates it, another opens it, and each reads what the other wrote.
 
     python -m services.doctor.roundtrip file FOLDER
     python -m services.doctor.roundtrip gpu ORDINAL
 
-runs as the owner, starts the opener as a process of its own, and prints ``{"error": ""}``, or why it failed. Both leave
-nothing behind, however they end: the file has no name by the time it is used.
+runs as the owner, starts the opener as a child process, and prints ``{"error": ""}``, or the reason of a failure.
+However they end, nothing is left behind: the file is unlinked before it is used.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _SIZE = 1 << 20
 
 
 def file_round_trip(machine: Machine, folder: Path) -> Finding:
-    """Shared memory, in the file system that arenas lie in."""
+    """Share memory in the file system that holds the arenas."""
     existing = nearest(machine, folder)
     error = _run(machine, "file", str(existing))
     if error:
         return failed(
-            error, f"choose another --arena-dir: {existing} cannot hold files that two processes map, or is full"
+            error, f"choose another --arena-dir: {existing} is full, or does not support files mapped by two processes"
         )
-    return ok(f"a process wrote, another read and answered, in {existing}")
+    return ok(f"one process wrote, another read and replied, in {existing}")
 
 
 def gpu_round_trip(machine: Machine, stack: Stack, needed: bool, only: int | None = None) -> Finding:
-    """Memory of every GPU, or of the one of ordinal ``only``, by IPC handle."""
+    """Share memory of every GPU, or only of the one with ordinal ``only``, by IPC handle."""
     gpus = [gpu for gpu in stack.gpus if only in (None, gpu.ordinal)]
     if not gpus:
         return skipped("no GPU to try")
@@ -54,11 +54,11 @@ def gpu_round_trip(machine: Machine, stack: Stack, needed: bool, only: int | Non
             return fault(
                 needed,
                 error,
-                "see the other checks; in containers ROCm wants `ipc`, `pid` and `network_mode` shared between the "
-                "two services, and some hosts want `cap_add: [SYS_PTRACE]` or `security_opt: [seccomp=unconfined]`",
+                "see the other checks; in containers ROCm needs `ipc`, `pid` and `network_mode` shared between the "
+                "two services, and some hosts need `cap_add: [SYS_PTRACE]` or `security_opt: [seccomp=unconfined]`",
             )
     listed = ", ".join(str(gpu.ordinal) for gpu in gpus)
-    return ok(f"a process wrote, another read and answered, on GPU {listed}")
+    return ok(f"one process wrote, another read and replied, on GPU {listed}")
 
 
 def _run(machine: Machine, kind: str, where: str) -> str:
@@ -68,8 +68,8 @@ def _run(machine: Machine, kind: str, where: str) -> str:
     try:
         return str(json.loads(ran.output)["error"])
     except (ValueError, KeyError, TypeError):
-        last = (ran.errors.strip().splitlines() or ["no word"])[-1]
-        return f"the process that makes the memory ended with status {ran.status}: {last}"
+        last = (ran.errors.strip().splitlines() or ["no output"])[-1]
+        return f"the process that creates the memory exited with status {ran.status}: {last}"
 
 
 # --- the owner --------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def _device(ordinal: str) -> Iterator[tuple[str, Callable[[int, int], bytes], Ca
 
 
 def own(kind: str, where: str) -> str:
-    """Make memory, have another process open it; the error, or nothing."""
+    """Create memory and have another process open it. Returns the error, or an empty string."""
     canary = secrets.token_bytes(_CANARY)
     with (_file if kind == "file" else _device)(where) as (name, read, write):
         write(canary + bytes(_CANARY))
@@ -120,16 +120,16 @@ def own(kind: str, where: str) -> str:
                 timeout=OPENER_S,
             )
         except subprocess.TimeoutExpired:
-            return f"the process that opens the memory did not end within {OPENER_S:g} s"
+            return f"the process that opens the memory did not exit within {OPENER_S:g} s"
         try:
             told = json.loads(opener.stdout)
         except ValueError:
-            last = (opener.stderr.strip().splitlines() or ["no word"])[-1]
-            return f"the process that opens the memory ended with status {opener.returncode}: {last}"
+            last = (opener.stderr.strip().splitlines() or ["no output"])[-1]
+            return f"the process that opens the memory exited with status {opener.returncode}: {last}"
         if told["error"]:
             return str(told["error"])
         if bytes.fromhex(told["seen"]) != canary:
-            return "the other process sees other memory: it did not read what was written"
+            return "the other process sees different memory: it did not read what was written"
         if read(_CANARY, _CANARY) != _complement(canary):
             return "what the other process wrote did not arrive: the mapping is not shared"
     return ""
@@ -139,7 +139,7 @@ def own(kind: str, where: str) -> str:
 
 
 def open_file(path: str) -> bytes:
-    """Map a file, read its canary and answer it."""
+    """Map a file, read its canary and write the answer."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         with mmap.mmap(descriptor, _SIZE) as memory:
@@ -151,7 +151,7 @@ def open_file(path: str) -> bytes:
 
 
 def open_device(name: str) -> bytes:
-    """Open a handle, read its canary and answer it."""
+    """Open an IPC handle, read the canary and write the answer."""
     ordinal, _, handle = name.partition(":")
     gpu = Runtime.load().gpu(int(ordinal))
     pointer = gpu.open(bytes.fromhex(handle))
@@ -168,7 +168,7 @@ def _complement(data: bytes) -> bytes:
 
 
 def main(kind: str, where: str) -> None:
-    """Print how it went."""
+    """Run one side and print its result as JSON."""
     told = {"error": "", "seen": ""}
     try:
         if kind == "open-file":

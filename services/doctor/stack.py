@@ -1,4 +1,4 @@
-"""CuPy, the runtime under it and what it takes to compile: asked of a child process, since a broken one may hang."""
+"""Checks of CuPy, its runtime and compiler. A child process queries them, since a broken driver may hang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CUDA = (1000, 10)
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """One GPU as the runtime tells it; memory in bytes."""
+    """One GPU as the runtime reports it; memory in bytes."""
 
     ordinal: int
     id: str
@@ -32,9 +32,9 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What `services.doctor.probe` printed. ``error`` says why CuPy cannot be had, ``gpu_error`` why no GPU can.
+    """The output of `services.doctor.probe`. ``error`` says why CuPy is unusable, ``gpu_error`` why no GPU is usable.
 
-    ``build`` is the runtime's version that CuPy was built for, ``runtime`` and ``driver`` are those in use.
+    ``build`` is the runtime version that CuPy was built for; ``runtime`` and ``driver`` are the versions in use.
     """
 
     cupy: str = ""
@@ -48,7 +48,7 @@ class Stack:
     asked: bool = True
 
 
-#: Where there is no GPU and none is asked for, CuPy is not even imported.
+#: If there is no GPU and none is requested, CuPy is not even imported.
 NOT_ASKED = Stack(asked=False)
 
 
@@ -56,46 +56,46 @@ def ask(machine: Machine, limit_s: float = PROBE_S) -> Stack:
     """Run the probe."""
     ran = machine.run([sys.executable, "-m", "services.doctor.probe"], limit_s)
     if ran.status is None:
-        return Stack(error=f"importing CuPy and counting GPUs did not end within {limit_s:g} s; the driver may hang")
+        return Stack(error=f"importing CuPy and counting GPUs took longer than {limit_s:g} s; the driver may hang")
     try:
         told: dict[str, Any] = json.loads(ran.output)
         return Stack(**{**told, "gpus": tuple(GpuFacts(**gpu) for gpu in told.get("gpus", ()))})
     except (ValueError, TypeError):
-        last = (ran.errors.strip().splitlines() or ["no word"])[-1]
-        return Stack(error=f"a process that imports CuPy and counts GPUs ended with status {ran.status}: {last}")
+        last = (ran.errors.strip().splitlines() or ["no output"])[-1]
+        return Stack(error=f"a process that imports CuPy and counts GPUs exited with status {ran.status}: {last}")
 
 
 def cupy(stack: Stack, needed: bool) -> Finding:
     """Whether CuPy can be imported."""
     if not stack.asked:
-        return skipped("no GPU here, and none is asked for")
+        return skipped("no GPU here, and none is requested")
     if stack.error:
         return fault(
             needed,
             stack.error,
             "install CuPy in the checkout: `pip install -c constraints.txt -e '.[rocm]'` for ROCm 7, `-e '.[cuda]'` "
-            "for CUDA 13; the runtime's libraries have to be where the loader finds them "
+            "for CUDA 13; the runtime's libraries must be where the loader finds them "
             "(LD_LIBRARY_PATH=/opt/rocm/lib)",
         )
     return ok(f"CuPy {stack.cupy} for {'ROCm' if stack.is_hip else 'CUDA'}, built for {_version(stack, stack.build)}")
 
 
 def runtime(stack: Stack, needed: bool, only: int | None = None) -> Finding:
-    """Whether runtime, driver and CuPy fit together, and find a GPU; the one of ordinal ``only``, if that is given."""
+    """Whether runtime, driver and CuPy are compatible and find a GPU, the one with ordinal ``only`` if given."""
     if not stack.asked or stack.error:
-        return skipped("no CuPy to ask")
+        return skipped("no CuPy")
     name = "HIP" if stack.is_hip else "CUDA"
     build, found, driver = (_version(stack, packed) for packed in (stack.build, stack.runtime, stack.driver))
     if stack.is_hip and stack.runtime // _HIP[0] != stack.build // _HIP[0]:
         return fault(
             needed,
-            f"the runtime is HIP {found}, and CuPy was built for {build}",
+            f"the runtime is HIP {found}, but CuPy was built for {build}",
             f"install ROCm {stack.build // _HIP[0]}.x, or the CuPy wheel for ROCm {stack.runtime // _HIP[0]}",
         )
     if not stack.is_hip and stack.driver // _CUDA[0] < stack.runtime // _CUDA[0]:
         return fault(
             needed,
-            f"the driver serves CUDA {driver}, and the runtime is {found}",
+            f"the driver supports CUDA {driver}, but the runtime is {found}",
             "install a newer NVIDIA driver, or a CuPy wheel for an older CUDA",
         )
     if not stack.gpus:
@@ -107,7 +107,7 @@ def runtime(stack: Stack, needed: bool, only: int | None = None) -> Finding:
     if only is not None and only >= len(stack.gpus):
         return fault(
             needed,
-            f"--gpu {only}: the runtime has {len(stack.gpus)}, numbered from 0",
+            f"--gpu {only}: out of range; the runtime has {len(stack.gpus)}, numbered from 0",
             "choose another --gpu, or see the check of the variables that hide GPUs",
         )
     listed = "; ".join(f"{gpu.ordinal}: {gpu.name} {gpu.arch} at {gpu.id}".replace("  ", " ") for gpu in stack.gpus)
@@ -120,26 +120,26 @@ def _version(stack: Stack, packed: int) -> str:
 
 
 def compiler(machine: Machine, stack: Stack, needed: bool) -> Finding:
-    """Whether CuPy can compile: on ROCm it asks hipcc for its include folders before every compilation."""
+    """Whether CuPy can compile: on ROCm it asks hipcc for its include directories before every compilation."""
     if not stack.asked or stack.error:
-        return skipped("no CuPy to compile for")
+        return skipped("no CuPy")
     if not stack.is_hip:
         return ok("not needed: CuPy compiles with NVRTC")
     path = machine.which("hipcc")
     if path is None:
         return fault(
             needed,
-            "hipcc is not on PATH, and CuPy runs it before it compiles a kernel",
-            "put /opt/rocm/bin on PATH; an image with ROCm's runtime alone lacks it: take a development image, or "
+            "hipcc is not on PATH, but CuPy runs it before it compiles a kernel",
+            "put /opt/rocm/bin on PATH; an image with only ROCm's runtime lacks hipcc: use a development image, or "
             "install hipcc and rocthrust in it",
         )
     return ok(path)
 
 
 def kernel_cache(machine: Machine, stack: Stack, needed: bool) -> Finding:
-    """Whether compiled kernels can be kept."""
+    """Whether compiled kernels can be cached on disk."""
     if not stack.asked or stack.error:
-        return skipped("no CuPy to cache for")
+        return skipped("no CuPy")
     home = machine.environ.get("HOME", "/")
     folder = Path(machine.environ.get("CUPY_CACHE_DIR") or f"{home}/.cupy/kernel_cache")
     existing = nearest(machine, folder)
@@ -147,22 +147,22 @@ def kernel_cache(machine: Machine, stack: Stack, needed: bool) -> Finding:
         return fault(
             needed,
             f"{folder} is not writable (at {existing})",
-            "set CUPY_CACHE_DIR to a folder that is, in a container on a volume: what is compiled is kept there",
+            "set CUPY_CACHE_DIR to a writable directory, in a container on a volume: compiled kernels are kept there",
         )
     return ok(str(folder))
 
 
 def nearest(machine: Machine, path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
+    """The path, or its nearest existing ancestor."""
     while machine.stat(str(path)) is None and path != path.parent:
         path = path.parent
     return path
 
 
 def device_memory(stack: Stack, budget: int | None, needed: bool) -> Finding:
-    """Whether the GPUs have room for the budget, in bytes; without one, what there is."""
+    """Whether each GPU has room for a budget in bytes; without a budget, reports the memory."""
     if not stack.gpus:
-        return skipped("no GPU to ask")
+        return skipped("no GPU")
     told = "; ".join(f"GPU {gpu.ordinal}: {gpu.free >> 20} MiB free of {gpu.total >> 20}" for gpu in stack.gpus)
     if budget is None or not needed:
         return ok(told)
@@ -171,6 +171,7 @@ def device_memory(stack: Stack, budget: int | None, needed: bool) -> Finding:
         return failed(wanted, "lower --memory: weights and activations need room on the GPU too")
     if any(budget > gpu.free for gpu in stack.gpus):
         return warning(
-            wanted, "lower --memory, or end what has the GPU's memory; a daemon that runs already has its own"
+            wanted,
+            "lower --memory, or stop what uses the GPU's memory; ignore this if it is a running daemon's arena",
         )
     return ok(wanted)

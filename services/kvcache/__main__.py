@@ -1,4 +1,4 @@
-"""``python -m services.kvcache``: run the daemon until SIGTERM; ``... doctor``: check whether it could."""
+"""``python -m services.kvcache``: run the daemon until SIGTERM; ``... doctor``: check whether it can run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from services.kvcache.server import Daemon
 
 log = structlog.get_logger()
 
-#: Objects made until the collector looks for cycles. What the daemon keeps has none, and is made and given up by the
-#: thousand: at Python's own threshold the search is a third of a large step's time.
+#: Allocations between garbage collections. The daemon's objects form no cycles and are created and freed by the
+#: thousand: at Python's default threshold, collections take a third of a large step's time.
 GC_THRESHOLD = 50_000
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 after a drain, 2 when it could not start as told; the doctor's own otherwise."""
+    """Returns the exit status: 0 after a drain, 2 if the daemon could not start; for ``doctor``, the doctor's own."""
     words = sys.argv[1:] if arguments is None else arguments
     configure_logging()
     try:

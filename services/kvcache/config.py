@@ -1,4 +1,4 @@
-"""The daemon's settings: flags, environment, file, limits."""
+"""The daemon's settings, from flags, environment and file, and the cache limits made from them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROGRAM = Program(
 
 
 def _directory(text: str) -> Path:
-    """An absolute path, since engines elsewhere are told it. Raises ValueError when it cannot be told as text."""
+    """An absolute path, since it is sent to engines in other directories. Raises ValueError unless it is UTF-8."""
     if not text or os.fsencode(text).decode(errors="replace") != text:
         raise ValueError("expected a directory whose name is UTF-8")
     return Path(text).absolute()
@@ -43,13 +43,13 @@ def _directory(text: str) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(Listening):
-    """Everything that can be set. Sizes in bytes, times in seconds. ``echo`` is all of it for a log event."""
+    """All settings. Sizes are in bytes, times in seconds. ``echo`` holds everything, for a log event."""
 
     listeners: list[Listener] = listen("kvcache.sock", PORT)
     device: str = setting(
         one_of(*DEVICES),
         CPU,
-        "where pages lie: `cpu`, in files that engines map, or `gpu`, in the memory of the GPU each engine is on",
+        "where pages live: `cpu`, in files that engines map, or `gpu`, in the memory of each engine's GPU",
         metavar="D",
     )
     arena_dir: Path = setting(
@@ -58,67 +58,69 @@ class Config(Listening):
     memory: int = setting(
         byte_size,
         None,
-        "memory budget of all pools; with --device gpu, on each GPU; "
-        f"default: {MEMORY}, or three quarters of a smaller file system of --arena-dir",
+        "memory budget of all pools together; with --device gpu, per GPU; "
+        f"default: {MEMORY}, or three quarters of the file system of --arena-dir if that is smaller",
         metavar="SIZE",
     )
     pool_pages: int | None = setting(
         whole(1, MAX_PAGES),
         _DEFAULTS.pool_pages,
-        "pages of a new pool whose engine does not say; default: what the budget holds",
+        "pages of a new pool if the engine does not specify; default: as many as the budget allows",
         metavar="N",
     )
     session_ttl_s: float = setting(
         seconds(MIN_TTL_S, MAX_TTL_S),
         _DEFAULTS.default_ttl_s,
-        "lease of a session that does not say",
+        "session lease, in seconds, if the engine does not specify one",
         name="session-ttl",
         metavar="S",
     )
     drain_s: float = setting(
         seconds(0, 3600),
         _DEFAULTS.drain_s,
-        "seconds that a lost session's unfinished pages are kept from others while its process may live",
+        "seconds that a lost session's unfinished pages stay in quarantine, unless its process is proven gone",
         name="drain",
         metavar="S",
     )
     cache_ttl_s: float | None = setting(
         seconds(0.001, 10**9),
         _DEFAULTS.cache_ttl_s,
-        "seconds after which an unused cached page is forgotten; default: never",
+        "seconds after which an unused cached page expires; default: never",
         name="cache-ttl",
         metavar="S",
     )
     eviction: str = setting(
         Kind(policy_name, " or ".join(POLICIES)),
         _DEFAULTS.eviction,
-        f"which cached page goes first: {', '.join(POLICIES)}",
+        f"eviction policy: {', '.join(POLICIES)}",
         metavar="P",
     )
     retained_share: float = setting(
         share,
         _DEFAULTS.retained_share,
-        "share of a pool's pages, 0 to 1, that may stay cached longer because sequences asked for retention",
+        "maximum share of a pool's pages, 0 to 1, that requested retention may keep in the cache",
         metavar="X",
     )
-    max_sessions: int = setting(whole(1, 65536), _DEFAULTS.max_sessions, "sessions at a time", metavar="N")
-    max_sequences: int = setting(whole(1, 10**7), _DEFAULTS.max_sequences, "live sequences of one session", metavar="N")
-    # The one default that is not the limits' own: a cache by itself ends no sequence unasked.
+    max_sessions: int = setting(whole(1, 65536), _DEFAULTS.max_sessions, "maximum number of sessions", metavar="N")
+    max_sequences: int = setting(
+        whole(1, 10**7), _DEFAULTS.max_sequences, "maximum live sequences per session", metavar="N"
+    )
+    # The one default that differs from Limits: by default the cache itself never ends an idle sequence.
     sequence_ttl_s: float = setting(
         seconds(0.001, 10**9),
         3600.0,
-        "seconds after which an untouched sequence is taken for leaked and ended",
+        "seconds without access after which a sequence counts as leaked and is ended",
         name="sequence-ttl",
         metavar="S",
     )
     event_ring: int = setting(
-        whole(1, 10**8), _DEFAULTS.event_ring, "pages whose coming and going is remembered", metavar="N"
+        whole(1, 10**8), _DEFAULTS.event_ring, "page events kept for readers of the prefix cache's changes", metavar="N"
     )
     echo: dict[str, Any]
 
     @classmethod
     def read(cls, arguments: list[str] | None, environ: Mapping[str, str]) -> Config:
-        """Flags over environment over file over defaults. Raises InvalidConfiguration."""
+        """Read all settings; flags override environment, file and defaults. Raises InvalidConfiguration."""
         values = settings.read(cls, PROGRAM, arguments, environ)
         fields = values.fields
         if fields["memory"] is None:
@@ -130,7 +132,7 @@ class Config(Listening):
 
     @property
     def limits(self) -> Limits:
-        """What of these the cache goes by."""
+        """The settings that the cache uses."""
         return Limits(
             budget_bytes=self.memory,
             pool_pages=self.pool_pages,

@@ -1,4 +1,4 @@
-"""``python -m services.kvcache doctor``: can this machine run the daemon as it is configured, and what to change."""
+"""``python -m services.kvcache doctor``: check whether this machine can run the daemon as configured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.kvcache.metrics import PREFIX
 
 
 def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Returns the exit status: 0 when no check failed, 1 when one did. Raises InvalidConfiguration for bad flags."""
+    """Returns the exit status: 0 if no check failed, 1 if one did. Raises InvalidConfiguration for invalid flags."""
     options = command.options("services.kvcache", "engine", words)
     config = Config.read(options.rest, environ)
     machine = Machine(environ)
@@ -22,7 +22,7 @@ def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def checks(machine: Machine, config: Config, peer: int | None) -> list[Check]:
-    """What there is to check of a daemon with these settings."""
+    """The checks of a daemon with these settings."""
     needed, budget = config.device == GPU, config.limits.budget_bytes
     found = stack.ask(machine) if needed or devices.has_nodes(machine) else stack.NOT_ASKED
     memory: list[Check] = []

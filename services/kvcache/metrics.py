@@ -1,4 +1,4 @@
-"""The daemon's counts as Prometheus metrics. docs/metrics.md tells what each is for."""
+"""The daemon's Prometheus metrics; docs/metrics.md documents them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from services.kvcache.pool.pool import Pool
 
 PREFIX = "rocmforge_kvcache_"
 
-#: Seconds that the cache's loop has to answer in: one that takes longer is stuck, and the scrape fails.
+#: Time limit in seconds for the cache's event loop to answer; beyond it the loop is stuck and the scrape fails.
 COLLECT_S = 5.0
 
 
 class KvCacheMetrics(Collector):
-    """What there is of a cache when somebody asks, seen from its own loop, between two transactions."""
+    """Collects a cache's metrics at each scrape, on the cache's own event loop, between two transactions."""
 
     def __init__(self, cache: KvCache, calls: CallStats, loop: asyncio.AbstractEventLoop) -> None:
         self._cache = cache
@@ -27,7 +27,7 @@ class KvCacheMetrics(Collector):
         self._loop = loop
 
     def collect(self) -> list[Metric]:
-        """All families. Not to be called on the cache's loop."""
+        """Collect all families. Must not be called on the cache's event loop."""
         return asyncio.run_coroutine_threadsafe(self._look(), self._loop).result(COLLECT_S)
 
     async def _look(self) -> list[Metric]:
@@ -36,17 +36,17 @@ class KvCacheMetrics(Collector):
             "run_info", "This run of the daemon.", epoch=f"{cache.epoch:016x}", eviction=cache.limits.eviction
         )
         families.gauge(
-            "budget_bytes", "Memory that pools may have, on each GPU where they are on GPUs.", cache.limits.budget_bytes
+            "budget_bytes", "Memory budget of all pools; with pools on GPUs, per GPU.", cache.limits.budget_bytes
         )
         families.counter("sessions_opened_total", "Sessions opened.", cache.opened_sessions)
         families.counter(
-            "sessions_expired_total", "Sessions lost: lease over, or process gone.", cache.expired_sessions
+            "sessions_expired_total", "Sessions lost: lease expired, or process gone.", cache.expired_sessions
         )
         families.counter("sequences_expired_total", "Sequences ended as leaked.", cache.expired_sequences)
         turns: Rows = {("taken",): cache.attach_turns, ("refused",): cache.attach_refusals}
-        families.counters("attach_turns_total", "Sessions that came to attach to GPU memory.", ("outcome",), turns)
-        families.counter("pools_dropped_total", "Pools whose memory was given back.", cache.pools.dropped)
-        families.calls("rpc", "Calls that the daemon served", self._calls)
+        families.counters("attach_turns_total", "Attempts of sessions to attach to GPU memory.", ("outcome",), turns)
+        families.counter("pools_dropped_total", "Pools whose memory was freed.", cache.pools.dropped)
+        families.calls("rpc", "Calls served by the daemon", self._calls)
         _tell_pools(families, cache)
         return families.metrics
 
@@ -67,18 +67,22 @@ def _tell_pools(families: Families, cache: KvCache) -> None:
         states[pool.id, "held"] = table.held_count
         states[pool.id, "cached"] = table.cached_count
         states[pool.id, "quarantined"] = table.quarantined_count
-    families.gauges("pages", "Pages by state; all states together are the pool.", ("pool", "state"), states)
-    gauge("pages_retained", "Cached pages that are retained.", {p: p.table.cached.retained_count for p in pools})
-    gauge("page_bytes", "Bytes of a page.", {pool: pool.layout.page_bytes for pool in pools})
+    families.gauges("pages", "Pages by state; the states add up to the pool.", ("pool", "state"), states)
+    gauge("pages_retained", "Cached pages under retention.", {p: p.table.cached.retained_count for p in pools})
+    gauge("page_bytes", "Bytes per page.", {pool: pool.layout.page_bytes for pool in pools})
     gauge("arena_bytes", "Memory of a pool, canaries included.", {pool: pool.arena.size_bytes for pool in pools})
     gauge("sessions", "Live sessions.", {pool: cache.session_count(pool) for pool in pools})
     gauge("sequences", "Live sequences.", {pool: len(pool.sequences) for pool in pools})
     counter("prefix_cache_queries_total", "Prompt tokens looked up.", {p: p.totals.lookup_tokens for p in pools})
-    counter("prefix_cache_hits_total", "Prompt tokens found.", {p: p.totals.hit_tokens for p in pools})
-    counter("pages_granted_total", "Pages taken by sequences.", {p: p.totals.granted_pages for p in pools})
+    counter(
+        "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", {p: p.totals.hit_tokens for p in pools}
+    )
+    counter("pages_granted_total", "Pages granted to sequences.", {p: p.totals.granted_pages for p in pools})
     counter("pages_published_total", "Pages completed and indexed.", {p: p.totals.published_pages for p in pools})
     counter(
-        "demands_refused_total", "Demands for which no page was there.", {p: p.totals.refused_demands for p in pools}
+        "demands_refused_total",
+        "Demands refused for lack of pages or quota.",
+        {p: p.totals.refused_demands for p in pools},
     )
     evicted: dict[tuple[str, ...], float] = {}
     for pool in pools:
@@ -86,4 +90,4 @@ def _tell_pools(families: Families, cache: KvCache) -> None:
         evicted[pool.id, "allocation"] = totals.evicted_pages - totals.evicted_on_request
         evicted[pool.id, "request"] = totals.evicted_on_request
         evicted[pool.id, "expiry"] = totals.expired_pages
-    families.counters("pages_evicted_total", "Cached pages given up, by why.", ("pool", "cause"), evicted)
+    families.counters("pages_evicted_total", "Cached pages evicted, by cause.", ("pool", "cause"), evicted)

@@ -1,4 +1,4 @@
-"""The daemon as an object: its cache, its listeners and the sweeper that keeps time."""
+"""The daemon as an object: its cache, its listeners, and the sweeper that expires leases."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ SWEEP_INTERVAL_S = 0.5
 
 
 class Daemon:
-    """Start it, use ``bound`` to reach it, stop it. Tests start the same object on a free port.
+    """Call ``start``, connect to ``bound``, call ``stop``. Tests run the same object on a free port.
 
-    With ``config.device`` gpu it raises InvalidConfiguration when there is no GPU to be used.
+    With ``config.device`` gpu, raises InvalidConfiguration if there is no usable GPU.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class Daemon:
 
     @property
     def bound(self) -> list[str]:
-        """The addresses it listens on, ports filled in."""
+        """The addresses it listens on, with the actual ports."""
         return self._serving.bound
 
     @property
     def metrics_bound(self) -> str | None:
-        """Where it serves metrics, the port filled in; None when it does not."""
+        """The address of the metrics endpoint, with the actual port; None if it is off."""
         return self._endpoint.bound if self._endpoint is not None else None
 
     async def start(self) -> None:
-        """Serve. Raises InvalidConfiguration when an address, the arena directory or the memory cannot be had."""
+        """Start serving. Raises InvalidConfiguration if an address, the arena directory or memory is unavailable."""
         if self.config.device != GPU:
             for name in prepare_directory(self.config.arena_dir):
                 log.info("stale_arena_removed", name=name)
@@ -107,7 +107,7 @@ class Daemon:
         await self._serving.ready()
 
     async def stop(self, grace_s: float) -> None:
-        """Drain, then give all memory back."""
+        """Drain, then free all memory."""
         self._servicer.drain()
         await self._serving.drain(grace_s)
         if self._endpoint is not None:
@@ -125,14 +125,14 @@ class Daemon:
                 for session in self.cache.sweep():
                     log.warning("session_lost", session=session.id[:24], client=session.client_name)
             except Exception:
-                # A sweep that fails must not end all sweeping: leases would never expire again.
+                # A failed sweep must not stop the sweeper: leases would never expire again.
                 log.exception("sweep_failed")
 
 
 def _gpus(load_runtime: Callable[[], Runtime], memory: int) -> list[Gpu]:
-    """All that this process may use; each is first touched when a pool is made on it.
+    """All GPUs visible to this process; each is first used when a pool is created on it.
 
-    Raises InvalidConfiguration, also when none has ``memory`` bytes.
+    Raises InvalidConfiguration, also if no GPU has ``memory`` bytes.
     """
     try:
         runtime = load_runtime()

@@ -178,7 +178,7 @@ def opener(monkeypatch: pytest.MonkeyPatch, *, status: int = 0, output: str = ""
     ("output", "errors", "words"),
     [
         ('{"error": "refused", "seen": ""}', "", "refused"),
-        ('{"error": "", "seen": "00"}', "", "sees other memory"),
+        ('{"error": "", "seen": "00"}', "", "sees different memory"),
         ("", "x\nSegmentation fault", "status 0: Segmentation fault"),
     ],
 )
@@ -201,7 +201,7 @@ def test_an_opener_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise subprocess.TimeoutExpired("opener", 30)
 
     monkeypatch.setattr(roundtrip.subprocess, "run", hang)
-    assert "did not end within 30 s" in roundtrip.own("file", str(tmp_path))
+    assert "did not exit within 30 s" in roundtrip.own("file", str(tmp_path))
 
 
 def test_gpu_memory_goes_round_between_two_runtimes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def alive(daemon: Service) -> bool:
     [
         (["--memory", "much"], "rocmforge kvcache: --memory much: expected a size"),
         (["--device", "tpu"], "rocmforge kvcache: --device tpu: expected cpu or gpu"),
-        (["--peer", "me"], "'me' is no process id"),
+        (["--peer", "me"], "'me' is not a process id"),
         (["--no-such-flag"], "--no-such-flag"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The memory of a pool: a mapped file, or an allocation on a GPU."""
+"""The memory of a pool (its arena): a mapped file, or an allocation on a GPU."""

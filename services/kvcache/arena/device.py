@@ -1,7 +1,7 @@
-"""Pages in the memory of a GPU: one allocation of the runtime, that engines open by its IPC handle.
+"""Pages in GPU memory: a single runtime allocation, which engines open by its IPC handle.
 
-It is exported once, whole, and neither moved nor freed while a session may have it mapped. The daemon itself touches
-nothing in it but the canaries.
+It is exported once, as a whole, and neither moved nor freed while a session may have it mapped. The daemon itself
+accesses only the canaries.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from services.kvcache.pool.pool import DeviceMemory
 
 log = structlog.get_logger()
 
-#: What drivers take memory in, and the pages they map it by where they can. In the process that opens its handle CUDA
-#: does so only for an allocation of whole ones: copies of 12 GiB and 512 bytes ran at half the speed there, on pages of
-#: 4 KiB, and at full speed in the process that had allocated them.
+#: Granularity of driver allocations, and the large page size that drivers map with where they can. In the process that
+#: opens an IPC handle, CUDA maps large pages only if the allocation is a multiple of this size: for 12 GiB and 512
+#: bytes, copies ran at half speed there, on 4 KiB pages, and at full speed in the process that had allocated them.
 GRANULE_BYTES = 2 << 20
 
 
 class DeviceArena:
-    """``total_pages`` pages, then ``canary_slots`` canaries with room for their answers; see ``pool.Arena``.
+    """``total_pages`` pages, then ``canary_slots`` canaries, each with space for its answer; see ``pool.Arena``.
 
-    Raises ExceedsBudget when the GPU has no room for it, GpuError when its runtime fails.
+    Raises ExceedsBudget if it does not fit in GPU memory, and GpuError if a runtime call fails.
     """
 
     file_path = ""
@@ -34,7 +34,7 @@ class DeviceArena:
         self._gpu = gpu
         self._canaries = total_pages * layout.page_bytes
         self._size = self._canaries + canary_slots * CANARY_SLOT_BYTES
-        # An arena that is less than one granule is no place where speed matters.
+        # Speed does not matter for an arena smaller than one granule.
         allocated = self._size + (-self._size % GRANULE_BYTES if self._size >= GRANULE_BYTES else 0)
         free, total = gpu.memory()
         try:
@@ -43,8 +43,8 @@ class DeviceArena:
             self._pointer = gpu.allocate(allocated)
         except MemoryError as error:
             raise ExceedsBudget(
-                f"the arena of {self._size} bytes does not fit GPU {gpu.ordinal}: {free} of its {total} bytes are "
-                "free; lower the daemon's --memory, or end what has the GPU's memory",
+                f"the arena of {self._size} bytes does not fit on GPU {gpu.ordinal}: {free} of its {total} bytes are "
+                "free; lower the daemon's --memory, or stop what uses the GPU's memory",
                 field="pool_pages",
                 wanted_bytes=self._size,
                 free_bytes=free,
@@ -58,12 +58,12 @@ class DeviceArena:
 
     @property
     def device(self) -> DeviceMemory:
-        """Which GPU, and the handle to open it with."""
+        """The GPU and the IPC handle of the allocation."""
         return self._device
 
     @property
     def size_bytes(self) -> int:
-        """The pages and the canaries behind them; what is left of the last granule is nobody's."""
+        """The size of the pages and the canaries after them; the rest of the last granule is unused."""
         return self._size
 
     def canary_offset(self, slot: int) -> int:
@@ -75,11 +75,11 @@ class DeviceArena:
         self._gpu.write(self._pointer + self.canary_offset(slot), canary + bytes(CANARY_BYTES))
 
     def read_answer(self, slot: int) -> bytes:
-        """What the engine wrote behind its canary. Raises GpuError."""
+        """The answer that the engine wrote after its canary. Raises GpuError."""
         return self._gpu.read(self._pointer + self.canary_offset(slot) + CANARY_BYTES, CANARY_BYTES)
 
     def close(self) -> None:
-        """Give the memory back. A GPU that fails even that is past helping: it is logged, and others go on."""
+        """Free the memory. A failure is only logged, so that the other arenas can still be closed."""
         try:
             self._gpu.free(self._pointer)
         except GpuError as error:

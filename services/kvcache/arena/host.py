@@ -1,8 +1,8 @@
 """Pages in a file that engines map: the arena of a machine without a GPU.
 
-The file is private to the user (0600), its blocks are reserved before anybody maps it (a hole that cannot be filled
-would kill whoever touches it with SIGBUS), and it is locked while its daemon lives. A daemon that was killed leaves an
-unlocked file, which the next one in the same directory removes.
+The file is private to the user (0600), its blocks are reserved before any process maps it (touching a hole that cannot
+be filled would kill the process with SIGBUS), and it is locked while its daemon lives. A killed daemon leaves an
+unlocked file, which the next daemon in the same directory removes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SUFFIX = ".arena"
 
 
 class FileArena:
-    """``total_pages`` pages, then ``canary_slots`` canaries with room for their answers; see ``pool.Arena``.
+    """``total_pages`` pages, then ``canary_slots`` canaries, each with space for its answer; see ``pool.Arena``.
 
-    Raises ExceedsBudget when the file system has no room for it.
+    Raises ExceedsBudget if it does not fit in the file system.
     """
 
     device = None
@@ -49,8 +49,8 @@ class FileArena:
                 room = Room.of(directory)
                 told = f", with {room.free} of its {room.total} bytes free" if room else ""
                 raise ExceedsBudget(
-                    f"the arena of {self._size} bytes does not fit the file system of {directory}: {error.strerror}"
-                    f"{told}; make room there, or for the daemon {REMEDY}",
+                    f"the arena of {self._size} bytes does not fit in the file system of {directory}: {error.strerror}"
+                    f"{told}; free space there, or {REMEDY}",
                     field="pool_pages",
                     wanted_bytes=self._size,
                     **({"free_bytes": room.free, "total_bytes": room.total} if room else {}),
@@ -64,7 +64,7 @@ class FileArena:
 
     @property
     def size_bytes(self) -> int:
-        """All of it: the pages and the canaries behind them."""
+        """The total size: the pages and the canaries after them."""
         return self._size
 
     def canary_offset(self, slot: int) -> int:
@@ -77,37 +77,37 @@ class FileArena:
         self._map[at : at + CANARY_SLOT_BYTES] = canary + bytes(CANARY_BYTES)
 
     def read_answer(self, slot: int) -> bytes:
-        """What the engine wrote behind its canary."""
+        """The answer that the engine wrote after its canary."""
         at = self.canary_offset(slot) + CANARY_BYTES
         return self._map[at : at + CANARY_BYTES]
 
     def close(self) -> None:
-        """Remove the file. Engines that still map it keep the memory until they let go."""
+        """Remove the file. The memory stays allocated until engines that map it unmap it."""
         self._path.unlink(missing_ok=True)
         self._map.close()
         os.close(self._fd)
 
 
 def _made_and_locked(path: Path) -> int:
-    """A new file, locked before it takes any memory, so that one whose daemon dies can always be told."""
+    """Create a file and lock it before it takes any memory, so that a dead daemon's file can always be recognized."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return descriptor
-        os.close(descriptor)  # until it was locked, a starting daemon took it for a dead one's and removed it
+        os.close(descriptor)  # before the lock was taken, another daemon took it for a stale file and removed it
 
 
 def default_directory() -> Path:
-    """Where arenas lie unless told otherwise: in memory where the system has a place for that."""
+    """The default arena directory: in /dev/shm if it is writable, else in /tmp."""
     shm = Path("/dev/shm")
     return (shm if os.access(shm, os.W_OK) else Path("/tmp")) / f"rocmforge-{os.getuid()}"
 
 
 def prepare_directory(directory: Path) -> list[str]:
-    """Make the directory, private to the user, and remove arenas whose daemon is dead; returns their names.
+    """Create the directory, private to the user, and remove the arenas of dead daemons. Returns the names removed.
 
-    Raises InvalidConfiguration when it cannot be had, or when other users could replace what lies in it.
+    Raises InvalidConfiguration if that fails, or if other users could replace files in the directory.
     """
     removed: list[str] = []
     try:
@@ -116,8 +116,8 @@ def prepare_directory(directory: Path) -> list[str]:
         shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
         if found.st_uid not in (0, os.getuid()) or shared:
             raise InvalidConfiguration(
-                f"--arena-dir {directory}: other users could replace the arenas in it; it must be this user's own, "
-                "writable by nobody else",
+                f"--arena-dir {directory}: other users could replace the arenas in it; it must belong to this user "
+                "and be writable by no one else",
                 field="--arena-dir",
             )
         for path in sorted(directory.glob(f"*{_SUFFIX}")):

@@ -1,4 +1,4 @@
-"""Room for arenas: what a file system or a GPU holds in all and has free, beside the memory budget."""
+"""Capacity for arenas: compares the memory budget with the total and free space of a file system or GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from services.common.gpu_ipc import Gpu
 
 log = structlog.get_logger()
 
-#: What is done about a file system that is too small.
+#: How to fix a file system that is too small.
 REMEDY = (
-    "lower --memory, choose another --arena-dir, or make the file system larger (`docker run --shm-size`, a tmpfs's "
+    "lower --memory, choose another --arena-dir, or enlarge the file system (`docker run --shm-size`, a tmpfs's "
     "`size=`)"
 )
 
@@ -25,16 +25,16 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes of a file system: all that it holds, and what this user may still take."""
+    """Bytes of a file system: its total size, and what this user may still allocate."""
 
     total: int
     free: int
 
     @classmethod
     def of(cls, directory: Path) -> Room | None:
-        """That of the directory, or of the nearest one above it that exists.
+        """The file system of the directory, or of its nearest existing ancestor.
 
-        None when it has no bounds, or tells none.
+        None if it has no limit, or reports none.
         """
         for there in (directory, *directory.parents):
             try:
@@ -43,30 +43,30 @@ class Room:
                 continue
             except OSError:
                 return None
-            # A tmpfs without a limit, and some network file systems, say 0 blocks.
+            # A tmpfs without a limit, and some network file systems, report 0 blocks.
             return cls(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize) if found.f_blocks else None
         return None
 
 
 def default_memory(most: int, room: Room | None) -> int:
-    """The budget of a daemon that is given none: ``most`` bytes, or three quarters of a file system that is smaller.
+    """The default budget: ``most`` bytes, or three quarters of the file system if that is less.
 
-    A container's /dev/shm has 64 MiB unless it is given more.
+    A container's /dev/shm has 64 MiB by default.
     """
     return most if room is None else max(1, min(most, room.total * 3 // 4))
 
 
 def check_directory(directory: Path, memory: int, room: Room | None) -> None:
-    """Refuse a budget that the file system can never hold; log one that it has no room for at present.
+    """Reject a budget larger than the file system; log a warning for one larger than its free space.
 
-    What is free changes with everything else that is there, and arenas are made as engines come: too little of it now
-    is no reason not to start. Raises InvalidConfiguration.
+    Free space changes with everything else stored there, and arenas are created as engines connect, so too little of it
+    now must not prevent starting. Raises InvalidConfiguration.
     """
     if room is None:
         return
     if memory > room.total:
         raise InvalidConfiguration(
-            f"--memory {shown(memory)}: the file system of --arena-dir {directory} holds {shown(room.total)} in all; "
+            f"--memory {shown(memory)}: the file system of --arena-dir {directory} has only {shown(room.total)}; "
             f"{REMEDY}",
             field="--memory",
             wanted_bytes=memory,
@@ -79,12 +79,12 @@ def check_directory(directory: Path, memory: int, room: Room | None) -> None:
             memory_bytes=memory,
             free_bytes=room.free,
             total_bytes=room.total,
-            change=f"engines whose arenas do not fit are refused: make room, or {REMEDY}",
+            change=f"engines whose arenas do not fit will be rejected: free space, or {REMEDY}",
         )
 
 
 def check_gpus(gpus: Sequence[Gpu], memory: int) -> None:
-    """The same for a budget on each GPU: refuse one that none of them holds, log the GPUs that do not.
+    """Reject a per-GPU budget larger than every GPU's memory; log a warning for each GPU that is too small.
 
     Raises InvalidConfiguration, GpuError.
     """
@@ -92,8 +92,8 @@ def check_gpus(gpus: Sequence[Gpu], memory: int) -> None:
     most = max(totals.values())
     if memory > most:
         raise InvalidConfiguration(
-            f"--memory {shown(memory)}: the largest GPU has {shown(most)} in all; lower --memory: weights and "
-            "activations need room there too",
+            f"--memory {shown(memory)}: the largest GPU has only {shown(most)}; lower --memory: weights and "
+            "activations need memory there too",
             field="--memory",
             wanted_bytes=memory,
             total_bytes=most,
@@ -106,10 +106,10 @@ def check_gpus(gpus: Sequence[Gpu], memory: int) -> None:
                 device_id=gpu.id,
                 memory_bytes=memory,
                 total_bytes=total,
-                change="engines on it whose arenas do not fit are refused: lower --memory, or run them elsewhere",
+                change="engines on it whose arenas do not fit will be rejected: lower --memory, or run them elsewhere",
             )
 
 
 def shown(size: int) -> str:
-    """Bytes, and the same in MiB."""
+    """A size in bytes, and in MiB if it is large."""
     return f"{size} bytes ({size / _MIB:.4g} MiB)" if size >= _MIB else f"{size} bytes"

@@ -1,1 +1,1 @@
-"""Which cached page goes first, and which is retained."""
+"""Eviction: which cached page is evicted first, and which pages are retained."""

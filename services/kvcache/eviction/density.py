@@ -1,9 +1,9 @@
-"""The order in which cached pages are evicted: least valuable first. Scans and loops do not flush it.
+"""Density eviction: the least valuable cached page goes first. Resists scans and loops, which flush an LRU cache.
 
-Pages are queued by level, how often their content came back, each queue in the order they were cached. ``ReuseModel``
-says what a page of some level and age is worth; the victim is the worst of the queues' ends. Their old ends are where
-value has run out. Their new ends matter in a loop over more than fits, where the page that was just used is the one
-that comes back last, and keeping a part of the loop beats keeping none of it for long.
+Pages are queued by level, which is how often their content was reused; each queue is in caching order. ``ReuseModel``
+gives the value of a page by level and age, and the victim is the least valuable page at the ends of the queues. At the
+old ends, pages have outlived their value. The new ends matter for a loop over more than the cache holds: there the page
+just used is needed last, and keeping part of the loop beats keeping none of it for long.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from services.kvcache.eviction.reuse import LEVELS, ReuseModel
 
 _NONE = -1
 
-#: The level of content that came back so many times, and more often.
+#: The level by number of reuses; the last entry is for that number or more.
 _LEVEL = (0, 1, 2, 2, 3)
 
-#: A page whose content was never cached, as far as is known.
+#: Marks a page whose content is not known to have been cached before.
 _NEW = 0xFF
 
-#: Evicted links whose returns are remembered, for each page of the pool: content that stays away four times as long
-#: as it takes to cache the whole pool anew counts as new.
+#: Evicted links whose reuse counts are remembered, per page of the pool: content that stays away four times as long as
+#: it takes to refill the whole pool counts as new.
 REMEMBERED = 4
 
-#: How much less a queue's newest page must be worth than every queue's oldest, to go first: a difference that is not
-#: an accident of the sample.
+#: A queue's newest page goes first only if it is worth less than this share of every queue's oldest, so that sampling
+#: noise does not decide.
 MARGIN = 0.9
 
-#: Pages condemned at a time: neighbours, of about one value. At most a 256th of the pool, so that it makes no odds.
+#: Pages condemned at a time: neighbours of about the same value. At most 1/256 of the pool, which makes no difference.
 BATCH, BATCH_SHARE = 16, 1 / 256
 
-#: Where a page is.
+#: The places of a page.
 _OUT, _QUEUED, _CONDEMNED = 0, 1, 2
 
 
 class Links(Protocol):
-    """What the queue asks about pages that are cached. The prefix index answers."""
+    """What the queue needs to know about cached pages; the prefix index implements it."""
 
     def key(self, page: int) -> int:
         """The hash of the page's link."""
 
     def parent(self, page: int) -> int | None:
-        """The page that lookups find for the link before the page's own; None for a first link."""
+        """The primary page of the page's parent link; None for a first link."""
 
 
 class DensityQueue(LruQueue):
-    """Pages by the time they were cached, as in ``LruQueue``, with another choice of victim.
+    """Pages in caching order, as in ``LruQueue``, with a different choice of victim.
 
-    Only a page without a cached continuation is a victim, by construction: each page counts its continuations in the
-    queue, and one that has some is *condemned* instead, taken out of its level's queue and put aside. It becomes a
-    victim when its last continuation leaves, and is as good as new when it is held before. A continuation that is
-    held does not count: whoever holds it holds a page of every link before it (see ``prefix``). A page is condemned at
-    most once in a stay, so everything is O(1), amortised. There is always a victim: the page cached longest ago has no
-    continuation, those being cached before it.
+    A victim never has a cached continuation, by construction: each page counts its continuations in the queue, and a
+    page that has any is *condemned* instead: removed from its level's queue and set aside. It becomes a victim when its
+    last continuation leaves; if it is held before that, it is no longer condemned. Held continuations do not count,
+    because their holder also holds a page of every link before them (see ``prefix_cache``). A page is condemned at most
+    once per stay, so every operation is O(1) amortised. There is always a victim: the page cached the longest ago has
+    no continuation, since continuations are cached before it.
     """
 
     def __init__(self, total: int, links: Links) -> None:
@@ -70,19 +70,19 @@ class DensityQueue(LruQueue):
         self._place = bytearray(total)
         self._parent = array("i", [_NONE]) * total
         self._continuations = array("i", bytes(4 * total))
-        # One more set of links through the pages, for the queues by level and, behind them, the list of victims.
+        # A second set of links, for the queues by level and, as the last of them, the list of victims.
         self._before = array("i", [_NONE]) * total
         self._after = array("i", [_NONE]) * total
         self._ends = [[_NONE, _NONE] for _ in range(LEVELS + 1)]
-        # Of an evicted link, 13 bits of its hash and 3 of its returns, where the hash says. Newer ones overwrite it.
+        # For evicted links, 13 bits of the hash and 3 bits of the reuse count, indexed by hash. Newer links overwrite.
         self._memory = array("H", bytes(2 * REMEMBERED * total))
 
     def returns(self, page: int) -> int:
-        """How often the content of a queued page has come back, as far as is known; counted to 4."""
+        """How often the content of a queued page is known to have been reused; saturates at 4."""
         return self._returns[page]
 
     def victim(self) -> int | None:
-        """The next page to evict; it stays queued until it is. None when nothing is."""
+        """The next page to evict, which stays queued until then; None if the queue is empty."""
         if not len(self):
             return None
         while (page := self._ends[LEVELS][0]) == _NONE:
@@ -93,7 +93,7 @@ class DensityQueue(LruQueue):
         return page
 
     def _worst(self) -> tuple[int, int]:
-        """The queue, and which end of it (0 for the oldest), where the least valuable page is."""
+        """The queue that has the least valuable page, and the end where it is (0 for the oldest)."""
         oldest, least, oldest_at = _NONE, float("inf"), 0
         newest, lowest = _NONE, float("inf")
         for level in range(LEVELS):
@@ -116,19 +116,19 @@ class DensityQueue(LruQueue):
             self._link(page, LEVELS)
 
     def push(self, page: int, now: float) -> None:
-        """Add as the newest. Raises ValueError when it is in the queue."""
+        """Add a page as the newest. Raises ValueError if it is queued already."""
         super().push(page, now)
         self.note_cached(page)
         self._rank(page)
 
     def enter(self, page: int, now: float) -> None:
-        """Add, as the newest, a page that was cached already. Raises ValueError when it is in the queue."""
+        """Add an already cached page as the newest. Raises ValueError if it is queued already."""
         super().push(page, now)
         self._clock += 1
         self._rank(page)
 
     def note_cached(self, page: int) -> None:
-        """A stay begins."""
+        """Begin a stay."""
         self._clock += 1
         link = self._links.key(page)
         returns = self._recall(link) if self._returns[page] == _NEW else self._returns[page] + 1
@@ -136,12 +136,12 @@ class DensityQueue(LruQueue):
         self._model.began(link, _LEVEL[returns], self._clock)
 
     def _rank(self, page: int) -> None:
-        """Place a page that is in the order by time, as the newest of its level."""
+        """Append a page, already in the caching order, to the queue of its level."""
         parent = self._links.parent(page)
         self._cached_at[page] = self._clock
         if parent is not None:
             if self._place[parent] == _CONDEMNED and not self._continuations[parent]:
-                # A sequence that had a copy of the parent ends with this page: the parent is no victim any more.
+                # The sequence of this page held a stand-by of the parent and has ended: the parent is not a victim now.
                 self._unlink(parent)
             self._parent[page] = parent
             self._continuations[parent] += 1
@@ -149,32 +149,32 @@ class DensityQueue(LruQueue):
         self._link(page, _LEVEL[self._returns[page]])
 
     def discard(self, page: int) -> None:
-        """Take out of the queue: its content was asked for. Raises ValueError when it is not in it."""
+        """Remove a page because of a hit. Raises ValueError if it is not queued."""
         self._remove(page)
         self.note_returned(page)
 
     def discard_all(self, pages: Sequence[int]) -> None:
-        """As `discard`, of each of these pages in order."""
+        """As `discard`, for each of these pages in order."""
         for page in pages:
             self.discard(page)
 
     def note_returned(self, page: int) -> None:
-        """A stay has ended in a hit."""
+        """End a stay with a hit."""
         self._model.returned(self._links.key(page), self._clock)
 
     def evict(self, page: int) -> None:
-        """Take out of the queue: its content is given up. Raises ValueError when it is not in it."""
+        """Remove a page because it is evicted. Raises ValueError if it is not queued."""
         self._remove(page)
         self.note_evicted(page)
 
     def note_evicted(self, page: int) -> None:
-        """How often the content came back is remembered, for a while."""
+        """Remember, for a while, how often the content was reused."""
         link = self._links.key(page)
         self._memory[link % len(self._memory)] = (link >> 48 & 0xFFF8) | self._returns[page]
         self._returns[page] = _NEW
 
     def _recall(self, link: int) -> int:
-        """How often the content of a page that was not cached had come back, this time included."""
+        """How often the content of a page that was not cached has been reused, including this time; 0 if unknown."""
         told = self._memory[link % len(self._memory)]
         return (told & 7) + 1 if told and told & 0xFFF8 == link >> 48 & 0xFFF8 else 0
 
@@ -218,13 +218,13 @@ class DensityQueue(LruQueue):
             self._before[after] = before
 
     def check(self) -> Iterator[str]:
-        """Violations: those of the order by time, a wrong queue, a wrong count of continuations."""
+        """Violations: those of the caching order, a wrong queue, a wrong count of continuations."""
         yield from super().check()
         count = [0] * len(self._parent)
         for page in self:
             try:
                 parent = self._links.parent(page)
-            except KeyError:  # the index is broken, and says so itself
+            except KeyError:  # the index is inconsistent and reports that itself
                 continue
             if self._parent[page] != (_NONE if parent is None else parent):
                 yield f"page {page} is queued as the continuation of {self._parent[page]}, which is {parent}"

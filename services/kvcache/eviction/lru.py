@@ -1,4 +1,4 @@
-"""The order in which cached pages are evicted: least recently used first."""
+"""LRU eviction: the least recently used cached page goes first."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ _NONE = -1
 
 
 class LruQueue:
-    """An intrusive doubly linked list over page ids: two links and a time for each, no object per page.
+    """An intrusive doubly linked list over page ids: two links and a time per page, and no objects.
 
-    Everything but ``check`` and iteration is O(1). A sequence's pages are pushed tail first when it ends, so among
-    them a page is always older than the page before it: evicting the oldest never orphans a cached continuation.
+    All operations but ``check`` and iteration are O(1). When a sequence ends, its pages are pushed tail first, so among
+    them each page is older than its predecessor in the sequence: evicting the oldest never orphans a cached
+    continuation.
     """
 
     def __init__(self, total: int) -> None:
@@ -38,19 +39,19 @@ class LruQueue:
 
     @property
     def oldest(self) -> int | None:
-        """The page cached longest ago."""
+        """The page cached the longest ago; None if the queue is empty."""
         return None if self._oldest == _NONE else self._oldest
 
     def victim(self) -> int | None:
-        """The next page to evict; it stays queued until it is. None when nothing is."""
+        """The next page to evict, which stays queued until then; None if the queue is empty."""
         return self.oldest
 
     def since(self, page: int) -> float:
-        """When the page was pushed, in the caller's seconds."""
+        """When the page was pushed, in seconds of the caller's clock."""
         return self._since[page]
 
     def push(self, page: int, now: float) -> None:
-        """Add as the newest. Raises ValueError when it is in the queue."""
+        """Add a page as the newest. Raises ValueError if it is queued already."""
         if self._member[page]:
             raise ValueError(f"page {page} is queued already")
         self._member[page] = 1
@@ -64,11 +65,11 @@ class LruQueue:
         self._length += 1
 
     def discard(self, page: int) -> None:
-        """Take out of the queue: its content was asked for. Raises ValueError when it is not in it."""
+        """Remove a page because of a hit. Raises ValueError if it is not queued."""
         self._take_out((page,))
 
     def discard_all(self, pages: Sequence[int]) -> None:
-        """As `discard`, of each of these pages in order."""
+        """As `discard`, for each of these pages in order."""
         self._take_out(pages)
 
     def _take_out(self, pages: Sequence[int]) -> None:
@@ -89,21 +90,21 @@ class LruQueue:
             self._length -= 1
 
     def evict(self, page: int) -> None:
-        """Take out of the queue: its content is given up. Raises ValueError when it is not in it."""
+        """Remove a page because it is evicted. Raises ValueError if it is not queued."""
         self.discard(page)
 
     def enter(self, page: int, now: float) -> None:
-        """Add, as the newest, a page that was cached already. Raises ValueError when it is in the queue."""
+        """Add an already cached page as the newest. Raises ValueError if it is queued already."""
         self.push(page, now)
 
     def note_cached(self, page: int) -> None:
-        """A page is cached and does not enter the queue yet. Policies that learn learn from these three."""
+        """A page was cached without entering the queue. This and the next two methods feed policies that learn."""
 
     def note_returned(self, page: int) -> None:
-        """The content of a cached page outside the queue was asked for."""
+        """A cached page outside the queue was hit."""
 
     def note_evicted(self, page: int) -> None:
-        """The content of a cached page outside the queue is given up."""
+        """A cached page outside the queue is evicted."""
 
     def touch(self, page: int, now: float) -> None:
         """Make a queued page the newest."""
@@ -111,7 +112,7 @@ class LruQueue:
         self.push(page, now)
 
     def check(self) -> Iterator[str]:
-        """Violations: links that disagree, a wrong length, times out of order."""
+        """Violations: inconsistent links, a wrong length, times out of order."""
         seen, previous, since = 0, _NONE, float("-inf")
         page = self._oldest
         while page != _NONE and seen <= self._length:

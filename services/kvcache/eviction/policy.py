@@ -1,8 +1,8 @@
-"""Which cached page goes first: the policies to choose from.
+"""The eviction policies.
 
-A policy is an ``LruQueue`` or extends it: it is told what is cached (``push``), asked for again (``discard``) and given
-up (``evict``), and names the next page to give up (``victim``). What every policy must keep, for the prefix index to
-stay exact: **a victim has no cached continuation.**
+A policy is an ``LruQueue`` or a subclass. It is notified when a page is cached (``push``), hit (``discard``) or evicted
+(``evict``), and chooses the next page to evict (``victim``). Every policy must maintain an invariant that keeps the
+prefix index exact: **a victim has no cached continuation.**
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from services.kvcache.eviction.density import DensityQueue, Links
 from services.kvcache.eviction.lru import LruQueue
 
-#: Least recently used, and least valuable.
+#: Least recently used, and least valuable by expected hits.
 POLICIES = ("lru", "density")
 
 
 def policy_name(text: str) -> str:
-    """A policy's name. Raises ValueError."""
+    """Validate a policy's name. Raises ValueError."""
     if text not in POLICIES:
         raise ValueError(f"expected one of {', '.join(POLICIES)}")
     return text

@@ -1,14 +1,15 @@
-"""Retention: pages that stay in the cache longer than others, for a time and within a share of the pool.
+"""Retention: keeps pages in the cache longer than others, for a time and within a share of the pool.
 
-A sequence may be opened with a *retention*: a time to live and a priority. When it ends, its pages are *promised* that
-much. A page with a promise that becomes cached is *retained*: it is given up after every cached page that is not, by
-rising priority, of one priority the soonest to expire first, of one expiry the least recently used. When its time is
-over it is a cached page like others, as if it had been cached at that moment. Nothing is pinned: when all that is
-cached is retained, an allocation takes the lowest.
+A sequence may be opened with a *retention*: a time to live and a priority. When it ends, its pages get a *promise* of
+that retention. A page with a promise that becomes cached is *retained*: it is evicted after every unretained page, in
+order of increasing priority, then earliest expiry, then least recent use. When its time is over it becomes an ordinary
+cached page, as if it had been cached at that moment. Nothing is pinned: if every cached page is retained, an allocation
+evicts the lowest-ranked one.
 
-The law of ``eviction`` holds: a victim has no cached continuation. It rests on promises being joined, never replaced: a
-page is promised at least what each of its cached continuations is, the longest time and the highest priority. So at
-any moment a continuation is not retained, or the page in front of it is held, or that is retained and ranks above it.
+The invariant of ``policy`` holds: a victim has no cached continuation. It relies on promises being joined, never
+replaced: a page's promise covers those of all its cached continuations, with the latest expiry and the highest
+priority. So at any moment a continuation is unretained, or its parent page is held, or its parent is retained and ranks
+above it.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from services.kvcache.eviction.lru import LruQueue
 
 MAX_PRIORITY = 100
 
-#: A client that wants more asks again: every sequence with a retention that uses a page renews its promise.
+#: A client can extend this: every sequence with a retention that uses a page renews the page's promise.
 MAX_RETENTION_S = 86400.0
 
-#: Entries of pages that left are dropped when there are as many as of pages that stay, and this many more.
+#: Stale heap entries are removed when they outnumber the live ones by this many.
 SLACK = 64
 
 
 class Promise(NamedTuple):
-    """How strongly, and until when in the cache's clock. Of two pages, the one with the lesser promise goes first."""
+    """A priority, and an expiry on the cache's clock. Of two pages, the one with the lesser promise goes first."""
 
     priority: int
     until: float
 
     def joined(self, other: Promise) -> Promise:
-        """What keeps both."""
+        """The least promise that covers both."""
         return Promise(max(self.priority, other.priority), max(self.until, other.until))
 
 
 class Retention(NamedTuple):
-    """What an engine asks for when it opens a sequence, in seconds after the sequence ends."""
+    """The retention that an engine requests when it opens a sequence; ``ttl_s`` counts from the sequence's end."""
 
     ttl_s: float
     priority: int
@@ -64,12 +65,12 @@ class Retention(NamedTuple):
             )
 
     def promise(self, now: float) -> Promise:
-        """The promise of a sequence that ends now."""
+        """The promise for the pages of a sequence that ends now."""
         return Promise(self.priority, now + self.ttl_s)
 
 
 class _Entry(NamedTuple):
-    """A retained page in its priority's heap. ``number`` counts up: of one expiry, the first cached goes first."""
+    """A retained page in its priority's heap. ``number`` increases: at equal expiry, the first cached goes first."""
 
     until: float
     number: int
@@ -78,11 +79,11 @@ class _Entry(NamedTuple):
 
 
 class RetainingQueue:
-    """All cached pages of a pool: a policy's queue of those that are not retained, and behind it those that are.
+    """All cached pages of a pool: the unretained ones in a policy's queue, followed by the retained ones.
 
-    At most ``most`` pages are retained. One more takes the place of the lowest, which goes back to the policy, or is
-    not retained itself when it ranks below them all. Costs of retained pages are O(log n), amortised; of others they
-    are the policy's, and nothing is stored for them.
+    At most ``most`` pages are retained. A further page displaces the lowest-ranked one, which returns to the policy; if
+    it ranks below them all, it is not retained itself. Operations on retained pages are O(log n) amortised; for other
+    pages the costs are the policy's, and nothing is stored.
     """
 
     def __init__(self, policy: LruQueue, links: Links, most: int) -> None:
@@ -90,12 +91,12 @@ class RetainingQueue:
         self._policy = policy
         self._links = links
         self._now = -math.inf
-        # No retained page's time is over before this.
+        # No retained page expires before this.
         self._due = math.inf
-        # Of pages outside the queue: held, or about to be pushed. One whose time is over means nothing any more.
+        # Promises of pages outside the queue: held, or about to be pushed. Expired promises are ignored.
         self._promises: dict[int, Promise] = {}
         self._retained: dict[int, _Entry] = {}
-        # By priority. An entry that is not its page's in ``_retained`` is of a page that left, and is passed over.
+        # By priority. An entry that is not its page's current entry in ``_retained`` is stale and skipped.
         self._heaps: dict[int, list[_Entry]] = {}
         self._entries = 0
         self._numbers = 0
@@ -107,36 +108,38 @@ class RetainingQueue:
         return page in self._policy or page in self._retained
 
     def __iter__(self) -> Iterator[int]:
-        """Those that are not retained, oldest first; then those that are, as they are given up."""
+        """The unretained pages, oldest first; then the retained ones, in order of eviction."""
         yield from self._policy
         for entry in sorted(self._retained.values(), key=lambda entry: (entry.priority, entry)):
             yield entry.page
 
     @property
     def retained_count(self) -> int:
-        """Pages in the queue that are retained."""
+        """The number of retained pages in the queue."""
         return len(self._retained)
 
     @property
     def oldest(self) -> int | None:
-        """The page cached longest ago, of those that are not retained."""
+        """The unretained page cached the longest ago."""
         return self._policy.oldest
 
     def since(self, page: int) -> float:
-        """When a page that is not retained was cached, or its retention ended, in the caller's seconds."""
+        """When an unretained page was cached or its retention ended, in seconds of the caller's clock."""
         return self._policy.since(page)
 
     def victim(self, *, retained: bool = True) -> int | None:
-        """The next page to evict; it stays queued until it is. None when nothing is, or nothing but retained pages."""
+        """The next page to evict, which stays queued until then; None if there is none, or only retained ones and
+        ``retained`` is False.
+        """
         page = self._policy.victim()
         if page is None and retained and (lowest := self._lowest()) is not None:
             return lowest.page
         return page
 
-    # --- what pages go through ---
+    # --- transitions of pages ---
 
     def push(self, page: int, now: float) -> None:
-        """Add as the newest; retained, if that was promised. Raises ValueError when it is in the queue."""
+        """Add a page as the newest; retained, if it has a promise. Raises ValueError if it is queued already."""
         if page in self._retained:
             raise ValueError(f"page {page} is queued already")
         promise = self._promises.pop(page, None)
@@ -147,9 +150,9 @@ class RetainingQueue:
             self._policy.push(page, now)
 
     def discard(self, page: int) -> None:
-        """Take out of the queue: its content was asked for. What it was promised stays.
+        """Remove a page because of a hit. Its promise is kept.
 
-        Raises ValueError when it is not in it.
+        Raises ValueError if it is not queued.
         """
         entry = self._retained.pop(page, None)
         if entry is None:
@@ -159,7 +162,7 @@ class RetainingQueue:
         self._policy.note_returned(page)
 
     def discard_all(self, pages: Sequence[int]) -> None:
-        """As `discard`, of each of these pages in order."""
+        """As `discard`, for each of these pages in order."""
         if not self._retained:
             self._policy.discard_all(pages)
             return
@@ -167,14 +170,14 @@ class RetainingQueue:
             self.discard(page)
 
     def evict(self, page: int) -> None:
-        """Take out of the queue: its content is given up. Raises ValueError when it is not in it."""
+        """Remove a page because it is evicted. Raises ValueError if it is not queued."""
         if self._retained.pop(page, None) is None:
             self._policy.evict(page)
         else:
             self._policy.note_evicted(page)
 
     def touch(self, page: int, now: float) -> None:
-        """Make a queued page the newest; retained, if that has been promised since it was queued."""
+        """Make a queued page the newest; retained, if it has been promised that since it was queued."""
         self.discard(page)
         self.push(page, now)
 
@@ -190,16 +193,16 @@ class RetainingQueue:
         return iter(self._promises)
 
     def promised(self, page: int) -> Promise | None:
-        """What a page is promised; None when it is nothing, or over."""
+        """A page's promise; None if it has none, or it has expired."""
         promise = self._promises.get(page)
         if promise is None and (entry := self._retained.get(page)) is not None:
             promise = Promise(entry.priority, entry.until)
         return promise if promise is not None and promise.until > self._now else None
 
     def promise(self, page: int, more: Promise | None) -> Promise | None:
-        """Join ``more`` to what a page is promised, and return that.
+        """Join ``more`` to a page's promise and return the result.
 
-        A page that is cached has to be touched after.
+        A cached page must be touched afterwards.
         """
         has = self.promised(page)
         if more is None or has == more:
@@ -210,12 +213,12 @@ class RetainingQueue:
         return joined
 
     def pass_time(self, now: float) -> None:
-        """It is ``now``: pages whose time is over go back to the policy, continuations first."""
+        """Advance the clock to ``now``: pages whose retention has expired return to the policy, continuations first."""
         self._now = now
         if now < self._due:
             return
         self._due = math.inf
-        # A page's priority and expiry are not below its continuations', and among equals it was cached later.
+        # A page's priority and expiry are at least those of its continuations, and among equals it was cached later.
         for priority in sorted(self._heaps):
             while (first := self._first(priority)) is not None and first.until <= now:
                 del self._retained[first.page]
@@ -226,7 +229,7 @@ class RetainingQueue:
     # --- the heaps ---
 
     def _first(self, priority: int) -> _Entry | None:
-        """The first to go of a priority; a heap that has none is forgotten."""
+        """The first entry of a priority to be evicted; drops the heap if it has none."""
         heap = self._heaps[priority]
         while heap:
             if self._retained.get(heap[0].page) is heap[0]:
@@ -243,13 +246,13 @@ class RetainingQueue:
         return None
 
     def _has_room(self, promise: Promise, now: float) -> bool:
-        """Whether a page with this promise may be retained; makes the room that it needs."""
+        """Whether a page with this promise may be retained; displaces a lower-ranked page if necessary."""
         if len(self._retained) < self.most:
             return True
         lowest = self._lowest()
         if lowest is None or (lowest.priority, lowest.until) > promise:
             return False
-        # Among equals the newer stays: in a sequence that ends, that is the page nearer to the start.
+        # Among equals the newer page stays: in a sequence that ends, it is nearer to the start.
         del self._retained[lowest.page]
         self._policy.enter(lowest.page, now)
         return True
@@ -270,7 +273,7 @@ class RetainingQueue:
             self._entries = len(self._retained)
 
     def check(self) -> Iterator[str]:
-        """Violations: those of the policy, of the limit, of the heaps, of the order of continuations."""
+        """Violations of the policy, the limit, the heaps, or the order of continuations."""
         yield from self._policy.check()
         if len(self._retained) > self.most:
             yield f"{len(self._retained)} pages are retained, the limit is {self.most}"
@@ -286,7 +289,7 @@ class RetainingQueue:
             entry = self._retained.get(page)
             try:
                 parent = self._links.parent(page)
-            except KeyError:  # the index is broken, and says so itself
+            except KeyError:  # the index is inconsistent and reports that itself
                 continue
             if parent is None:
                 continue

@@ -1,1 +1,1 @@
-"""Who holds pages: sessions, the processes behind them, and the quarantine of lost ones."""
+"""Leases: sessions, their processes, and the quarantine for pages of lost sessions."""

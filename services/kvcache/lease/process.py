@@ -1,4 +1,4 @@
-"""Whether an engine's process is still there, as far as it can be seen from here."""
+"""Checks whether an engine's process is still alive, as far as the daemon can see."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.kvcache.lease.sessions import Process
 
 
 class ProcessTable:
-    """Looks into ``/proc``. Only processes of this daemon's own pid namespace can be told dead."""
+    """Reads ``/proc``. Only processes in the daemon's own pid namespace can be proven gone."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -19,7 +19,7 @@ class ProcessTable:
             self._namespace = ""
 
     def alive(self, process: Process) -> bool | None:
-        """True: it lives. False: proven gone, the pid unused or another's now. None: not to be seen from here."""
+        """True: alive. False: proven gone, its pid unused or reused. None: not visible from here."""
         if not self._namespace or process.pid_namespace != self._namespace:
             return None
         try:
@@ -28,16 +28,16 @@ class ProcessTable:
             return None if _hidden(process.pid) else False
         except OSError:
             return None
-        # Behind the command, which may hold spaces and parentheses: the 3rd field, the 20th and the 22nd.
+        # Fields 3, 20 and 22, counted after the command, which may contain spaces and parentheses.
         fields = stat.rpartition(")")[2].split()
         state, threads, start_time = fields[0], int(fields[17]), int(fields[19])
-        # The last thread of a zombie has no memory left and can write nothing. A first thread that ended before the
-        # others looks like a zombie too.
+        # A zombie has no memory left and cannot write. A process whose main thread exited before the others looks like
+        # a zombie too, but has other threads.
         return start_time == process.start_time and (state not in ("Z", "X") or threads > 1)
 
 
 def _hidden(pid: int) -> bool:
-    """Whether a process without an entry in /proc lives all the same: `hidepid` hides other users' processes."""
+    """Whether a process without an entry in /proc is alive anyway: `hidepid` hides other users' processes."""
     try:
         os.kill(pid, 0)
     except PermissionError:

@@ -1,8 +1,9 @@
-"""Pages of lost sessions that nobody may have yet, and pools whose memory one may still have mapped.
+"""Quarantine for pages that a lost session may still write, and for pools whose memory it may still map.
 
-An engine that lost its lease may still have a kernel in flight, and nothing can unmap it. Its unfinished pages wait
-here until its process is proven gone or a drain period is over; they never go straight to another sequence. As long
-the pool's memory stays too: freeing what another process has mapped is undefined on a GPU.
+An engine that lost its lease may still have a kernel in flight, and the daemon cannot unmap its memory. Its unfinished
+pages wait here until its process is proven gone or the drain period is over; they never go straight to another
+sequence. Until then the pool's memory is kept too: on a GPU, freeing memory that another process has mapped is
+undefined behaviour.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from services.kvcache.lease.sessions import Process
 from services.kvcache.pool.pool import Pool
 
-#: True: the process lives. False: it is proven gone. None: it cannot be seen from here.
+#: True: the process is alive. False: it is proven gone. None: it is not visible from here.
 Aliveness = Callable[[Process], bool | None]
 
 
@@ -28,7 +29,7 @@ class _Batch:
 
 
 class Quarantine:
-    """Batches of pages, each waiting for one process or one moment."""
+    """Batches of pages, each waiting for a process to be gone or for a point in time."""
 
     def __init__(self, alive: Aliveness) -> None:
         self._alive = alive
@@ -50,20 +51,21 @@ class Quarantine:
     ) -> None:
         """Keep quarantined pages until the process is gone or the clock reads ``until``.
 
-        Without ``until`` they are of a session that lives on, and may write as long as it does: ``ended`` tells when.
-        ``mapped``: the pool's memory is waited for even if no page is, because the process may have it mapped.
+        Without ``until``, the pages belong to a live session, which may write them until it ends; ``ended`` then sets
+        the time. With ``mapped``, the batch keeps the pool's memory even if it has no pages, because the process may
+        have it mapped.
         """
         if pages or mapped:
             self._batches.append(_Batch(pool, pages, process, until, session_id))
 
     def ended(self, session_id: str, until: float) -> None:
-        """A session is over: what it left behind while it lived waits until the clock reads ``until``."""
+        """A session has ended: pages that it left while it was live wait until the clock reads ``until``."""
         self._batches = [
             replace(batch, until=until) if batch.session_id == session_id else batch for batch in self._batches
         ]
 
     def sweep(self, now: float) -> None:
-        """Free what nothing can write any more."""
+        """Free pages that nothing can write any more."""
         waiting: list[_Batch] = []
         for batch in self._batches:
             if batch.until <= now or self.gone(batch.process):
@@ -73,9 +75,9 @@ class Quarantine:
         self._batches = waiting
 
     def waits_for(self, pool: Pool) -> bool:
-        """Whether something may still be mapping or writing the pool's memory."""
+        """Whether a process may still map or write the pool's memory."""
         return any(batch.pool is pool for batch in self._batches)
 
     def pages(self, pool: Pool) -> list[int]:
-        """The pages of a pool that wait here."""
+        """The pages of a pool in quarantine."""
         return [page for batch in self._batches if batch.pool is pool for page in batch.pages]

@@ -1,4 +1,4 @@
-"""Leases: who may use the cache, until when, and what is known of their process."""
+"""Sessions: each is an engine's lease on a pool, with a deadline and what is known of its process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from services.common.errors import SequenceRemoved, SequenceUnknown, SessionExpired, SessionNotAttached
 from services.kvcache.pool.sequence import Sequence
 
-#: Removed ids a session remembers, so that a late or replayed call cannot bring one back. A call this many removals
-#: late would have outlived its deadline long ago.
+#: Removed sequence ids that a session remembers, so that a late or replayed call cannot recreate one. A call that is
+#: this many removals late would have passed its deadline long ago.
 REMEMBERED_REMOVALS = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """An engine's process; ``start_time`` in clock ticks after boot tells it from a later one with the same pid."""
+    """An engine's process; ``start_time``, in clock ticks since boot, distinguishes it from a reuse of its pid."""
 
     pid: int
     start_time: int
@@ -37,13 +37,13 @@ class Session:
     max_sequences: int
     max_pages: int | None = None
     attached: bool = False
-    attach_until: float = 0.0  # while it has not attached to GPU memory, others wait for it until then
+    attach_until: float = 0.0  # until it attaches to GPU memory, other sessions wait for it up to this time
     sequences: dict[str, Sequence] = field(default_factory=dict)
     removed: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    held_pages: int = 0  # what the quota counts: the sum of its sequences' page_count
+    held_pages: int = 0  # counted against the quota: the sum of its sequences' page_count
 
     def renew(self, now: float) -> None:
-        """Move the deadline to a ttl from now."""
+        """Extend the deadline to one TTL from now."""
         self.deadline = now + self.ttl_s
 
     def require_attached(self) -> None:
@@ -52,7 +52,7 @@ class Session:
             raise SessionNotAttached(f"session {self.id[:12]}… has not called AttachSession yet")
 
     def find(self, sequence_id: str) -> Sequence | None:
-        """The live sequence; None for an id never seen, which may be opened. Raises SequenceRemoved."""
+        """The live sequence; None for an unused id, which may be opened. Raises SequenceRemoved."""
         sequence = self.sequences.get(sequence_id)
         if sequence is None and sequence_id in self.removed:
             raise SequenceRemoved(f"sequence {sequence_id!r} was removed; open another id", sequence_id=sequence_id)
@@ -71,13 +71,13 @@ class Session:
         return SequenceUnknown(f"no sequence {sequence_id!r} in this session", sequence_id=sequence_id)
 
     def add(self, sequence: Sequence) -> None:
-        """Take in a new sequence, which holds nothing yet."""
+        """Add a new sequence, which holds no pages yet."""
         self.sequences[sequence.id] = sequence
 
     def forget(self, sequence_ids: list[str]) -> list[Sequence | None]:
-        """Take sequences out for good: their ids never open again in this session, whether they were live or not.
+        """Remove sequences for good: their ids cannot be opened again in this session, whether they were live or not.
 
-        Returns those that were live, None for each other id.
+        Returns, for each id, the sequence if it was live, else None.
         """
         removed, pop, found = self.removed, self.sequences.pop, list[Sequence | None]()
         for sequence_id in sequence_ids:
@@ -104,21 +104,21 @@ class Sessions:
         return len(self._by_id)
 
     def add(self, session: Session) -> None:
-        """Make a session known."""
+        """Add a session."""
         self._by_id[session.id] = session
 
     def use(self, session_id: str, now: float) -> Session:
-        """The live session, renewed. Raises SessionExpired; one whose deadline passed is never revived by a call."""
+        """The live session, renewed. Raises SessionExpired: a call never revives a session past its deadline."""
         session = self._by_id.get(session_id)
         if session is None or session.deadline <= now:
-            raise SessionExpired("the session ended or belongs to an earlier run of the daemon; open a new one")
+            raise SessionExpired("the session has ended or belongs to an earlier run of the daemon; open a new one")
         session.renew(now)
         return session
 
     def pop(self, session_id: str) -> Session | None:
-        """Take a session out."""
+        """Remove and return a session; None if it is unknown."""
         return self._by_id.pop(session_id, None)
 
     def all(self) -> list[Session]:
-        """In the order they were opened."""
+        """All sessions, in the order they were opened."""
         return list(self._by_id.values())

@@ -1,1 +1,1 @@
-"""One layout's pages: page table, prefix cache, sequences; and all pools under one budget."""
+"""The pages of one layout: page table, prefix cache, sequences; and all pools under one memory budget."""

@@ -12,24 +12,24 @@ from services.kvcache.pool.prefix_cache import ChainHash
 
 CANARY_BYTES = 32
 
-#: Bytes behind the pages of an arena for each session the daemon may have: a canary and its answer.
+#: Bytes after an arena's pages for each session that the daemon may have: a canary and its answer.
 CANARY_SLOT_BYTES = 2 * CANARY_BYTES
 
-#: A page of the table costs host memory too, some hundred bytes.
+#: Limit on pages: each also costs about a hundred bytes of host memory for bookkeeping.
 MAX_PAGES = 1 << 22
 
-#: ``(layout, total_pages, canary_slots, device)`` to memory, on a GPU or, with None, shared by mapping. Raises
-#: ExceedsBudget when the machine has none.
+#: ``(layout, total_pages, canary_slots, device)`` to an arena on a GPU or, with device None, in a mapped file. Raises
+#: ExceedsBudget if the machine lacks the memory.
 ArenaMaker = Callable[[PageLayout, int, int, int | None], Arena]
 
 
 def pool_name(pool_id: str, device: int | None) -> str:
-    """What a pool is called: one on a GPU is another than its namesake on the next GPU."""
+    """The name of a pool: pools with one id on different GPUs are different pools."""
     return pool_id if device is None else f"{pool_id}/gpu{device}"
 
 
 class Pools:
-    """Pools by name. The sum of the arenas in one memory (the host's, or a GPU's) never exceeds ``budget_bytes``,
+    """Pools by name. The arenas in one memory (the host's, or a GPU's) never exceed ``budget_bytes`` in total, which is
     checked before anything is allocated.
     """
 
@@ -63,7 +63,7 @@ class Pools:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of all arenas."""
+        """Total size of all arenas in bytes."""
         return sum(pool.arena.size_bytes for pool in self)
 
     def get_or_make(
@@ -74,11 +74,11 @@ class Pools:
         device: int | None,
         is_used: Callable[[Pool], bool],
     ) -> Pool:
-        """The pool of that id on that device (None: the host's memory), made when there is none.
+        """The pool with this id on this device (None: host memory), created if it does not exist.
 
-        ``is_used`` tells pools whose memory is or may be mapped; others give way to a new pool in the same memory, the
-        longest unused first, since an upgraded model comes with a new pool id. Raises LayoutMismatch,
-        InvalidConfiguration, ExceedsBudget, GpuError.
+        ``is_used`` says whether a pool's memory is or may be mapped. Unused pools in the same memory are dropped to
+        make room for a new one, least recently used first, since an upgraded model comes with a new pool id. Raises
+        LayoutMismatch, InvalidConfiguration, ExceedsBudget, GpuError.
         """
         pool_id = pool_name(pool_id, device)
         pool = self._by_id.get(pool_id)
@@ -86,7 +86,7 @@ class Pools:
             return self._make(pool_id, layout, pages, device, is_used)
         if pool.layout != layout:
             raise LayoutMismatch(
-                f"layout: pool {pool_id!r} has {pool.layout}; this session wants {layout}", field="layout"
+                f"layout: pool {pool_id!r} has {pool.layout}; this session requested {layout}", field="layout"
             )
         if pages is not None and pages != pool.table.total:
             raise LayoutMismatch(
@@ -119,9 +119,9 @@ class Pools:
         most = room + sum(pool.arena.size_bytes for pool in idle)
         if wanted > most:
             raise ExceedsBudget(
-                f"pool {pool_id!r} wants {wanted} bytes ({pages} pages of {layout.page_bytes} and {canaries} for "
-                f"canaries); of the memory budget of {self.budget_bytes}, {most} are free or an idle pool's; start the "
-                "daemon with more --memory",
+                f"pool {pool_id!r} needs {wanted} bytes ({pages} pages of {layout.page_bytes} and {canaries} for "
+                f"canaries); of the memory budget of {self.budget_bytes}, {most} are free or held by idle pools; start "
+                "the daemon with more --memory",
                 field="pool_pages",
                 wanted_bytes=wanted,
                 budget_bytes=self.budget_bytes,
@@ -143,12 +143,12 @@ class Pools:
         """Raises PoolUnknown."""
         pool = self._by_id.get(pool_id)
         if pool is None:
-            # No pool has a longer name, and an error has to fit the trailers of an HTTP/2 stream.
+            # Truncated: no pool has a longer name, and an error must fit in the trailers of an HTTP/2 stream.
             raise PoolUnknown(f"no pool {pool_id[:128]!r}", field="pool_id")
         return pool
 
     def drop(self, pool: Pool) -> None:
-        """Give a pool's memory back. Raises PoolInUse when pages are held or in quarantine."""
+        """Drop a pool and free its memory. Raises PoolInUse if pages are held or in quarantine."""
         if pool.table.held_count or pool.table.quarantined_count:
             raise PoolInUse(
                 f"pool {pool.id!r} has {pool.table.held_count} pages held and {pool.table.quarantined_count} in "
@@ -165,13 +165,13 @@ class Pools:
         pool.arena.close()
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         for pool in self:
             pool.arena.close()
         self._by_id.clear()
 
     def check(self) -> Iterator[str]:
-        """Violations in any pool, or of the budget."""
+        """Every violated invariant of any pool, or of the budget."""
         for pool in self:
             yield from (f"pool {pool.id}: {violation}" for violation in pool.check())
         for device in {_device_of(pool) for pool in self}:

@@ -1,6 +1,6 @@
-"""What enters and leaves the prefix caches, numbered, in a bounded ring.
+"""Numbered events of links entering and leaving the prefix caches, in a bounded ring.
 
-A router that reads every event knows exactly which prefixes are cached. One that falls behind the ring is told that
+A router that reads every event knows exactly which prefixes are cached. If it falls behind the ring, it learns that
 there is a gap, and reads a snapshot.
 """
 
@@ -12,22 +12,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
-#: Links in one event at most, so that no event makes a message too large.
+#: Maximum number of links per event, so that no event makes a message too large.
 MAX_LINKS = 1024
 
 
 class EventKind(enum.Enum):
     """What happened to the links of an event."""
 
-    STORED = enum.auto()  # a lookup finds them from now on
-    EVICTED = enum.auto()  # gone: the memory went to another sequence, or an operator evicted them
-    EXPIRED = enum.auto()  # gone: unused for the pool's cache ttl
+    STORED = enum.auto()  # lookups now find them
+    EVICTED = enum.auto()  # gone: evicted for another sequence, or by an operator
+    EXPIRED = enum.auto()  # gone: unused for the cache TTL
     DROPPED = enum.auto()  # gone: with their pool
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One page of a prefix: the hash of its chain, and of the chain before it (see ``prefix``)."""
+    """One page of a prefix: the hash of its chain, and that of its parent chain (see ``prefix_cache``)."""
 
     hash: int
     parent: int
@@ -35,7 +35,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Links of one pool that shared a fate. Numbers count up by one from 1 within an epoch."""
+    """Links of one pool with the same kind of event. Numbers are consecutive, from 1, within an epoch."""
 
     number: int
     pool_id: str
@@ -44,7 +44,7 @@ class Event:
 
 
 class EventRing:
-    """The last events, up to ``capacity`` links. Consecutive news of one kind are one event until somebody reads it."""
+    """The latest events, up to ``capacity`` links. Consecutive links of one kind share an event until it is read."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -52,7 +52,7 @@ class EventRing:
         self._event_links = min(MAX_LINKS, capacity)
         self._events: deque[Event] = deque()
         self._last = 0
-        self._read = 0  # events up to this one were read, and may not change any more
+        self._read = 0  # events up to this number have been read and must not change
         self._listeners: list[Callable[[], None]] = []
 
     @property
@@ -62,7 +62,7 @@ class EventRing:
         return self._last
 
     def add(self, pool_id: str, kind: EventKind, link: Link) -> None:
-        """Tell of one link."""
+        """Record an event of one link."""
         last = self._events[-1] if self._events and self._last > self._read else None
         if last is None or last.pool_id != pool_id or last.kind is not kind or len(last.links) >= self._event_links:
             self._last += 1
@@ -76,7 +76,7 @@ class EventRing:
             self._links -= len(self._events.popleft().links)
 
     def after(self, number: int, limit: int = 64) -> tuple[bool, list[Event]]:
-        """Whether events behind ``number`` were lost, and the next ones that are still here, oldest first."""
+        """Whether events after ``number`` were lost, and the next ones still in the ring, oldest first."""
         oldest = self._events[0].number if self._events else self._last + 1
         gap = number + 1 < oldest or number > self._last
         start = 0 if gap else number + 1 - oldest
@@ -86,7 +86,7 @@ class EventRing:
         return gap, found
 
     def fates(self, pool_id: str, hashes: set[int]) -> dict[int, EventKind]:
-        """What last happened to those of the links that are gone, as far back as events are kept."""
+        """The last event kind of each given link that is gone, as far back as the ring reaches."""
         found: dict[int, EventKind] = {}
         for event in self._events:
             if event.pool_id == pool_id:
@@ -96,6 +96,6 @@ class EventRing:
         return {hash_: kind for hash_, kind in found.items() if kind is not EventKind.STORED}
 
     def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Have ``listener`` called whenever a new event begins; returns what ends that."""
+        """Call ``listener`` whenever a new event begins. Returns the function that unsubscribes it."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)

@@ -1,4 +1,4 @@
-"""Pages by the 64-bit keys that they have: a hash table of 8 to 16 bytes a page, where a dict takes 100."""
+"""Pages by 64-bit key: a hash table of 8 to 16 bytes per page, where a dict takes 100."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _NONE = -1
 
 
 class KeyTable:
-    """Some of ``len(keys)`` pages, no two with one key; ``keys[page]`` is a page's, and stays while it is in here.
+    """A subset of ``len(keys)`` pages with distinct keys; ``keys[page]`` is a page's key, constant while it is stored.
 
     Open addressing with linear probing (Knuth, volume 3, 6.4, algorithms L and R), at most half full. Keys are hashes,
-    so their low bits are the address. Everything is O(1), expected.
+    so their low bits serve as the address. Every operation is O(1) expected.
     """
 
     def __init__(self, keys: array[int]) -> None:
@@ -21,34 +21,34 @@ class KeyTable:
         self._pages = array("i", [_NONE]) * (self._mask + 1)
 
     def get(self, key: int) -> int | None:
-        """The page with this key; None when there is none."""
+        """The page with this key; None if there is none."""
         page = self._pages[self._find(key)]
         return None if page == _NONE else page
 
     def __getitem__(self, key: int) -> int:
-        """The page with this key. Raises KeyError when there is none."""
+        """The page with this key. Raises KeyError if there is none."""
         page = self.get(key)
         if page is None:
             raise KeyError(key)
         return page
 
     def add(self, page: int) -> int:
-        """The page that has this page's key: itself, if there was none."""
+        """Add a page unless its key is taken. Returns the page that now has the key."""
         at = self._find(self._keys[page])
         if self._pages[at] == _NONE:
             self._pages[at] = page
         return self._pages[at]
 
     def replace(self, page: int) -> None:
-        """Have a page in place of the one with the same key."""
+        """Replace the stored page with the same key by this one."""
         self._pages[self._find(self._keys[page])] = page
 
     def remove(self, key: int) -> None:
-        """Take the page with this key out. Raises KeyError when there is none."""
+        """Remove the page with this key. Raises KeyError if there is none."""
         pages, mask, gap = self._pages, self._mask, self._find(key)
         if pages[gap] == _NONE:
             raise KeyError(key)
-        # What was displaced past the gap moves up into it: a search ends at the first free place.
+        # Entries displaced past the gap move into it, because a search stops at the first free slot.
         at = gap
         while (page := pages[at := (at + 1) & mask]) != _NONE:
             home = self._keys[page] & mask
@@ -58,7 +58,7 @@ class KeyTable:
         pages[gap] = _NONE
 
     def check(self, count: int) -> Iterator[str]:
-        """Violations, where there should be ``count`` pages: another number, a page that a search does not find."""
+        """Violations: a number of pages other than ``count``, or a page that a search does not find."""
         found = [page for page in self._pages if page != _NONE]
         if len(found) != count:
             yield f"{count} pages have keys, the table has {len(found)}"
@@ -67,7 +67,7 @@ class KeyTable:
                 yield f"page {page} is not found by its key {self._keys[page]:016x}"
 
     def _find(self, key: int) -> int:
-        """Where the page with this key is, or would be put."""
+        """The slot of the page with this key, or the free slot where it would go."""
         keys, pages, mask = self._keys, self._pages, self._mask
         at = key & mask
         while (page := pages[at]) != _NONE and keys[page] != key:

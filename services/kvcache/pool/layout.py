@@ -1,4 +1,4 @@
-"""The shape of a pool's pages, and its exact price in bytes."""
+"""The shape of a pool's pages, and their exact size in bytes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from services.common.errors import InvalidConfiguration
 
-#: Bytes of one element. int8 pages end with one f32 scale for each [layer][k, v][kv_head].
+#: Bytes per element. int8 pages end with one f32 scale for each [layer][k, v][kv_head].
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1}
 
 _SCALE_BYTES = 4
 
-#: Upper limits, far above any model's, so that a wild number is refused by name before it is multiplied.
+#: Upper limits, far above any model's values, so that a huge number is rejected by name before it is multiplied.
 LIMITS = {"page_size": 4096, "layers": 1024, "kv_heads": 1024, "head_dim": 1024}
 
 
@@ -19,7 +19,7 @@ LIMITS = {"page_size": 4096, "layers": 1024, "kv_heads": 1024, "head_dim": 1024}
 class PageLayout:
     """``[layer][k, v][kv_head][slot][head_dim]`` with ``page_size`` slots; ``dtype`` is a key of ``ITEM_BYTES``.
 
-    Raises InvalidConfiguration when a number is 0 or above its limit, or the dtype is unknown.
+    Raises InvalidConfiguration if a number is 0 or above its limit, or the dtype is unknown.
     """
 
     page_size: int

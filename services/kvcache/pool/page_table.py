@@ -1,11 +1,11 @@
-"""The page table: what state each page is in, and who holds it.
+"""The page table: the state and the holders of each page.
 
     FREE --take--> HELD --cache--> CACHED --hold--> HELD
                    HELD --free---> FREE   <--free-- CACHED
                    HELD --quarantine--> QUARANTINED --free--> FREE
 
-A page is HELD exactly while it has holders; their set is the only reference count there is. Whoever drops the last
-holder says in the same transaction where the page goes, so no page is ever between two states when a transaction ends.
+A page is HELD exactly while it has holders; the set of holders is its reference count. The caller that drops the last
+holder moves the page to its next state in the same transaction, so no page is between states when a transaction ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.kvcache.eviction.retention import RetainingQueue
 
 
 class PageState(enum.IntEnum):
-    """Where a page is in its life."""
+    """The state of a page."""
 
     FREE = 0
     HELD = 1
@@ -26,18 +26,18 @@ class PageState(enum.IntEnum):
     QUARANTINED = 3
 
 
-# Looking a member up in an enumeration takes longer than all else that is done to a page.
+# Plain integers: looking up an enum member costs more than everything else done to a page.
 _FREE, _HELD, _CACHED = int(PageState.FREE), int(PageState.HELD), int(PageState.CACHED)
 
 
 class PageTable:
     """States, holders and generations of ``total`` pages, ids 0 to total - 1. Every operation is O(1).
 
-    Free pages are those never used yet (ids from ``_fresh`` up) and a stack of recycled ones; recycled go first, their
-    memory being warm. The caller has checked that a page is in the state an operation starts from; ``LookupError`` or
-    ``ValueError`` tell of a bug in it, before anything changes.
+    Free pages are the never used ones (ids from ``_fresh`` up) and a stack of recycled ones, which are reused first
+    because their memory is warm. The caller must know that a page is in the state that an operation starts from;
+    ``LookupError`` or ``ValueError`` report a bug in the caller, before anything changes.
 
-    Nearly every page has one holder, so the first one stands by itself and a set is made for those beside it only.
+    Nearly every page has one holder, so the first holder is stored by itself, and only further holders need a set.
     """
 
     def __init__(self, total: int, cached: RetainingQueue) -> None:
@@ -47,7 +47,7 @@ class PageTable:
         self._states = bytearray(total)
         self._generations = array("I", bytes(4 * total))
         self._first: list[Hashable | None] = [None] * total
-        self._others: dict[int, set[Hashable]] = {}  # no set is empty, none has its page's first
+        self._others: dict[int, set[Hashable]] = {}  # no set is empty or contains its page's first holder
         self._held_count = 0
         self._fresh = 0
         self._recycled = array("I")
@@ -82,7 +82,7 @@ class PageTable:
         return PageState(self._states[page])
 
     def generation(self, page: int) -> int:
-        """How often the page's content was given up."""
+        """How often the page was freed; a new generation means new content."""
         return self._generations[page]
 
     def generations(self, pages: Sequence[int]) -> Iterator[int]:
@@ -94,20 +94,20 @@ class PageTable:
         return bytes(map(self._states.__getitem__, pages)).count(_CACHED)
 
     def holders(self, page: int) -> frozenset[Hashable]:
-        """Who holds the page."""
+        """The holders of the page."""
         first = self._first[page]
         return frozenset() if first is None else frozenset((first, *self._others.get(page, ())))
 
     def is_shared(self, page: int) -> bool:
-        """Whether more than one hold the page."""
+        """Whether the page has more than one holder."""
         return page in self._others
 
     def holder_count(self, page: int) -> int:
-        """How many hold the page."""
+        """The number of holders of the page."""
         return (self._first[page] is not None) + len(self._others.get(page, ()))
 
     def take(self, holder: Hashable) -> int:
-        """A free page, now held. Raises LookupError when none is free."""
+        """Take a free page, which is then held. Raises LookupError if none is free."""
         if self._recycled:
             page = self._recycled.pop()
         elif self._fresh < self.total:
@@ -121,7 +121,7 @@ class PageTable:
         return page
 
     def hold(self, page: int, holder: Hashable) -> None:
-        """Add a holder to a held or cached page; a holder already there stays one. Raises ValueError otherwise."""
+        """Add a holder to a held or cached page; idempotent. Raises ValueError for a page in another state."""
         state = self._states[page]
         if state == _HELD:
             if self._first[page] != holder:
@@ -135,7 +135,7 @@ class PageTable:
             raise ValueError(f"page {page} is {self.state(page).name}")
 
     def hold_all(self, pages: Sequence[int], holder: Hashable) -> None:
-        """As `hold`, of each of these pages in order."""
+        """As `hold`, for each of these pages in order."""
         states, first = self._states, self._first
         cached = [page for page in pages if states[page] == _CACHED]
         if len(cached) < len(pages):
@@ -149,9 +149,9 @@ class PageTable:
         self._held_count += len(cached)
 
     def drop(self, page: int, holder: Hashable) -> bool:
-        """Take a holder away; true when it was the last, and the caller must now place the page.
+        """Remove a holder. Returns True if it was the last; the caller must then move the page to its next state.
 
-        Raises ValueError when ``holder`` does not hold it.
+        Raises ValueError if ``holder`` does not hold the page.
         """
         others = self._others.get(page)
         if others is None:
@@ -170,10 +170,9 @@ class PageTable:
         return False
 
     def give_back(self, pages: list[int], holders: Sequence[Hashable]) -> None:
-        """Take each page's holder away from it, of pages that nobody may find: those that this was the last to hold
-        become FREE, in order.
+        """Remove each page's holder, for unpublished pages: pages left without a holder become FREE, in order.
 
-        Raises ValueError, with those in front given back, when a holder does not hold its page.
+        Raises ValueError if a holder does not hold its page; the pages before it have then been given back.
         """
         first, others, states, generations = self._first, self._others, self._states, self._generations
         recycle = self._recycled.append
@@ -188,19 +187,19 @@ class PageTable:
             recycle(page)
 
     def cache(self, page: int, now: float) -> None:
-        """HELD by nobody to CACHED, as the most recently used."""
+        """HELD without holders to CACHED, as the most recently used page."""
         self._leave_held(page)
         self._states[page] = _CACHED
         self.cached.push(page, now)
 
     def quarantine(self, page: int) -> None:
-        """HELD by nobody to QUARANTINED."""
+        """HELD without holders to QUARANTINED."""
         self._leave_held(page)
         self._states[page] = PageState.QUARANTINED
         self.quarantined_count += 1
 
     def free(self, page: int) -> None:
-        """HELD by nobody, CACHED or QUARANTINED to FREE. The content is given up: the generation moves on."""
+        """HELD without holders, CACHED or QUARANTINED to FREE. The content is lost, and the generation increments."""
         state = self._states[page]
         if state == _HELD:
             self._leave_held(page)
@@ -220,7 +219,7 @@ class PageTable:
         self._held_count -= 1
 
     def check(self) -> Iterator[str]:
-        """Violations of the table's own invariants, by walking every page."""
+        """Every violated invariant of the table; scans every page."""
         counts = dict.fromkeys(PageState, 0)
         for page in range(self.total):
             state = self.state(page)

@@ -1,4 +1,4 @@
-"""One layout's pages: page table, prefix index and the sequences in them, changed one whole step at a time."""
+"""One layout's pages: page table, prefix cache and sequences, changed in whole transactions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.kvcache.pool.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What an engine needs to open an arena on a GPU: which one, by ordinal and PCI bus id, and the IPC handle."""
+    """What an engine needs to open an arena on a GPU: the GPU, by ordinal and PCI bus id, and the IPC handle."""
 
     ordinal: int
     id: str
@@ -27,7 +27,7 @@ class DeviceMemory:
 
 
 class Arena(Protocol):
-    """The memory of a pool. Made and closed by the server; the pool only says where it is."""
+    """The memory of a pool. The server creates it and the pool set closes it; the pool itself only exposes it."""
 
     @property
     def file_path(self) -> str:
@@ -35,11 +35,11 @@ class Arena(Protocol):
 
     @property
     def device(self) -> DeviceMemory | None:
-        """Where it lies on a GPU; None for a file."""
+        """The GPU and the IPC handle; None for a file."""
 
     @property
     def size_bytes(self) -> int:
-        """All of it: the pages and the canaries behind them."""
+        """The total size: the pages and the canaries after them."""
 
     def canary_offset(self, slot: int) -> int:
         """Byte offset of a canary slot."""
@@ -48,22 +48,22 @@ class Arena(Protocol):
         """Write a session's canary and clear its answer."""
 
     def read_answer(self, slot: int) -> bytes:
-        """What the engine wrote behind its canary."""
+        """The answer that the engine wrote after its canary."""
 
     def close(self) -> None:
-        """Give the memory back. No session is attached."""
+        """Free the memory. No session may be attached."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the pool was made."""
+    """Counts since the pool was created."""
 
     lookup_tokens: int = 0
     hit_tokens: int = 0
     granted_pages: int = 0
     published_pages: int = 0
     evicted_pages: int = 0
-    evicted_on_request: int = 0  # of evicted_pages
+    evicted_on_request: int = 0  # included in evicted_pages
     expired_pages: int = 0
     refused_demands: int = 0
 
@@ -71,8 +71,8 @@ class Totals:
 class Pool:
     """Pages of one layout and one trust domain.
 
-    A public method either raises and has changed nothing, or does all it says: each checks first and commits after,
-    and nothing in a commit can fail.
+    Every public method is atomic: it validates first and raises without changing anything, or commits in full. A commit
+    cannot fail.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Pool:
         self.arena = arena
         self.index = PrefixCache(total_pages, chain_hash, lambda kind, link: events.add(pool_id, kind, link))
         policy = make_queue(eviction, total_pages, self.index)
-        # Rounded first: 0.29 of 100 pages is 29.
+        # Rounded first, so that a share of 0.29 of 100 pages is 29.
         retained = int(round(total_pages * retained_share, 6))
         self.table = PageTable(total_pages, RetainingQueue(policy, self.index, retained))
         self.sequences: dict[Sequence, None] = {}
@@ -101,17 +101,17 @@ class Pool:
 
     @property
     def available_pages(self) -> int:
-        """Pages that an allocation can have without taking one from a holder."""
+        """Pages that an allocation can get: free or evictable ones."""
         return self.table.free_count + self.table.cached_count
 
     def match(self, prompt: array[int], salt: str) -> list[int]:
-        """Cached pages of the prompt's whole pages, never the one with its last token. Changes nothing."""
+        """The pages of the prompt's longest cached prefix, in whole pages and without its last token. Read-only."""
         tokens, width = prompt.tobytes(), prompt.itemsize * self.page_size
         whole = (len(prompt) - 1) // self.page_size
         return self.index.match(salt, (tokens[at : at + width] for at in range(0, whole * width, width)))
 
     def check_tokens(self, sequence: Sequence, start: int, tokens: array[int]) -> array[int]:
-        """Those of ``tokens`` that are not recorded yet, if all of them may stand at ``start``.
+        """Validate ``tokens`` at position ``start``. Returns those that are not recorded yet.
 
         Raises PositionMismatch.
         """
@@ -119,17 +119,18 @@ class Pool:
         resident, end = len(recorded), start + len(tokens)
         if start > resident:
             raise PositionMismatch(
-                f"sequence {sequence.id!r}: start is {start} and {resident} tokens are resident: a gap",
+                f"sequence {sequence.id!r}: start is {start}, but only {resident} tokens are resident: a gap",
                 resident_tokens=resident,
             )
         capacity = len(sequence.pages) * self.page_size
         if end > capacity:
             raise PositionMismatch(
-                f"sequence {sequence.id!r}: tokens up to {end} and its pages hold {capacity}", capacity_tokens=capacity
+                f"sequence {sequence.id!r}: tokens end at {end}, but its pages hold {capacity}",
+                capacity_tokens=capacity,
             )
         if sequence.forked and end > resident and self.tail_is_shared(sequence):
             raise PositionMismatch(
-                f"sequence {sequence.id!r}: its last page is shared; ask for total_pages to have a copy to write in",
+                f"sequence {sequence.id!r}: its last page is shared; request total_pages to get a copy to write to",
                 resident_tokens=resident,
             )
         if start == resident:
@@ -137,26 +138,27 @@ class Pool:
         known = tokens[: resident - start]
         if known != recorded[start : start + len(known)]:
             raise PositionMismatch(
-                f"sequence {sequence.id!r}: tokens from {start} on differ from those recorded", resident_tokens=resident
+                f"sequence {sequence.id!r}: tokens from {start} differ from those recorded", resident_tokens=resident
             )
         return tokens[resident - start :]
 
     def check_growth(self, sequence_id: str, total_pages: int, more: int, *, spoken_for: int = 0) -> None:
-        """Whether a sequence can have ``more`` pages and so ``total_pages``; ``spoken_for`` cached ones it matched.
+        """Check that a sequence can get ``more`` pages, to reach ``total_pages``.
 
-        Raises ExceedsPool or CapacityExceeded.
+        ``spoken_for`` counts cached pages that it has matched, which are not evictable for it. Raises ExceedsPool or
+        CapacityExceeded.
         """
         table = self.table
         if total_pages > table.total:
             raise ExceedsPool(
-                f"sequence {sequence_id!r}: total_pages is {total_pages} and the pool has {table.total}",
+                f"sequence {sequence_id!r}: total_pages is {total_pages}, but the pool has {table.total}",
                 field="total_pages",
                 total_pages=table.total,
             )
         available = self.available_pages - spoken_for
         if more > available:
             raise CapacityExceeded(
-                f"sequence {sequence_id!r} needs {more} more pages and {available} are free or evictable: "
+                f"sequence {sequence_id!r} needs {more} more pages, but {available} are free or evictable: "
                 f"of {table.total}, {table.free_count} free, {table.cached_count} cached, {table.held_count} held, "
                 f"{table.quarantined_count} quarantined",
                 needed_pages=more,
@@ -168,11 +170,11 @@ class Pool:
             )
 
     def cached_among(self, pages: list[int]) -> int:
-        """How many of these pages nobody holds."""
+        """How many of these pages are cached, with no holder."""
         return self.table.cached_among(pages)
 
     def open(self, sequence: Sequence, prompt: array[int], matched: list[int]) -> None:
-        """Let a new sequence share its matched pages."""
+        """Add a new sequence that shares its matched pages."""
         self.sequences[sequence] = None
         self.table.hold_all(matched, sequence)
         sequence.pages.extend(matched)
@@ -183,12 +185,12 @@ class Pool:
         self.totals.hit_tokens += sequence.cached_tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a new sequence share the pages of all the parent's resident tokens."""
+        """Add a new sequence that shares all pages with the parent's resident tokens."""
         self.sequences[child] = None
         parent.forked = child.forked = True
         child.pages.extend(parent.pages[: self.pages_for(len(parent.tokens))])
         if parent.copy is not None:
-            # The parent's engine may not have made its copy yet: what is resident is surely in the source.
+            # The parent's engine may not have made its copy yet; the source has the resident tokens in any case.
             index, source = parent.copy
             child.pages[index] = source
         for page in child.pages:
@@ -198,24 +200,24 @@ class Pool:
         child.tokens.extend(parent.tokens)
 
     def tail_is_shared(self, sequence: Sequence) -> bool:
-        """Whether the page that the next token goes into holds tokens already and has other holders."""
+        """Whether the page for the next token is partly filled and has other holders."""
         if not sequence.forked:
             return False
         index, slot = divmod(len(sequence.tokens), self.page_size)
         return slot > 0 and self.table.is_shared(sequence.pages[index])
 
     def unshare_tail(self, sequence: Sequence) -> None:
-        """Give the sequence a page of its own for its shared tail; checked to be possible.
+        """Replace the sequence's shared tail page by one of its own (copy on write); the caller has checked capacity.
 
-        It goes on holding the shared page, as the source of a copy that the engine has yet to make: nobody may write
-        there before. The engine has made it when it reports a token that lies in the fresh page.
+        The sequence keeps holding the shared page, the source of a copy that its engine has yet to make: nothing may
+        overwrite it before then. The copy is done when the engine reports a token in the new page.
         """
         index = len(sequence.tokens) // self.page_size
         sequence.copy = (index, sequence.pages[index])
         sequence.pages[index] = self._take(sequence)
 
     def append(self, sequence: Sequence, new: array[int]) -> None:
-        """Record what ``check_tokens`` returned, at least one token, and publish the pages they complete."""
+        """Record the tokens that ``check_tokens`` returned, at least one, and publish the pages that they complete."""
         if sequence.copy is not None and (source := self._let_go_of_copy(sequence)) is not None:
             self.table.free(source)
         tokens, size = sequence.tokens, self.page_size
@@ -234,10 +236,10 @@ class Pool:
     def append_within_page(
         self, sequence: Sequence, start: int, column: array[int], first: int, end: int, now: float
     ) -> bool:
-        """Record ``column[first:end]`` as ``check_tokens``, ``append`` and ``touch`` would, if no more is to be done.
+        """Fast path for ``check_tokens``, ``append`` and ``touch`` of ``column[first:end]``.
 
-        That is so when they go right behind the others into a page that the sequence has to itself, and do not fill it:
-        what nearly every sequence of a decode step reports. Returns false otherwise, and has changed nothing.
+        Applies if the tokens directly follow the recorded ones and stay within a page that the sequence does not share,
+        without filling it: nearly every sequence of a decode step. Otherwise returns False and changes nothing.
         """
         tokens, count, size = sequence.tokens, end - first, self.page_size
         page = start // size
@@ -247,7 +249,7 @@ class Pool:
             tokens.append(column[first])
         else:
             tokens.extend(column[first:end])
-        # As `touch` does: of a large batch this is all there is to do, and a call or a slice more would show.
+        # Inlined `touch`: for a large batch this is the whole cost, and another call or slice would show.
         sequence.last_access = now
         sequence.access_count += 1
         order = self.sequences
@@ -256,7 +258,7 @@ class Pool:
         return True
 
     def grow(self, sequence: Sequence, total_pages: int) -> None:
-        """Grow a sequence to a checked number of pages: free ones first, then the policy's victims."""
+        """Grow a sequence to ``total_pages``, which the caller has checked: free pages first, then evicted ones."""
         while len(sequence.pages) < total_pages:
             sequence.pages.append(self._take(sequence))
 
@@ -267,7 +269,7 @@ class Pool:
         return self.table.take(sequence)
 
     def _let_go_of_copy(self, sequence: Sequence) -> int | None:
-        """The source of its copy, when nobody holds that page any more: the caller must place it."""
+        """Drop the source of the sequence's copy. Returns it if it has no holder left; the caller then places it."""
         if sequence.copy is None:
             return None
         _, source = sequence.copy
@@ -275,14 +277,14 @@ class Pool:
         return source if self.table.drop(source, sequence) else None
 
     def touch(self, sequence: Sequence, now: float) -> None:
-        """Count an access; ``sequences`` stays ordered by the last one."""
+        """Count an access and keep ``sequences`` ordered by last access."""
         sequence.last_access = now
         sequence.access_count += 1
         del self.sequences[sequence]
         self.sequences[sequence] = None
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that so many tokens fill."""
+        """The number of pages needed for ``tokens`` tokens."""
         return -(-tokens // self.page_size)
 
     def references(self, pages: list[int]) -> list[tuple[int, int]]:
@@ -294,7 +296,7 @@ class Pool:
         return page, self.table.generation(page)
 
     def release(self, ended: list[Sequence], now: float) -> None:
-        """End sequences whose engine let go of their pages: complete ones stay cached, the others are free at once."""
+        """End sequences whose engine has released their pages: published ones stay cached, the others become free."""
         order = self.sequences
         pages: list[int] = []
         holders: list[Sequence] = []
@@ -309,8 +311,8 @@ class Pool:
         self.table.give_back(pages, holders)
 
     def lose(self, sequence: Sequence, now: float) -> list[int]:
-        """End a sequence whose engine may still be writing: complete pages stay cached, and those that nobody else
-        holds of the others go into quarantine and are returned.
+        """End a sequence whose engine may still be writing: published pages stay cached; of the others, those without
+        another holder go into quarantine and are returned.
         """
         del self.sequences[sequence]
         unfinished = [page for page in self._release_published(sequence, now) if self.table.drop(page, sequence)]
@@ -319,11 +321,11 @@ class Pool:
         return unfinished
 
     def _release_published(self, sequence: Sequence, now: float) -> list[int]:
-        """Let go of the complete pages, tail first, so that a prefix is evicted after its continuations; the others,
-        tail first too.
+        """Release the published pages, tail first, so that a prefix is evicted after its continuations. Returns the
+        other pages, tail first as well.
 
-        What the sequence promises, and what a page behind is promised, is promised to each page's link: to the page
-        that lookups find for it, whoever holds that.
+        Each page's link gets the retention promise of the sequence, joined with that of the pages after it. The promise
+        is recorded for the page that lookups find for the link, whoever holds it.
         """
         table, published = self.table, sequence.published
         unfinished = sequence.pages[published:]
@@ -342,13 +344,13 @@ class Pool:
         return unfinished
 
     def _settle(self, page: int, unheld: bool, now: float) -> None:
-        """Place a published page that lost a holder."""
+        """Decide where a published page goes that has lost a holder; ``unheld`` if that was its last."""
         if self.index.is_primary(page):
             if unheld:
                 self.table.cache(page, now)
             return
-        # A stand-by is worth nothing once its holder leaves. Its link was in use until now, so the primary counts as
-        # used now: it must outlive the continuations that were cached a moment ago.
+        # A stand-by is worthless once its holder leaves. Its link was in use until now, so the primary counts as just
+        # used: it must outlive the continuations that have just been cached.
         primary = self.index.primary_of(page)
         if self.table.state(primary) == PageState.CACHED:
             self.table.cached.touch(primary, now)
@@ -357,12 +359,12 @@ class Pool:
             self.table.free(page)
 
     def unquarantine(self, pages: list[int]) -> None:
-        """Nothing can write these pages any more."""
+        """Free quarantined pages that nothing can write any more."""
         for page in pages:
             self.table.free(page)
 
     def expire_cached(self, before: float) -> int:
-        """Free the pages cached last before a time, none that is retained; returns how many."""
+        """Free the unretained pages that were cached at or before a time. Returns how many."""
         count = 0
         while (page := self.table.cached.oldest) is not None and self.table.cached.since(page) <= before:
             self._uncache(page, EventKind.EXPIRED)
@@ -371,9 +373,9 @@ class Pool:
         return count
 
     def evict(self, most: int, *, retained: bool = True) -> int:
-        """Free the cached pages that are given up first, at most so many; returns how many.
+        """Evict at most ``most`` cached pages, in the policy's order. Returns how many.
 
-        Retained ones come last, or not at all.
+        Retained pages go last, or not at all without ``retained``.
         """
         count = 0
         while count < most and (page := self.table.cached.victim(retained=retained)) is not None:
@@ -384,12 +386,12 @@ class Pool:
 
     def _uncache(self, page: int, kind: EventKind) -> None:
         heir = self.index.withdraw(page, kind)
-        if heir is not None:  # somebody's copy is found from now on: what was promised was promised of the link
+        if heir is not None:  # lookups now find a stand-by: the promise belongs to the link and moves with it
             self.table.cached.promise(heir, self.table.cached.promised(page))
         self.table.free(page)
 
     def check(self) -> Iterator[str]:
-        """Every violation found in this pool; empty when it is sound."""
+        """Every violated invariant of this pool; empty if it is consistent."""
         yield from self.table.check()
         yield from self.index.check()
         size = self.page_size

@@ -1,18 +1,18 @@
 """The prefix cache's index: which page holds the K and V of which prefix.
 
-A published page is one link of a chain: its tokens, behind a parent chain that starts at a root, one root a salt. The
-index names a chain by a 64-bit hash, and finds a page by its parent's hash and its tokens: a lookup compares both, and
-at the root the salt, and computes no hash.
+A published page is one link of a chain: its tokens, following a parent chain that starts at a root, one root per salt.
+The index identifies a chain by a 64-bit hash and finds a page by its parent's hash and its tokens: a lookup compares
+both, at the root also the salt, and computes no hash.
 
-Why that is exact, collisions included: one hash names at most one chain at a time (a second chain with the same hash
-is refused publication), and **no page is indexed unless its parent is**. So a page whose parent hash equals the hash
-of the page just found continues exactly the chain that was found, not another one that collides with it.
+This is exact even under hash collisions: a hash identifies at most one chain at a time (a second chain with the same
+hash is not published), and **no page is indexed unless its parent is**. So a page whose parent hash equals the hash of
+the page just found continues exactly that chain, and not another that collides with it.
 
-Several pages may hold the same link, when sequences computed the same prefix at the same time. One of them, the
-primary, is indexed; the others stand by while their holders live. The parent rule holds through eviction because
+Several pages may hold the same link, if sequences computed the same prefix concurrently. One of them, the primary, is
+indexed; the others are stand-bys for as long as they are held. Eviction preserves the parent rule because
 
-- whoever holds a page holds a page of every ancestor link, the primary or a stand-by, and
-- among cached pages the child is evicted before the parent (see ``lru`` and ``density``).
+- the holder of a page also holds a page of every ancestor link, the primary or a stand-by, and
+- among cached pages, a child is evicted before its parent (see ``lru`` and ``density``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from services.kvcache.pool.key_table import KeyTable
 
 _HASH = 8  # bytes of a hash
 
-#: Maps (parent's hash, the page's tokens as little-endian uint32 bytes) to the link's hash. A parameter so that tests
-#: can make everything collide.
+#: Maps (parent's hash, the page's tokens as little-endian uint32 bytes) to the link's hash. A parameter, so that tests
+#: can force collisions.
 ChainHash = Callable[[int, bytes], int]
 
 
@@ -38,14 +38,14 @@ def blake2b_chain(parent: int, tokens: bytes) -> int:
 
 
 def root_hash(salt: str) -> int:
-    """The hash that a salt's chains start from."""
+    """The root hash of a salt's chains."""
     return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8, person=b"rocmforge.root").digest(), "little")
 
 
 class PrefixCache:
-    """Links of ``total`` pages; tokens come and go as bytes of one page, 4 bytes a token.
+    """Links of ``total`` pages; tokens are passed as the bytes of one page, 4 bytes a token.
 
-    ``on_change`` hears of every link that lookups begin or cease to find.
+    ``on_change`` is called for every link that lookups start or stop finding.
     """
 
     def __init__(
@@ -56,18 +56,18 @@ class PrefixCache:
     ) -> None:
         self._chain_hash = chain_hash
         self._on_change = on_change
-        # By the parent's hash, 8 bytes, with the tokens behind it: a link's name, one object here and in ``_names``.
+        # Keyed by a link's name: the parent's hash, 8 bytes, then the tokens. The object is shared with ``_names``.
         self._primary: dict[bytes, int] = {}
         self._names: list[bytes | None] = [None] * total
         self._standby: dict[int, list[int]] = {}
         self._keys = array("Q", bytes(8 * total))
         self._parents = array("Q", bytes(8 * total))
         self._of_key = KeyTable(self._keys)  # the primaries
-        # Only first links have one: behind them, the parent's hash stands for it.
+        # Only first links have an entry; further along a chain, the parent's hash implies the salt.
         self._salts: dict[int, str] = {}
 
     def __len__(self) -> int:
-        """Links indexed."""
+        """The number of links indexed."""
         return len(self._primary)
 
     def key(self, page: int) -> int:
@@ -75,7 +75,7 @@ class PrefixCache:
         return self._keys[page]
 
     def parent(self, page: int) -> int | None:
-        """The page that lookups find for the link before a published page's own; None for a first link."""
+        """The primary page of a published page's parent link; None for a first link."""
         return None if page in self._salts else self._of_key[self._parents[page]]
 
     def tokens(self, page: int) -> bytes | None:
@@ -113,11 +113,11 @@ class PrefixCache:
             yield parent
 
     def salts(self) -> set[str]:
-        """Salts under which something is published."""
+        """The salts with published pages."""
         return set(self._salts.values())
 
     def continuations(self, parent: int) -> Iterator[bytes]:
-        """Tokens of the pages published behind a link, or behind a salt's root. Walks the whole pool."""
+        """Tokens of the pages published as children of a link or of a salt's root. Scans the whole pool."""
         at = 0
         with contextlib.suppress(ValueError):
             while True:
@@ -128,10 +128,10 @@ class PrefixCache:
                 at += 1
 
     def publish(self, page: int, parent: int | None, tokens: bytes, salt: str) -> bool:
-        """Make ``page`` the link of ``tokens`` behind ``parent`` (None: the salt's root).
+        """Publish ``page`` as the link of ``tokens`` after ``parent`` (None: the salt's root).
 
-        ``parent`` is published and held by the publisher. Returns false when the link's hash belongs to another
-        chain: the page stays unpublished, and so must everything behind it.
+        ``parent`` must be published and held by the publisher. Returns False if the link's hash belongs to another
+        chain: then neither this page nor any page after it may be published.
         """
         above = root_hash(salt) if parent is None else self._keys[parent]
         key, name = self._chain_hash(above, tokens), above.to_bytes(_HASH, "little") + tokens
@@ -150,8 +150,8 @@ class PrefixCache:
         return True
 
     def withdraw(self, page: int, kind: EventKind = EventKind.EVICTED) -> int | None:
-        """Forget a published page. The oldest stand-by takes a primary's place and is returned, else the link is gone
-        as ``kind``.
+        """Remove a published page. The oldest stand-by replaces a primary and is returned; without one, the link is
+        gone, with event ``kind``.
         """
         key, heir, name = self._keys[page], None, self._names[page]
         if name is None:
@@ -195,7 +195,7 @@ class PrefixCache:
             yield f"page {page} is published and its parent link is not"
 
     def check(self) -> Iterator[str]:
-        """Violations of the index's own invariants."""
+        """Every violated invariant of the index."""
         for page in self.published():
             yield from self._check_link(page)
         for page in self._salts:

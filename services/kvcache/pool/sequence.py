@@ -1,4 +1,4 @@
-"""One request's ordered pages and tokens, as the daemon knows them."""
+"""A sequence: one request's block table and tokens, as the daemon sees them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from services.kvcache.eviction.retention import Retention
 
 
 class Sequence:
-    """A block table, the tokens resident in it, and when it was used.
+    """A block table, the tokens resident in it, and its accesses.
 
-    ``published`` leading pages carry links of the prefix cache; ``chain_broken`` says that no further page can (a link
-    of another chain has the hash, see ``prefix``). ``forked`` says that it has been a side of a fork: no other sequence
-    shares a page that is not full. ``copy`` is (index, page): the fresh page at that index gets its
-    content from this one, which the sequence holds until it reports a token behind the copied ones. ``retention`` is
-    for its published pages when it ends. Instances are the holders in the page table: compared by identity.
+    The first ``published`` pages carry links of the prefix cache; ``chain_broken`` means that no further page can
+    (another chain's link has the same hash, see ``prefix_cache``). ``forked`` is set on both sides of a fork: only such
+    sequences can share a page that is not full. ``copy`` is (index, source page): the engine fills the new page at that
+    index from the source, which the sequence holds until it reports a token after the copied ones. ``retention``
+    applies to the published pages when the sequence ends. Instances are the holders in the page table, compared by
+    identity.
     """
 
     __slots__ = (
@@ -61,16 +62,16 @@ class Sequence:
 
     @property
     def page_count(self) -> int:
-        """Pages it keeps from others: its block table, and a page it still has to copy."""
+        """Pages it holds: its block table, and the source of a copy that is still to be made."""
         return len(self.pages) if self.copy is None else len(self.pages) + 1
 
 
 def digest_prompt(prompt: array[int], salt: str) -> bytes:
-    """What tells a replayed opening from another one with the same id."""
+    """Distinguishes a replayed opening from a different one with the same id."""
     salted = salt.encode()
     return hashlib.blake2b(len(salted).to_bytes(4, "little") + salted + prompt.tobytes(), digest_size=16).digest()
 
 
 def digest_fork(parent_id: str) -> bytes:
-    """What tells a replayed fork from another sequence with the same id."""
+    """Distinguishes a replayed fork from a different sequence with the same id."""
     return hashlib.blake2b(parent_id.encode(), digest_size=16, person=b"rocmforge.fork").digest()

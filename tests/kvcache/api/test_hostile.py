@@ -209,7 +209,7 @@ def test_a_stale_socket_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
         dead.bind(str(path))
     asyncio.run(start_and_stop(path))
     path.write_text("precious")
-    with pytest.raises(InvalidConfiguration, match="is no socket"):
+    with pytest.raises(InvalidConfiguration, match="is not a socket"):
         asyncio.run(start_and_stop(path))
     assert path.read_text() == "precious"
 

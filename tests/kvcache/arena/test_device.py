@@ -74,7 +74,7 @@ def test_an_arena_is_allocated_in_whole_granules_of_the_driver(total: int, alloc
         return DeviceArena(machine.process().gpu(0), layout, pages, 4)
 
     if allocated is None:
-        with pytest.raises(ExceedsBudget, match="does not fit GPU 0"):
+        with pytest.raises(ExceedsBudget, match="does not fit on GPU 0"):
             make()
         assert machine.used(0) == 0
         return
@@ -298,5 +298,5 @@ def test_with_a_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy.cuda.runtime = Machine().process()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     assert [Runtime.load().gpu(at).id for at in range(Runtime.load().count())] == ["0000:03:00.0", "0000:83:00.0"]
-    with pytest.raises(InvalidConfiguration, match="GPU 2: there are 2"):
+    with pytest.raises(InvalidConfiguration, match="GPU 2: out of range; there are 2"):
         Runtime.load().gpu(2)

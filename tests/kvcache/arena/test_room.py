@@ -71,7 +71,7 @@ def test_a_budget_beyond_the_file_system_is_refused_and_one_it_just_holds_is_not
         check_directory(tmp_path, 64 * MIB + 1, there)
     message = caught.value.message
     assert caught.value.field == "--memory" and str(tmp_path) in message
-    assert f"--memory {64 * MIB + 1} bytes" in message and f"holds {64 * MIB} bytes (64 MiB) in all" in message
+    assert f"--memory {64 * MIB + 1} bytes" in message and f"has only {64 * MIB} bytes (64 MiB)" in message
     for remedy in ("lower --memory", "another --arena-dir", "--shm-size"):
         assert remedy in message
 
@@ -82,7 +82,7 @@ def test_a_budget_beyond_what_is_free_is_logged_with_the_numbers(tmp_path: Path)
     [event] = events
     assert (event["event"], event["log_level"]) == ("arena_room_short", "warning")
     assert (event["memory_bytes"], event["free_bytes"], event["total_bytes"]) == (32 * MIB, 31 * MIB, 64 * MIB)
-    assert "make room" in event["change"]
+    assert "free space" in event["change"]
 
 
 def test_the_default_is_three_quarters_of_a_small_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_an_arena_that_does_not_fit_says_what_is_free_and_what_to_do(
     with pytest.raises(ExceedsBudget) as caught:
         FileArena(tmp_path, "a", LAYOUT, 8, 1)
     message = caught.value.message
-    assert f"No space left on device, with {3 * MIB} of its {64 * MIB} bytes free; make room there, or for" in message
+    assert f"No space left on device, with {3 * MIB} of its {64 * MIB} bytes free; free space there, or" in message
     assert "lower --memory" in message
     assert caught.value.metadata["free_bytes"] == str(3 * MIB)
     assert list(tmp_path.iterdir()) == []
@@ -123,7 +123,9 @@ def test_an_arena_that_does_not_fit_says_what_is_free_and_what_to_do(
 
 
 def test_a_budget_that_no_gpu_has_is_refused_and_contexts_are_not_made_for_it(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfiguration, match=r"--memory 1048577 bytes .*: the largest GPU has 1048576 bytes"):
+    with pytest.raises(
+        InvalidConfiguration, match=r"--memory 1048577 bytes .*: the largest GPU has only 1048576 bytes"
+    ):
         OnGpus(tmp_path, "--memory", str(MIB + 1), total=MIB)
     running = OnGpus(tmp_path, "--memory", str(MIB), total=MIB)
     assert not {"setDevice", "memGetInfo"} & set(running.api.calls)
@@ -205,8 +207,10 @@ def small(tmp_path: Path) -> Small:
 def test_a_daemon_that_never_fits_ends_at_once_with_both_numbers(small: Small) -> None:
     with small.daemon("--memory", "5MiB") as daemon:
         assert daemon.process.wait(60) == 2
-        assert f"--memory {5 * MIB} bytes (5 MiB): the file system of --arena-dir {small.arenas} holds" in daemon.log()
-        assert f"{4 * MIB} bytes (4 MiB) in all" in daemon.log() and "Traceback" not in daemon.log()
+        assert (
+            f"--memory {5 * MIB} bytes (5 MiB): the file system of --arena-dir {small.arenas} has only" in daemon.log()
+        )
+        assert f"{4 * MIB} bytes (4 MiB); " in daemon.log() and "Traceback" not in daemon.log()
 
 
 def test_the_default_fits_a_small_file_system(small: Small) -> None:
@@ -226,6 +230,6 @@ def test_too_little_that_is_free_is_logged_at_the_start_and_told_to_the_engine_t
         with pytest.raises(grpc.RpcError) as caught:
             stub.OpenSession(pb.OpenSessionRequest(pool_id="p", layout=LAYOUT_PB))
         error = rpc.error_from(caught.value)
-        assert error.reason == "EXCEEDS_BUDGET" and "of its 4194304 bytes free; make room there" in error.message
+        assert error.reason == "EXCEEDS_BUDGET" and "of its 4194304 bytes free; free space there" in error.message
         fits = stub.OpenSession(pb.OpenSessionRequest(pool_id="p", layout=LAYOUT_PB, pool_pages=8))
         assert fits.arena.size_bytes

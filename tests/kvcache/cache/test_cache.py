@@ -192,7 +192,7 @@ def test_replayed_opening_must_be_the_same() -> None:
     [
         (growth("x", 0, [], 1), SequenceUnknown, "'x'"),
         (opening("n", [], 1), FieldInvalid, "at least one token"),
-        (opening("n", [1], 99), ExceedsPool, "99 and the pool has 10"),
+        (opening("n", [1], 99), ExceedsPool, "99, but the pool has 10"),
         (growth("a", 4, [], 3, known=4), FieldInvalid, "known_pages is 4 and the sequence has 3"),
         (growth("a", 5, [1], 0), PositionMismatch, "gap"),
         (growth("a", 0, [1] * 9, 0), PositionMismatch, "hold 8"),
@@ -348,10 +348,10 @@ def test_an_arena_beyond_the_budget_is_refused_before_it_is_made() -> None:
 def test_an_idle_pool_gives_way_to_a_new_one_and_a_used_one_does_not() -> None:
     world = World(400, budget_bytes=100_000)  # an arena of 400 pages is 67584 bytes
     session = world.attached("old")
-    with pytest.raises(ExceedsBudget, match="memory budget of 100000, 32416 are free or an idle pool's"):
+    with pytest.raises(ExceedsBudget, match="memory budget of 100000, 32416 are free or held by idle pools"):
         world.attached("new")
     world.cache.close_session(session.id)
-    with pytest.raises(ExceedsBudget, match="memory budget of 100000, 100000 are free or an idle pool's"):
+    with pytest.raises(ExceedsBudget, match="memory budget of 100000, 100000 are free or held by idle pools"):
         world.cache.open_session("test", "large", LAYOUT, pool_pages=4_000_000)
     world.attached("new")
     world.sound()
