@@ -35,8 +35,6 @@ def test_attention(device: str, unit: str, number: int, case: Case) -> None:
 @pytest.mark.parametrize("case", TAILS, ids=str)
 def test_rows_of_more_tokens_than_a_tile_by_decoding(device: str, unit: str, case: Case) -> None:
     on = devices.get(device)
-    if unit == "matrix" and on.wave == 64:
-        return  # as on the CPU: such rows are for prefill there
     check(on, case, Gpu(on.wave, case.processors, UNITS[unit]), rows=6)
 
 
