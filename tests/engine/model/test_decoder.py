@@ -128,7 +128,7 @@ def test_a_copied_page_is_the_other_and_both_are_there(model: Model) -> None:
     assert np.array_equal(model.forward([row], pages)[0], expected(model, 2)[0][10])
     assert np.array_equal(positions_of(pages, [1], 10), expected(model, 2)[1][..., :10, :])
     for source, target in ((-1, 0), (0, 4)):
-        with pytest.raises(ForwardFailed, match="there are 4"):
+        with pytest.raises(ForwardFailed, match="the arena has 4"):
             model.copy_page(pages, source, target)
     with pytest.raises(ForwardFailed, match="shape"):
         model.copy_page(pages[:, :1].copy(), 0, 1)

@@ -146,7 +146,7 @@ def test_a_pool_of_another_shape(daemon: Running, source: GrpcPageSource) -> Non
 
 
 def test_other_types_are_refused() -> None:
-    with pytest.raises(InvalidConfiguration, match="pages of bf16 are not served"):
+    with pytest.raises(InvalidConfiguration, match="pages of bf16 are not supported"):
         GrpcPageSource("unix:/run/x.sock", "pool", Geometry(4, 1, 1, 2, "bf16"))
 
 

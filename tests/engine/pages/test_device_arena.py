@@ -98,7 +98,7 @@ def test_any_type_of_page(daemon: OnGpus, api: FakeRuntime, dtype: str) -> None:
 
 
 def test_types_that_do_not_exist_are_refused(api: FakeRuntime) -> None:
-    with pytest.raises(InvalidConfiguration, match="pages of f64 are not served"):
+    with pytest.raises(InvalidConfiguration, match="pages of f64 are not supported"):
         GrpcPageSource("unix:/run/x.sock", "pool", Geometry(4, 1, 1, 2, "f64"), gpu=api.gpu(0))
 
 

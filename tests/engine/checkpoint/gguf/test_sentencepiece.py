@@ -377,7 +377,7 @@ LETTER = PLAIN.piece_to_id("t")
         ({"add_space_prefix": 1}, "add_space_prefix is 1: it must be true or false"),
         ({"remove_extra_whitespaces": "no"}, "remove_extra_whitespaces is .*: it must be true or false"),
         ({"add_bos_token": True, "bos_token_id": 10**6}, "bos_token_id is 1000000: it must have token ids from 0"),
-        (added("x" * 65, USER_DEFINED, 0.0), "1 user-defined tokens have score 0; at most 4096 .* of 64 characters"),
+        (added("x" * 65, USER_DEFINED, 0.0), "1 user-defined tokens have score 0; at most 4096 .* 64 characters"),
     ],
     ids=range(20),
 )
