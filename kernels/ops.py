@@ -1,6 +1,6 @@
-"""What a backend computes, by name. `ops_numpy` and `ops_cupy.CupyOps` are backends; the first says what each means.
+"""The interface of a backend. `ops_numpy` and `ops_cupy.CupyOps` implement it; the former is the reference.
 
-Arrays are the backend's own, and so are plans, places, angles and pages: a caller hands on what another function gave.
+Arrays, plans, places, angles and pages are opaque to callers, who only pass on what another function returned.
 """
 
 from __future__ import annotations
@@ -14,44 +14,45 @@ from numpy.typing import NDArray
 
 
 class Ops(Protocol):
-    """A backend; module `ops_numpy` is one, and its docstrings have shapes and meanings."""
+    """A backend; the docstrings of module `ops_numpy`, which is one, define shapes and semantics."""
 
     def weight(self, tensor: NDArray[Any], dtype: str) -> Any:
-        """A weight, given up by the caller, as the other functions take it.
+        """Convert a weight, which the caller gives up, to the form that the other functions take.
 
-        Raises ValueError when it cannot be of that type.
+        Raises ValueError if it cannot be stored as that type.
         """
 
     def step(self, lengths: NDArray[np.int64]) -> AbstractContextManager[None]:
-        """Where `indices`, `places`, `rotation` and `attention_plan` are called: they go to a device together.
+        """The context in which to call `indices`, `places`, `rotation` and `attention_plan`: their results go to the
+        device in one copy.
 
-        ``lengths`` ``[rows]``: how many tokens of each row the step computes.
+        ``lengths`` ``[rows]``: the number of tokens that the step computes for each row.
         """
 
     def computed(self, compute: Callable[[], Any], pages: Any, model: Hashable) -> Any:
-        """Return what ``compute`` does, perhaps without calling it: of what the last `step` made, and of ``pages``.
+        """Return the result of ``compute`` on what the last `step` made and on ``pages``, or replay a recording of it.
 
-        ``model`` stands for the weights, which stay where they are, and for whatever else tells what is computed. What
-        is returned may have more rows than the step, behind the step's, and lasts until the next call.
+        ``model`` identifies the weights, which must not move, and everything else that determines the computation. The
+        result may have extra rows after the step's, and is valid until the next call.
         """
 
     def indices(self, values: NDArray[np.int64]) -> Any:
-        """Tokens or rows as the other functions take them."""
+        """Convert tokens or row numbers to the form that the other functions take."""
 
     def places(self, page: NDArray[np.int64], slot: NDArray[np.int64]) -> Any:
-        """Where the K and V of a step's tokens go."""
+        """The destinations of the K and V of a step's tokens."""
 
     def fitted(self, pages: Any, layers: int, kv_heads: int, head_dim: int) -> Any:
-        """The arena as the other functions take it. Raises ValueError when it is not of such pages."""
+        """The arena in the form that the other functions take. Raises ValueError if its pages have another shape."""
 
     def extent(self, pages: Any) -> tuple[int, int]:
-        """How many pages there are, and tokens in each."""
+        """The number of pages, and of tokens per page."""
 
     def take(self, x: Any, rows: Any) -> Any:
-        """Rows by their numbers."""
+        """Gather rows by number."""
 
     def rms_norm(self, x: Any, weight: Any, eps: float, residual: Any | None = None) -> tuple[Any, Any]:
-        """The normalised sum, and the sum."""
+        """RMS norm of ``x`` plus ``residual``. Returns the normalised sum, and the sum."""
 
     def rope_table(self, frequencies: NDArray[np.float32], count: int) -> Any:
         """The angles of all positions below ``count``."""
@@ -74,16 +75,16 @@ class Ops(Protocol):
         """Add a bias, normalise heads, rotate queries and keys, store keys and values, return the queries."""
 
     def linear(self, x: Any, weight: Any, widen: bool = False) -> Any:
-        """A product; float32 whatever the type of ``x`` when asked to ``widen``."""
+        """A matrix product; with ``widen``, in float32 whatever the type of ``x``."""
 
     def silu_mul(self, gate_up: Any) -> Any:
         """The activation of the gate, times up."""
 
     def norm_linear(self, x: Any, norm: Any, eps: float, weight: Any, residual: Any | None = None) -> tuple[Any, Any]:
-        """A product of the normalised sum, and the sum."""
+        """RMS norm, then a matrix product. Returns the product of the normalised sum, and the sum."""
 
     def norm_gated(self, x: Any, norm: Any, eps: float, weight: Any, residual: Any | None = None) -> tuple[Any, Any]:
-        """The same, with the activation of the product's gate times up in its place."""
+        """As `norm_linear`, but returns the activation of the product's gate times up instead of the product."""
 
     def attention_plan(
         self,
@@ -93,13 +94,13 @@ class Ops(Protocol):
         pages: Any,
         query_heads: int,
     ) -> Any:
-        """What `paged_attention` needs to know of a batch, the same for every layer."""
+        """The metadata of a batch for `paged_attention`, shared by all layers."""
 
     def paged_attention(self, q: Any, pages: Any, layer: int, plan: Any, scale: float) -> Any:
-        """Causal attention over the keys in pages."""
+        """Causal attention over the K and V in pages."""
 
     def copy_page(self, pages: Any, source: int, target: int) -> None:
-        """Make a page equal to another."""
+        """Copy one page to another."""
 
     def zero_page(self, pages: Any, page: int) -> None:
         """Set a page to zero."""

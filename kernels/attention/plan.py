@@ -1,11 +1,11 @@
-"""Paged attention on a GPU: which blocks the kernels of attention_*.hip are launched with, and the launches.
+"""Paged attention on a GPU: the work of each thread block of the attention_*.hip kernels, and their launches.
 
-The host knows every length, so it says exactly what each block does. A row's queries are cut into tiles, and where
-these alone would not fill the GPU evenly, a tile's keys are cut into items too. An item leaves its sums to a second
-kernel, `attention_combine`, unless it is all of its tile. Rows of a few tokens go to `attention_decode`, which reads
-memory as fast as it can, the others to `attention_prefill`, which multiplies as fast as it can.
+The host knows every length, so it assigns work to each block exactly. A row's queries are split into tiles; where these
+alone would not fill the GPU evenly, a tile's keys are split into items as well (split-K). Unless an item covers its
+whole tile, a second kernel, `attention_combine`, reduces its partial sums. Rows of a few tokens go to
+`attention_decode`, which is bound by memory bandwidth, and the others to `attention_prefill`, which is compute-bound.
 
-Nothing here knows whose arrays it hands on: a `Plan` is NumPy, to be copied to the device once for all layers.
+A `Plan` holds NumPy arrays, which are copied to the device once for all layers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _MOST_POSITIONS = np.iinfo(np.int32).max // 2
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The attention of one model, and the pages it reads.
+    """The attention shape of one model, and of the pages it reads.
 
-    ``dtype`` is that of queries and output, F32, F16 or BF16; ``kv_dtype`` that of pages, INT8 too. Raises ValueError.
+    ``dtype``, of queries and output, is F32, F16 or BF16; ``kv_dtype``, of pages, may also be INT8. Raises ValueError.
     """
 
     query_heads: int
@@ -64,42 +64,42 @@ class Geometry:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, the scales of INT8 included."""
+        """Bytes of a page, including the scales of INT8."""
         heads = self.layers * 2 * self.kv_heads
         values = heads * self.page_size * self.head_dim * BYTES[self.kv_dtype]
         return values + (heads * 4 if self.kv_dtype == "INT8" else 0)
 
     @property
     def prefill_tile(self) -> int:
-        """Queries of a block of `attention_prefill`: such that they take 32 KB at most, and 128 at most."""
+        """Queries per block of `attention_prefill`: at most 128, taking at most 32 KB."""
         return min(128, 1 << int(math.log2(32768 // (self.head_dim * BYTES[self.dtype]))))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the blocks of a batch do, for every layer.
+    """The work of a batch's blocks, the same for every layer.
 
-    ``arrays``, whole numbers, are what the kernels read, as int32: starts ``[rows]``; offsets ``[rows + 1]``; items of
+    ``arrays`` are the integers that the kernels read, as int32: starts ``[rows]``; offsets ``[rows + 1]``; items of
     decode and of prefill ``[n, 5]``: row, first query, begin and end of the keys, first row of the partial result or
-    -1; entries of combine ``[n, 5]``: row, first query, queries, first row of the partial results, how many.
+    -1; entries of combine ``[n, 5]``: row, first query, queries, first row of the partial results, their number.
     """
 
     arrays: tuple[NDArray[Any], ...]
-    #: Numbers that `write` writes of each: more than it has, for one that is to be made up.
+    #: Length of each array as `write` writes it: more than its own length for an array that is padded.
     sizes: tuple[int, ...]
-    #: Queries of a tile of `attention_decode`.
+    #: Queries per tile of `attention_decode`.
     decode_rows: int
     decode_items: int
     prefill_items: int
     entries: int
-    #: The most queries of an entry.
+    #: Maximum number of queries of an entry.
     entry_queries: int
-    #: Queries, of each kv head, that partial results are for.
+    #: Queries with partial results, per kv head.
     partial_rows: int
 
     @property
     def words(self) -> int:
-        """Numbers that `write` writes in all."""
+        """Total number of integers that `write` writes."""
         return sum(self.sizes)
 
     @property
@@ -109,7 +109,7 @@ class Plan:
         return tuple(map(slice, ends, ends[1:]))
 
     def write(self, out: NDArray[np.int32]) -> None:
-        """Put all arrays into ``out``, made up with rows without queries, items of row -1, entries of no queries."""
+        """Write all arrays to ``out``, padded with rows without queries, items of row -1 and entries of no queries."""
         begin = 0
         for size, array, rest in zip(self.sizes, self.arrays, (0, self.arrays[1][-1], -1, -1, 0), strict=True):
             if size:
@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def packed(self) -> NDArray[np.int32]:
-        """What `write` writes, in memory of its own."""
+        """The output of `write`, in a new array."""
         out = np.empty(self.words, np.int32)
         self.write(out)
         return out
@@ -134,13 +134,13 @@ def plan(
     item_keys: int | None = None,
     decode_all: bool = False,
 ) -> Plan:
-    """Plan a batch: row r has ``lengths[r]`` >= 1 tokens at the positions from ``starts[r]`` >= 0 on.
+    """Plan a batch: row r has ``lengths[r]`` >= 1 tokens, at positions from ``starts[r]`` >= 0.
 
-    With ``decode_all`` all rows go to `attention_decode`, as `padded` needs it; K and V are then read once for each
-    tile of a row.
+    With ``decode_all``, all rows go to `attention_decode`, as `padded` requires; K and V are then read once per tile of
+    a row.
 
-    Keys are cut such that the whole batch is over soonest, or, with ``item_keys``, into items of so many at most
-    whatever else the batch has. Raises ValueError.
+    Keys are split to minimize the time of the whole batch or, with ``item_keys``, into items of at most that many keys
+    whatever the rest of the batch. Raises ValueError.
     """
     if item_keys is not None and (item_keys < 1 or item_keys % ITEM_KEYS):
         raise ValueError(f"item_keys={item_keys}: must be a multiple of {ITEM_KEYS}, and at least that")
@@ -149,7 +149,7 @@ def plan(
         raise ValueError(f"starts {starts.shape} and lengths {lengths.shape}: must be one number a row each")
     most = 1
     if starts.size:
-        of_starts, of_lengths = starts.tolist(), lengths.tolist()  # of which Python is done before NumPy has begun
+        of_starts, of_lengths = starts.tolist(), lengths.tolist()  # for small inputs, plain Python is faster than NumPy
         most = max(of_lengths)
         if min(of_lengths) < 1 or min(of_starts) < 0:
             raise ValueError("starts must be at least 0 and lengths at least 1")
@@ -184,7 +184,7 @@ def plan(
 
 
 def size_class(count: int) -> int:
-    """Round ``count`` up to one of few numbers, by a quarter at most, or to a power of two up to 8."""
+    """Round ``count`` up to one of a few sizes: a power of two up to 8, beyond that by at most a quarter."""
     if count <= 8:
         return 1 << (count - 1).bit_length() if count else 0
     step = max(8, 1 << (count.bit_length() - 3))
@@ -192,10 +192,10 @@ def size_class(count: int) -> int:
 
 
 def padded(plan: Plan, rows: int) -> Plan:
-    """Return a plan that does the same in arrays, and by launches, of few different sizes: as if for ``rows`` rows.
+    """Return an equivalent plan padded to ``rows`` rows, so that arrays and launches come in few different sizes.
 
-    What is added does nothing: rows without items, items of row -1, entries without queries. `attention_prefill` knows
-    no such items. Raises ValueError for a plan that has any, or has more rows.
+    Padding does nothing: rows without items, items of row -1, entries without queries. `attention_prefill` does not
+    support such items. Raises ValueError for a plan with prefill items, or with more than ``rows`` rows.
     """
     if plan.prefill_items or len(plan.arrays[0]) > rows:
         what = f"a plan of {len(plan.arrays[0])} rows and {plan.prefill_items} prefill items"
@@ -214,29 +214,29 @@ def padded(plan: Plan, rows: int) -> Plan:
 
 
 def decode_matrix(geometry: Geometry, gpu: Gpu) -> int:
-    """Return RF_MATRIX of `attention_decode`, which multiplies K and V as they are stored, or INT8 made BF16."""
+    """Return RF_MATRIX for `attention_decode`, which multiplies K and V as stored, INT8 converted to BF16."""
     fits = geometry.dtype != "F32" and geometry.kv_dtype in (geometry.dtype, "INT8")
     return MATRIX_16X8X16 if gpu.matrix == MATRIX_16X8X16 and fits else NO_MATRIX
 
 
 def prefill_matrix(geometry: Geometry, gpu: Gpu) -> int:
-    """Return RF_MATRIX of `attention_prefill`, which makes K and V the type of the queries first."""
+    """Return RF_MATRIX for `attention_prefill`, which first converts K and V to the type of the queries."""
     return gpu.matrix if geometry.dtype != "F32" else NO_MATRIX
 
 
 def max_decode_rows(geometry: Geometry, gpu: Gpu) -> int:
-    """Return the most queries that `attention_decode` takes together."""
+    """Return the maximum number of queries that `attention_decode` processes together."""
     return 16 if decode_matrix(geometry, gpu) else 8
 
 
 def decode_rows(geometry: Geometry, gpu: Gpu, queries: int) -> int:
-    """Return the queries of a tile, a power of two, where rows have up to ``queries``."""
+    """Return the queries per tile, a power of two, for rows of up to ``queries`` queries."""
     least = 8 if decode_matrix(geometry, gpu) else 1
     return max(least, min(max_decode_rows(geometry, gpu), 1 << (queries - 1).bit_length()))
 
 
 def decode_cost(geometry: Geometry, gpu: Gpu, rows: int) -> Cost:
-    """Return the cost of `attention_decode` with tiles of ``rows`` queries: as many blocks as have registers."""
+    """Return the cost of `attention_decode` with tiles of ``rows`` queries; registers limit the blocks at a time."""
     if decode_matrix(geometry, gpu):
         blocks = 4 if geometry.head_dim <= 128 else 3 if rows <= 8 else 2
     else:
@@ -261,24 +261,24 @@ def _tiles(rows: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any], grou
 
 @functools.lru_cache(maxsize=512)
 def _of_tokens(rows: int, group: int) -> tuple[NDArray[np.int64], ...]:
-    """Of rows of a token each, all of whose queries are a tile: offsets, and row, first query and queries of a tile."""
+    """For rows of one token each, one tile per row: offsets, and row, first query and queries of each tile."""
     return np.arange(rows + 1), np.arange(rows), np.zeros(rows, np.int64), np.full(rows, group)
 
 
 @functools.lru_cache(maxsize=64)
 def _decoding(geometry: Geometry, gpu: Gpu, queries: int) -> tuple[int, Cost]:
-    """`decode_rows` where rows have up to ``queries``, and `decode_cost`."""
+    """`decode_rows` for rows of up to ``queries`` queries, and its `decode_cost`."""
     rows = decode_rows(geometry, gpu, queries)
     return rows, decode_cost(geometry, gpu, rows)
 
 
 class Attention:
-    """The kernels for one geometry on one GPU, compiled as they are first needed."""
+    """The kernels for one geometry on one GPU, compiled on first use."""
 
     def __init__(
         self, load: Callable[[str, Mapping[str, str | int]], Launches], geometry: Geometry, gpu: Gpu, scale: float
     ) -> None:
-        """``load`` compiles a kernel (`kernels.device.module.load`); ``scale``, above 0, is that of the scores."""
+        """``load`` compiles a kernel (`kernels.device.module.load`); ``scale`` > 0 multiplies the scores."""
         if not 0 < scale < math.inf:
             raise ValueError(f"scale={scale}: must be above 0 and finite")
         self.geometry = geometry
@@ -294,7 +294,7 @@ class Attention:
         return plan(self.geometry, self.gpu, starts, lengths, decode_all=decode_all)
 
     def compile(self) -> None:
-        """Compile all that any batch can need, so that no step waits for a compiler."""
+        """Compile everything that any batch can need, so that no step waits for the compiler."""
         least, most = decode_rows(self.geometry, self.gpu, 1), max_decode_rows(self.geometry, self.gpu)
         first = decode_rows(self.geometry, self.gpu, self.geometry.group)
         for rows in (rows for rows in (1, 2, 4, 8, 16) if max(least, first) <= rows <= most):
@@ -303,7 +303,7 @@ class Attention:
         self._kernel("attention_combine")
 
     def scratch(self, plan: Plan) -> tuple[int, int]:
-        """Return how many float32 ``partials`` and ``stats`` must have room for."""
+        """Return the required sizes of ``partials`` and ``stats``, in float32 elements."""
         results = plan.partial_rows * self.geometry.kv_heads
         return results * self.geometry.head_dim, results * 2
 
@@ -324,10 +324,10 @@ class Attention:
         """Launch attention of one layer.
 
         ``arrays``: the parts of ``plan.packed``, on the device. ``q``: ``[tokens, query_heads, head_dim]``, 16-byte
-        aligned, its tokens ``q_stride`` numbers apart; ``out`` the same without gaps. ``pages``: the arena. ``tables``:
-        int32 ``[rows, table_stride]``, row r's page of its key at position p in column ``p // page_size``; columns
-        without a key may hold anything. Keys up to each token's own must have been written. ``partials`` and ``stats``:
-        float32, `scratch` of them, may be None for none. Raises ValueError.
+        aligned, with a stride of ``q_stride`` elements between tokens; ``out`` the same, contiguous. ``pages``: the
+        arena. ``tables``: int32 ``[rows, table_stride]``, the block table: column ``p // page_size`` has the page of
+        row r's key at position p; unused columns may hold anything. Keys up to each token's own must have been written.
+        ``partials`` and ``stats``: float32, of the sizes that `scratch` returns; None if 0. Raises ValueError.
         """
         geometry = self.geometry
         if not 0 <= layer < geometry.layers:
@@ -357,7 +357,7 @@ class Attention:
             )
 
     def _prefill_threads(self) -> int:
-        """As attention_prefill.hip has it: a wave has one or two fragments of rows."""
+        """Threads per block, as in attention_prefill.hip: a wave has one or two fragments of rows."""
         wave, matrix = self.gpu.wave, prefill_matrix(self.geometry, self.gpu)
         rows = 16 if matrix else wave // 2
         if self.geometry.head_dim <= 128 and (matrix == MATRIX_16X8X16 or (matrix == MATRIX_16X16X16 and wave == 64)):
@@ -365,7 +365,7 @@ class Attention:
         return self.geometry.prefill_tile // rows * wave
 
     def defines(self, name: str, rows: int = 0) -> dict[str, str | int]:
-        """What kernel ``name`` is compiled with; ``rows`` of `attention_decode` alone."""
+        """The defines that kernel ``name`` is compiled with; ``rows`` is only for `attention_decode`."""
         geometry = self.geometry
         given: dict[str, str | int] = {
             "RF_TYPE": geometry.dtype,

@@ -1,1 +1,1 @@
-"""A GPU through CuPy: compiling, launching, staging, workspaces."""
+"""A GPU through CuPy: compilation, launches, staging, workspaces."""

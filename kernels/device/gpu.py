@@ -1,4 +1,4 @@
-"""What of a GPU decides how kernels are laid out: its waves, its processors, its matrix units."""
+"""The properties of a GPU that determine kernel layout: wave size, multiprocessors, matrix units."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NO_MATRIX, MATRIX_16X8X16, MATRIX_16X16X16 = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What of a GPU decides how kernels are laid out.
+    """The properties of a GPU that determine kernel layout.
 
     ``matrix``: which matrix unit of common.h there is, `matrix_unit` of the target; on a CPU either, for tests.
     """

@@ -1,6 +1,6 @@
-"""Kernels on a GPU: the HIP sources compiled by CuPy for the device at hand, and launched.
+"""Kernels on a GPU: compiles the HIP sources with CuPy for the current device, and launches them.
 
-Only CuPy's RawModule is used, which is HIPRTC on ROCm and NVRTC on CUDA. Importing this module needs no CuPy.
+It uses only CuPy's RawModule, which is HIPRTC on ROCm and NVRTC on CUDA. Importing this module does not import CuPy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.device.recording import writing
 
 Extent: TypeAlias = int | tuple[int, ...]
 
-#: Lines of a compiler's log that an error carries.
+#: Lines of the compiler's log included in an error.
 LOG_LINES = 20
 
 _NULL = np.intp(0)
@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 
 class KernelError(Exception):
-    """A kernel that does not compile on this machine."""
+    """A kernel failed to compile on this machine."""
 
 
 class Launches(Protocol):
@@ -47,11 +47,11 @@ class Module:
     def launch(
         self, name: str, grid: Extent, block: Extent, args: Sequence[Any], shared: int = 0, stream: Any = None
     ) -> None:
-        """Start kernel ``name`` on ``stream``, by default the current one, and do not wait for it.
+        """Launch kernel ``name`` on ``stream``, by default the current one, without waiting for it.
 
-        ``args`` are CuPy arrays, None for a null pointer, or NumPy scalars of exactly the kernel's widths: nothing
-        checks them, on a GPU. ``shared`` is the bytes of dynamic shared memory. Raises ValueError for an empty grid or
-        block, which CuPy would take for one of 1.
+        ``args`` are CuPy arrays, None for a null pointer, or NumPy scalars of exactly the kernel's types: on a GPU,
+        nothing checks them. ``shared`` is the dynamic shared memory in bytes. Raises ValueError for an empty grid or
+        block, which CuPy would treat as 1.
         """
         function = self._functions.get(name)
         if function is None:
@@ -66,9 +66,9 @@ class Module:
 
 
 def load(name: str, defines: Mapping[str, str | int] | None = None) -> Module:
-    """Return kernels/``name``.hip compiled with ``defines`` for the current device, compiled once in a process.
+    """Return ``name``.hip compiled with ``defines`` for the current device; compiled once per process.
 
-    Raises ValueError for a name or a define that is not declared, KernelError if it does not compile.
+    Raises ValueError for an unknown name or an undeclared define, KernelError if it does not compile.
     """
     import cupy
 
@@ -83,7 +83,7 @@ def load(name: str, defines: Mapping[str, str | int] | None = None) -> Module:
 
 
 def wave(device: int) -> int:
-    """Return the lanes of a wave of CuPy's ``device``: 32 or 64."""
+    """Return the wave size of CuPy's ``device``: 32 or 64 lanes."""
     import cupy
 
     return int(cupy.cuda.runtime.getDeviceProperties(device)["warpSize"])
@@ -100,7 +100,7 @@ def _compile(cupy: Any, text: str, file: str, defines: Mapping[str, str]) -> Mod
     raw = cupy.RawModule(code=text, options=options)
     try:
         raw.compile()
-    except Exception as error:  # CuPy's own, RuntimeError or OSError, by what was missing
+    except Exception as error:  # CuPy's own, RuntimeError or OSError, depending on what is missing
         hint = ""
         if cupy.cuda.runtime.is_hip and not shutil.which("hipcc"):
             hint = "hipcc is not on PATH, and CuPy asks it for its include folders whenever it compiles\n"

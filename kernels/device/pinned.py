@@ -1,6 +1,6 @@
-"""Small arrays to and from a GPU, each by itself, through pinned memory that is kept.
+"""Copies small arrays to and from a GPU, one at a time, through a persistent pinned buffer.
 
-CuPy finds, and gives back, pinned memory for every array that it copies, which takes the host longer than the copy.
+CuPy allocates and frees pinned memory for every array that it copies, which takes the host longer than the copy.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: Bytes each way; what is larger goes as CuPy has it. And what an array is aligned to.
+#: Buffer size in bytes for each direction, beyond which CuPy copies the array itself; and the alignment of an array.
 BYTES, ALIGNED = 1 << 18, 16
 
 
 class Pinned:
-    """Room on the host for copies on one stream at a time of the current device."""
+    """A pinned host buffer for copies on one stream at a time of the current device."""
 
     def __init__(self, size: int = BYTES) -> None:
         import cupy
@@ -33,7 +33,7 @@ class Pinned:
         self._sent = cupy.cuda.Event(disable_timing=True)  # the last copy to the device
 
     def array(self, values: NDArray[Any]) -> Any:
-        """A copy on the device of a contiguous array, in the order of the current stream."""
+        """Copy a contiguous array to the device, in the order of the current stream."""
         size = values.nbytes
         if size > len(self._out):
             return self._cupy.asarray(values)
@@ -50,7 +50,7 @@ class Pinned:
         return found
 
     def get(self, array: Any) -> NDArray[Any]:
-        """A copy on the host of a contiguous array, when the current stream has come to it."""
+        """Copy a contiguous array to the host; waits until the current stream has reached the copy."""
         size = array.nbytes
         if size > len(self._in):
             found: NDArray[Any] = self._cupy.asnumpy(array)

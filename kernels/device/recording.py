@@ -1,8 +1,8 @@
-"""What a step queued, written down, to be queued again.
+"""Records the launches of a step, so that they can be queued again.
 
-Python and CuPy take the host longer to start a kernel than the driver does, several times over. A tape has each
-kernel's handle, extents and arguments as the driver takes them, and each product's arguments as the library does, so
-that queuing all of it again is a loop of calls. `tapes.Tapes` says when it is the same again.
+Launching a kernel through Python and CuPy takes the host several times longer than the driver call. A tape holds each
+kernel's handle, extents and arguments as the driver takes them, and each product's arguments as the library takes them,
+so that queuing everything again is a loop of calls. `tapes.Tapes` decides when a tape can be replayed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 
 class Tape:
-    """Launches and products in their order, for the stream and the library's handle that they were first queued with.
+    """Launches and products in order, for the stream and the library handle that they were first queued with.
 
-    It keeps no array alive: whoever plays it sees to that.
+    It keeps no array alive; the caller of `play` must.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Tape:
     def kernel(
         self, function: Any, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int, stream: int
     ) -> None:
-        """Write down a launch of CuPy's ``function``; ``args`` as of `module.Module.launch`."""
+        """Record a launch of CuPy's ``function``; ``args`` as for `module.Module.launch`."""
         from cupy_backends.cuda.api import driver
 
         values = np.zeros(2 * len(args), np.uint64)
@@ -40,7 +40,7 @@ class Tape:
         for at, one in enumerate(args):
             stored = one if isinstance(one, np.generic) else np.uint64(0 if one is None else one.data.ptr)
             bits[8 * at : 8 * at + stored.itemsize] = np.frombuffer(stored.tobytes(), np.uint8)
-        # Behind the values, where each of them is: the driver reads both before a launch returns.
+        # The values, then the address of each: the driver reads both before a launch returns.
         where = values.ctypes.data
         values[len(args) :] = [where + 8 * at for at in range(len(args))]
         self._arguments.append(values)
@@ -51,14 +51,14 @@ class Tape:
         )
 
     def product(self, function: Any, args: Sequence[Any]) -> None:
-        """Write down a call of a library, which returns a status."""
-        # Of ctypes' own types already, which it need not make of numbers again.
+        """Record a library call that returns a status."""
+        # Converted to ctypes' types now, so that replaying need not.
         self._calls.append(
             functools.partial(function, *(of(one) for of, one in zip(function.argtypes, args, strict=True)))
         )
 
     def play(self) -> int:
-        """Queue all of it; the status of the first product that was refused, or 0. Raises CuPy's own errors."""
+        """Queue everything. Returns the status of the first product that failed, or 0. Raises CuPy's own errors."""
         for call in self._calls:
             status = call()
             if status:
@@ -67,7 +67,7 @@ class Tape:
 
 
 class _Written(threading.local):
-    """The tape that a thread's launches are written to, if any."""
+    """The tape that records the current thread's launches, if any."""
 
     tape: Tape | None = None
 

@@ -1,13 +1,12 @@
-"""The HIP sources as a compiler gets them: one text without includes, and the macros each is specialised by.
+"""The HIP sources as passed to a compiler: one text without includes, and the macros that specialize it.
 
-A kernel says in its own comments what it may be compiled with, and which of that must compile for every target::
+A kernel declares in its comments the defines it accepts, and the variants that must compile for every target::
 
     // defines: RF_TYPE=F32|F16|BF16 RF_PAGE_SIZE=1..
     // variants: RF_TYPE=F16|BF16 RF_PAGE_SIZE=16
 
-``1..`` is any whole number from 1 on. A line of variants stands for all its combinations; there may be several lines,
-and one that names nothing is the source as it is.
-``RF_WAVE`` is the device's, and is named nowhere.
+``1..`` is any integer from 1. A line of variants stands for all its combinations; there may be several lines, and an
+empty one is the source without defines. ``RF_WAVE`` comes from the device and is never declared.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ def names() -> list[str]:
 
 
 def inlined(text: str, file: str) -> str:
-    """Put common.h where ``text``, of the file named ``file``, includes it; the compiler still tells their own lines.
+    """Inline common.h in ``text``, of the file named ``file``; the compiler still reports their original lines.
 
-    Raises ValueError for a text that does not include it, or anything else.
+    Raises ValueError for a text that does not include it, or that includes anything else.
     """
     match = _INCLUDE.search(text)
     if not match or text.count("#include") != 1:
         raise ValueError(f'{file}: a kernel includes "common.h", and nothing else')
-    # The one line of the header that means a file of its own, and nothing inside another.
+    # The one line of the header that only makes sense in a file of its own.
     header = (FOLDER / "common.h").read_text(encoding="utf-8").replace("#pragma once", "", 1)
     line = text.count("\n", 0, match.start()) + 2
     before, after = text[: match.start()], text[match.end() + 1 :]
@@ -44,7 +43,7 @@ def inlined(text: str, file: str) -> str:
 
 
 def read(name: str) -> str:
-    """Return the whole text of kernel ``name``; ValueError if there is none."""
+    """Return the whole text of kernel ``name``. Raises ValueError if there is none."""
     path = FOLDER / f"{name}.hip"
     if not path.is_file():
         raise ValueError(f"kernel {name!r}: must be one of {', '.join(names())}")
@@ -54,7 +53,7 @@ def read(name: str) -> str:
 def checked(text: str, defines: Mapping[str, str | int], file: str) -> dict[str, str]:
     """Return ``defines`` as text, sorted by name.
 
-    Raises ValueError for a name or a value that the source does not declare: the compiler would not tell.
+    Raises ValueError for a name or a value that the source does not declare, which the compiler would accept silently.
     """
     declared = {name: values for kind, line in _lines(text, file) if kind == "defines" for name, values in line.items()}
     given = {name: str(value) for name, value in sorted(defines.items())}
@@ -67,7 +66,7 @@ def checked(text: str, defines: Mapping[str, str | int], file: str) -> dict[str,
 
 
 def variants(text: str, file: str) -> list[dict[str, str]]:
-    """Return the sets of defines that ``text`` must compile with for every target, each of them once."""
+    """Return the distinct sets of defines that ``text`` must compile with for every target."""
     found = []
     for kind, line in _lines(text, file):
         if kind == "variants":
@@ -79,7 +78,7 @@ def variants(text: str, file: str) -> list[dict[str, str]]:
 
 
 def _lines(text: str, file: str) -> Iterator[tuple[str, dict[str, list[str]]]]:
-    """Kind of each line of declarations, and its names with their values."""
+    """The kind of each declaration line, and its names with their values."""
     for kind, line in _DECLARED.findall(text):
         parsed = {}
         for word in line.split():

@@ -1,4 +1,4 @@
-"""The small arrays of a step on their way to a GPU: gathered in pinned memory, and copied together."""
+"""Staging of a step's small arrays: gathers them in pinned memory and copies them to the GPU together."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: Words, of 4 bytes, to begin with, and what an array is aligned to.
+#: Initial size, and alignment of an array, in words of 4 bytes.
 WORDS, ALIGNED = 1 << 16, 4
-#: Views of the device's memory that are kept.
+#: Maximum number of cached views of device memory.
 VIEWS = 4096
 
 
 class Staging:
-    """Room for the int32 arrays of one step at a time, on the host and on the current device.
+    """Buffers for the int32 arrays of one step at a time, on the host and on the current device.
 
-    `put` and `make` hand out device memory that has its content once `send` has run, in the order of the current
-    stream. It is the same memory again for arrays of the same shapes in the same order, as long as `base` is the same.
+    `put` and `make` return device memory whose content arrives when `send` runs, in the order of the current stream.
+    Arrays of the same shapes in the same order get the same addresses, as long as `base` is unchanged.
     """
 
     def __init__(self, words: int = WORDS) -> None:
         self._sent: Any = None  # the last copy
-        self._late = 0  # words that found no room
+        self._late = 0  # words that did not fit
         self.shapes: list[tuple[int, ...]] = []
         self._reserve(words)
 
@@ -35,16 +35,16 @@ class Staging:
         self._host: NDArray[np.int32] = np.frombuffer(pinned, np.int32, words)
         self._host_at = self._host.ctypes.data
         self._device = cupy.empty(words, np.int32)
-        #: Where the device's memory is.
+        #: Address of the device buffer.
         self.base = int(self._device.data.ptr)
-        # Of it: those of one step are mostly those of the last, and making them takes longer than the copy.
+        # Views of it: a step's are mostly those of the last step, and creating them takes longer than the copy.
         self._views: dict[tuple[int, tuple[int, ...]], Any] = {}
         self._used = 0
 
     def begin(self) -> None:
-        """Start anew: what was made before is no longer needed by anything that is not queued yet."""
+        """Begin a step: nothing that is yet to be queued may use the previous step's arrays."""
         if self._sent is not None:
-            self._sent.synchronize()  # the host's memory is free again
+            self._sent.synchronize()  # the host buffer can be reused
         if self._late:
             self._reserve(2 * (len(self._host) + self._late))
             self._late = 0
@@ -52,7 +52,7 @@ class Staging:
         self.shapes = []
 
     def put(self, values: NDArray[Any], size: int, rest: int) -> Any:
-        """Whole numbers that int32 has room for: an array on the device of ``size``, made up with ``rest``."""
+        """Stage integers that fit in int32. Returns a device array of ``size`` elements, padded with ``rest``."""
         at, count = self._used, len(values)
         if at + size > len(self._host):
             return self._too_late(np.append(values, np.full(size - count, rest)).astype(np.int32))
@@ -62,7 +62,7 @@ class Staging:
         return self._placed(at, size, (size,))
 
     def make(self, shape: tuple[int, ...], write: Callable[[NDArray[np.int32]], None]) -> Any:
-        """An int32 array on the device, of what ``write`` is to write to one of the host that it is given."""
+        """Return an int32 device array; ``write`` fills the host array that is copied to it."""
         at, size = self._used, math.prod(shape)
         if at + size > len(self._host):
             late = np.empty(shape, np.int32)
@@ -89,7 +89,7 @@ class Staging:
 
     @property
     def whole(self) -> bool:
-        """Whether all that was made is in the memory at `base`."""
+        """Whether all arrays of the step are in the buffer at `base`."""
         return not self._late
 
     def send(self) -> None:

@@ -1,19 +1,19 @@
-"""Memory for what a step computes when the step is to come again with the same addresses."""
+"""Memory for the results of a step that is to be replayed at the same addresses."""
 
 from __future__ import annotations
 
 from typing import Any
 
-#: Bytes that a workspace takes from the device at a time, at least.
+#: Minimum number of bytes that a workspace allocates from the device at a time.
 SLAB = 64 << 20
 ALIGNED = 512
 
 
 class Workspace:
-    """An allocator for CuPy whose blocks return to it, never to the device.
+    """An allocator for CuPy whose freed blocks return to it, never to the device.
 
-    What was computed in it once can be computed again at the same addresses, as long as one step follows the other on
-    one stream: all of them may then use the same of it.
+    A step computed in it can be replayed at the same addresses, as long as steps run one after another on one stream;
+    they may then share the memory.
     """
 
     def __init__(self, slab: int = SLAB) -> None:
@@ -23,7 +23,7 @@ class Workspace:
         self._free: dict[int, list[tuple[int, int]]] = {}  # by size: (slab, offset)
 
     def malloc(self, size: int) -> Any:
-        """Memory as `cupy.cuda.set_allocator` wants it."""
+        """Allocate, as `cupy.cuda.set_allocator` expects."""
         import cupy
 
         size = max(1, -(-size // ALIGNED)) * ALIGNED
@@ -39,7 +39,7 @@ class Workspace:
 
         if not self._slabs or self._used + size > self._slabs[-1].nbytes:
             whole = max(self._slab, size)
-            # Not by the allocator in force, which is this one.
+            # Bypass the current allocator, which is this one.
             memory = cupy.get_default_memory_pool().malloc(whole)
             self._slabs.append(cupy.ndarray((whole,), cupy.uint8, memory))
             self._used = 0
@@ -48,7 +48,7 @@ class Workspace:
 
 
 class _Block:
-    """What an array keeps alive; when it goes, its memory may be another's."""
+    """The owner object of an array's memory; when it is collected, the memory can be reused."""
 
     def __init__(self, free: list[tuple[int, int]], place: tuple[int, int]) -> None:
         self._free, self._place = free, place

@@ -1,1 +1,1 @@
-"""Matrix products on a GPU: library GEMMs, and our own GEMVs."""
+"""Matrix products: library GEMMs and the project's own GEMVs on a GPU, and products on a CPU."""

@@ -1,8 +1,8 @@
 """Matrix products on a GPU: cuBLAS or hipBLAS, on CuPy's current stream.
 
-Matrices are CuPy arrays, float32, float16, or uint16 that holds the bits of bfloat16; sums are in float32. The
-libraries that CuPy has loaded are called directly. CuPy's own ``gemmEx`` aborts the process on ROCm when a matrix is
-bfloat16, or when the type of the sum is named the way CUDA names it; on CUDA it cannot be captured into a graph.
+Matrices are CuPy arrays: float32, float16, or uint16 holding the bits of bfloat16; accumulation is in float32. This
+module calls the libraries that CuPy has loaded directly: on ROCm, CuPy's own ``gemmEx`` aborts the process for a
+bfloat16 matrix, or for CUDA's name of the compute type; on CUDA it cannot be captured into a graph.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _ONE_AT, _ZERO_AT = _ONE.ctypes.data, _ZERO.ctypes.data
 
 
 class GemmError(Exception):
-    """A product that the library refused; the message has its status."""
+    """The library failed to compute a product; the message has its status."""
 
 
 def linear(x: Any, weight: Any, out: Any) -> None:
     """``out[n, outputs] = x[n, inputs] @ weight[outputs, inputs].T``, all C-contiguous and on the current device.
 
     ``x`` and ``weight`` have one dtype, ``out`` that or float32. Raises ValueError for shapes, dtypes or strides that
-    do not fit, GemmError when the library fails. Returns before the product is there.
+    do not match, GemmError if the library fails. Asynchronous: returns before the product is computed.
     """
     n, inputs = x.shape
     outputs = weight.shape[0]
@@ -69,7 +69,7 @@ def linear(x: Any, weight: Any, out: Any) -> None:
 
 
 def handle() -> int:
-    """The library's handle for this thread and the current device, whose products run on the current stream from now.
+    """The library handle of this thread and the current device, set to the current stream.
 
     Raises GemmError.
     """
@@ -95,10 +95,10 @@ def _library() -> _Library:
 
 
 class _Cublas:
-    """A handle of our own on the device that was current when it was made.
+    """A separate handle on the device that was current when it was created.
 
-    CuPy's calls refuse a stream that is being captured. Work that is captured must also find its workspace where it
-    was, so that is ours too; setting a stream would take it away.
+    CuPy's calls reject a stream that is being captured. Captured work must also find its workspace at the same address,
+    so the workspace is set explicitly, again after setting a stream, which would reset it.
     """
 
     def __init__(self, library: Any) -> None:
@@ -112,7 +112,7 @@ class _Cublas:
         self.value = int(self._handle.value or 0)
 
     def follow(self, stream: int) -> None:
-        """Have what comes run on a stream."""
+        """Run subsequent products on a stream."""
         if stream != self._stream:
             self._checked("cublasSetStream", self._library.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream)))
             workspace = ctypes.c_void_p(self._workspace.ptr), ctypes.c_size_t(_WORKSPACE_BYTES)
@@ -129,10 +129,10 @@ def _cublas() -> _Library:
     import cupy
     from cupy.cuda import device
 
-    device.get_cublas_handle()  # CuPy loads the library when it is first asked for a handle
+    device.get_cublas_handle()  # makes CuPy load the library
     library = _loaded("libcublas.so")
     stream_of, device_of = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
-    handles: dict[tuple[int, int], _Cublas] = {}  # a handle is for one thread at a time
+    handles: dict[tuple[int, int], _Cublas] = {}  # a handle may be used by one thread at a time
 
     def handle() -> int:
         key = threading.get_ident(), device_of()
@@ -173,7 +173,7 @@ def _declared(gemm_ex: Any) -> Any:
 
 
 def _loaded(name: str) -> Any:
-    """The library that CuPy has loaded, by the beginning of its file's name: a handle belongs to its library."""
+    """The library that CuPy has loaded, by the prefix of its file name: a handle is only valid for its own library."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             path = line.rstrip("\n").partition("/")[2]

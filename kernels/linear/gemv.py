@@ -1,4 +1,4 @@
-"""Products of a few rows by gemv.hip: which they are, and how they are launched."""
+"""Products of a few rows with gemv.hip: when to use it, and how to launch it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from kernels.device.gpu import Gpu
 
-#: Threads of a block and outputs of a wave, as gemv.hip has them, and bytes of a pack.
+#: Threads per block and outputs per wave, as in gemv.hip, and bytes per pack.
 THREADS, PAIR, PACK = 256, 2, 16
-#: The numbers of rows that the kernel is compiled for: RF_ROWS.
+#: The row counts that the kernel is compiled for: RF_ROWS.
 COMPILED = (1, 2, 4)
-#: From the second row on, the arithmetic takes longer than the bytes, and libraries have matrix units for it: then only
-#: weights of so few bytes a row that launches are what takes the time.
+#: From two rows on, the product is compute-bound, and libraries use matrix units: then gemv.hip only takes weights with
+#: so few bytes per row that launch overhead dominates.
 ROW_BYTES = 64 << 20
 #: Bytes of the rows that a norm makes in shared memory: under 48 KB with the kernel's own, and room for some blocks.
 NORMED_BYTES = 32 << 10
@@ -62,7 +62,7 @@ class Launch:
 
 
 def fits(product: Product) -> bool:
-    """Whether a product is one of these. Arrays are aligned to `PACK`."""
+    """Whether to compute a product with gemv.hip. Arrays must be aligned to `PACK`."""
     return (
         1 <= product.rows <= COMPILED[-1]
         and product.inputs * product.itemsize % PACK == 0
@@ -72,9 +72,9 @@ def fits(product: Product) -> bool:
 
 
 def launch(gpu: Gpu, product: Product) -> Launch:
-    """How a product is launched.
+    """The launch configuration of a product.
 
-    ``split`` depends on the weight and the GPU alone, so that a row's sums do not depend on how many rows there are.
+    ``split`` depends only on the weight and the GPU, so that a row's sums do not depend on the number of rows.
     """
     lanes = NORMED_LANES if product.normed else LANES
     waves, packs = THREADS // gpu.wave, product.inputs * product.itemsize // PACK
@@ -85,7 +85,7 @@ def launch(gpu: Gpu, product: Product) -> Launch:
         and 2 * split * gpu.wave <= packs
     ):
         split *= 2
-    # No more than there is room for, and so many on every multiprocessor that each has as much to do as the next.
+    # No more blocks than fit, balanced over the multiprocessors.
     room = gpu.processors * BLOCKS[product.rows > 1]
     rows = next(rows for rows in COMPILED if rows >= product.rows)
     return Launch(split, min(-(-product.pairs // (waves // split)), room), rows)

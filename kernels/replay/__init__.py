@@ -1,1 +1,1 @@
-"""Recurring steps, replayed as graphs or from tapes."""
+"""Recurring steps, replayed as CUDA graphs or from tapes."""

@@ -1,7 +1,7 @@
-"""Steps that come again, recorded when they do, and from then on replayed: by `graphs.Graphs` or `tapes.Tapes`.
+"""Records recurring steps on their second occurrence and then replays them, with `graphs.Graphs` or `tapes.Tapes`.
 
-Addresses are part of a recording: inputs are put at the same place every time (`staging.Staging`), and what is computed
-goes to memory of a `workspace.Workspace`, the same for all recordings of one stream.
+Recordings contain addresses: inputs are staged at the same addresses every time (`staging.Staging`), and results go to
+a `workspace.Workspace` shared by all recordings of one stream.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-#: Recordings that are kept, and keys that came once; of each the one unused for longest goes first.
+#: Maximum numbers of recordings, and of keys seen once; the least recently used go first.
 KEPT, CAME_ONCE = 256, 4096
 
 
 class Replays(ABC):
-    """Recordings by keys, for one stream at a time.
+    """Recordings by key, for one stream at a time.
 
-    The first time a key comes nothing is recorded, so that what never comes again costs no more than it would, and puts
-    no recording out.
+    The first occurrence of a key is not recorded, so that a step that never recurs costs nothing extra and displaces no
+    recording.
     """
 
     def __init__(self, kept: int) -> None:
@@ -29,9 +29,9 @@ class Replays(ABC):
         self.recorded = self.replayed = 0
 
     def run(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """What ``compute`` returns: an array, which the next call of `run` may write to.
+        """Return the result of ``compute``: an array, which the next call of `run` may overwrite.
 
-        ``compute`` queues work on the current stream, on data whose places and shapes ``key`` determines.
+        ``compute`` queues work on the current stream, on data whose addresses and shapes ``key`` determines.
         """
         found = self._recordings.get(key)
         if found is not None:
@@ -54,8 +54,8 @@ class Replays(ABC):
 
     @abstractmethod
     def _record(self, compute: Callable[[], Any]) -> tuple[Any, Any]:
-        """Queue the work; return what `_replay` queues it again from, and what ``compute`` returned."""
+        """Queue the work. Returns a recording for `_replay`, and the result of ``compute``."""
 
     @abstractmethod
     def _replay(self, recording: Any) -> None:
-        """Queue it again."""
+        """Queue the recorded work again."""

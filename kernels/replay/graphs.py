@@ -1,4 +1,4 @@
-"""Steps that come again, replayed as CUDA graphs: the host queues one launch instead of hundreds."""
+"""Recurring steps replayed as CUDA graphs: the host queues one launch instead of hundreds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kernels.replay.base import KEPT, Replays
 
 
 class Graphs(Replays):
-    """Graphs by keys. What is computed must neither wait nor copy from or to the host.
+    """Graphs by key. The computation must neither synchronize nor copy from or to the host.
 
-    Raises ValueError on ROCm, where CuPy has none.
+    Raises ValueError on ROCm, where CuPy does not support graphs.
     """
 
     def __init__(self, kept: int = KEPT) -> None:

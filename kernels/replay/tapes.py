@@ -1,4 +1,4 @@
-"""Steps that come again, queued again from tapes: where CuPy has no graphs, and where none are asked for."""
+"""Recurring steps replayed from tapes, where CuPy has no graphs or they are not wanted."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from kernels.device.workspace import Workspace
 from kernels.linear import gemm
 from kernels.replay.base import KEPT, Replays
 
-#: Bytes that their workspace takes from the device at a time, at least: few, since what is larger gets its own.
+#: Minimum allocation of the workspace in bytes: small, since larger blocks get their own allocation.
 SLAB = 1 << 18
 
 
 class Tapes(Replays):
-    """Tapes by keys. What is computed must be queued by `module.Module.launch` and `gemm.linear` alone."""
+    """Tapes by key. The computation must be queued only by `module.Module.launch` and `gemm.linear`."""
 
     def __init__(self, kept: int = KEPT, slab: int = SLAB) -> None:
         super().__init__(kept)
         self._workspace = Workspace(slab)
 
     def run(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """See `Replays.run`. A tape is of the stream and of the library's handle that it was written with."""
+        """See `Replays.run`. A tape is only valid for the stream and the library handle that it was recorded with."""
         import cupy
 
         return super().run((key, cupy.cuda.get_current_stream().ptr, gemm.handle()), compute)
