@@ -136,7 +136,7 @@ def test_a_window_is_served_as_far_as_it_hides_nothing(tmp_path: Path) -> None:
         ({"llama.rope.dimension_count": 8}, "dimension_count is 8: only 16 is supported"),
         ({"llama.expert_count": 8}, "expert_count is 8: only 0 is supported"),
         ({"llama.vocab_size": 1000}, "vocab_size is 1000: only 128 is supported"),
-        ({"llama.feed_forward_length": 97}, r"ffn_gate.weight has shape \[96, 64\], .* requires \[97, 64\]"),
+        ({"llama.feed_forward_length": 97}, r"ffn_gate.weight has shape \[96, 64\]; .* requires \[97, 64\]"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "rms_epsilon is missing: it must be a number"),
         ({"llama.rope.freq_base": float("nan")}, "freq_base is NaN: it must be a number"),
         ({"llama.rope.scaling.type": "yarn"}, 'scaling.type is "yarn": it must be none or linear'),

@@ -103,7 +103,7 @@ def test_the_one_matrix_of_a_tied_model_may_be_called_head(tmp_path: Path) -> No
 
 
 def test_a_head_is_checked_as_any_tensor_is(tmp_path: Path) -> None:
-    with pytest.raises(ModelInvalid, match=r"lm_head.weight has shape \[127, 64\], .* requires \[128, 64\]"):
+    with pytest.raises(ModelInvalid, match=r"lm_head.weight has shape \[127, 64\]; .* requires \[128, 64\]"):
         Model.load(write_checkpoint(tmp_path, TIED, TENSORS | {HEAD: OWN[1:]}))
     bad = OWN.copy()
     bad[3, 4] = np.nan
