@@ -1,8 +1,8 @@
-"""How rows of logits become tokens on a device: the parameters as arrays, and the launches of sampling.hip.
+"""Sampling on a device: the parameters as arrays, and the launches of sampling.hip.
 
-`settings` turns what one request asks for into a row's record, once; a `Batch` is those records with this step's
-positions, and the entries of the tokens whose logits are changed first. `reference` takes the same arrays and says
-what they mean.
+`settings` converts one request's parameters to a row's record, once; a `Batch` is those records with this step's
+positions, and the entries of the tokens whose logits are adjusted first. `reference` takes the same arrays and defines
+their semantics.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kernels.device.module import Launches
 
 #: Ids have 18 bits in the order of a row's tokens, and the sum of as many weights has 62.
 MAX_VOCAB = 1 << 18
-#: Top tokens whose log probabilities a row may ask for.
+#: Maximum number of top tokens whose log probabilities a row may request.
 MAX_LOGPROBS = 20
 #: The weight of a row's likeliest token.
 WHOLE_BITS = 44
-#: A weight halves every so many steps.
+#: A weight halves every this many steps.
 STEP_BITS = 23
-#: Threads of a block, one block a row.
+#: Threads per block, with one block per row.
 THREADS = 1024
 
 #: Errors of a row, in `Drawn.errors`.
@@ -37,7 +37,7 @@ NOTHING_LEFT = 2
 ROW = np.dtype(
     [
         ("top_p", np.uint64),  # of 2 ** 64; 0 is off
-        ("least", np.uint64),  # the least weight that min-p keeps
+        ("least", np.uint64),  # the minimum weight that min-p keeps
         ("seed", np.uint64),
         ("position", np.uint64),
         ("scale", np.float32),  # steps of a difference of 1 between logits; 0 is greedy
@@ -50,7 +50,7 @@ ROW = np.dtype(
         ("logprobs", np.int32),  # -1 is off
     ]
 )
-#: A token whose logit is changed, as sampling.hip's ``Entry``; a row has no two of one id.
+#: A token whose logit is adjusted, as sampling.hip's ``Entry``; ids are distinct within a row.
 ENTRY = np.dtype(
     [
         ("id", np.int32),
@@ -76,9 +76,9 @@ def settings(
 ) -> bytes:
     """Return one request's record, a `ROW` without position and entries.
 
-    ``temperature`` 0 takes the likeliest; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off; ``logprobs`` is how many of
-    the likeliest tokens are wanted with the log probability of the drawn one, None for neither. Values are taken as
-    checked: by ``services.engine.sampling.params.validate``.
+    ``temperature`` 0 takes the likeliest; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off; ``logprobs`` is the number
+    of top tokens to return along with the log probability of the sampled one, None for neither. Values must have been
+    validated, by ``services.engine.sampling.params.validate``.
     """
     record = np.zeros(1, ROW)
     if temperature > 0:
@@ -98,9 +98,9 @@ def settings(
 
 
 class TokenCounts:
-    """How often each token of one request stands in its output, and which stand in its prompt; kept as tokens come.
+    """Counts each token in a request's output, and records those in its prompt; updated token by token.
 
-    ``output`` tokens were taken so far.
+    ``output`` is the number of output tokens so far.
     """
 
     def __init__(self, prompt: Sequence[int], output: Iterable[int] = ()) -> None:
@@ -120,7 +120,7 @@ class TokenCounts:
 
     @property
     def counts(self) -> NDArray[np.int32]:
-        """How often each of `ids` stands in the output."""
+        """How often each of `ids` occurs in the output."""
         return self._counts[: self._used]
 
     def add(self, token: int) -> None:
@@ -143,9 +143,9 @@ def entries(
     banned: Iterable[int] = (),
     prompt: bool = True,
 ) -> NDArray[np.void]:
-    """Return the `ENTRY` array of a row whose tokens are penalised by ``counts``, biased, or never to be drawn.
+    """Return the `ENTRY` array of a row whose tokens are penalised by ``counts``, biased or banned.
 
-    Without ``prompt``, tokens that stand in the prompt alone are left out: only a repetition penalty is for them.
+    Without ``prompt``, tokens that occur only in the prompt are left out: only a repetition penalty applies to them.
     """
     barred = np.fromiter(banned, np.int32)
     penalised = times = np.empty(0, np.int32)
@@ -170,7 +170,7 @@ def entries(
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What to draw from the rows of some logits: ``rows`` `ROW` ``[n]``, ``entries`` `ENTRY` ``[m]``, row after row."""
+    """The sampling parameters of a batch of logits: ``rows`` `ROW` ``[n]``, ``entries`` `ENTRY` ``[m]``, row by row."""
 
     rows: NDArray[np.void]
     entries: NDArray[np.void]
@@ -182,7 +182,7 @@ class Batch:
         positions: Sequence[int],
         entries: Sequence[NDArray[np.void]] | None = None,
     ) -> Batch:
-        """Put together ``settings`` of n rows, the positions their tokens will have, and the entries of each."""
+        """Assemble the ``settings`` of n rows, the positions that their tokens will have, and the entries of each."""
         rows = np.frombuffer(b"".join(records), ROW).copy()
         rows["position"] = positions
         if entries is None:
@@ -194,19 +194,19 @@ class Batch:
 
     @property
     def most_logprobs(self) -> int:
-        """The most top tokens a row asks for; -1 if none asks for any log probability."""
+        """The maximum number of top tokens that a row requests; -1 if no row requests log probabilities."""
         return max(self.rows["logprobs"].tolist(), default=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What came of n rows.
+    """The results of n rows.
 
-    ``tokens`` and ``errors`` int32 ``[n]``: 0, `NOT_FINITE` or `NOTHING_LEFT`, and with these the token is 0. The rest
-    is of the logits as the model gave them, before temperature, penalties, biases and bans: ``logprobs`` float32
-    ``[n]``, the natural logarithm of the token's chance in their softmax; ``ranks`` int32 ``[n]``, 1 for the likeliest,
-    equals by id; ``top_ids`` int32 and ``top_logprobs`` float32 ``[n, most]``, the likeliest tokens in this order. NaN,
-    0 and -1 stand where a row did not ask, or has an error, or fewer tokens.
+    ``tokens`` and ``errors`` are int32 ``[n]``; an error is 0, `NOT_FINITE` or `NOTHING_LEFT`, and with the latter two
+    the token is 0. The rest is computed from the raw logits, before temperature, penalties, biases and bans:
+    ``logprobs`` float32 ``[n]``, the natural logarithm of the token's softmax probability; ``ranks`` int32 ``[n]``, 1
+    for the likeliest, ties by id; ``top_ids`` int32 and ``top_logprobs`` float32 ``[n, most]``, the top tokens in that
+    order. Entries are NaN, 0 or -1 if the row did not request them, has an error, or has fewer tokens.
     """
 
     tokens: NDArray[np.int32]
@@ -218,7 +218,7 @@ class Drawn:
 
     @classmethod
     def unpacked(cls, out: NDArray[np.int32], n: int, most: int) -> Drawn:
-        """Read what the kernels wrote, `out_words` words, for ``n`` rows and ``most`` top tokens."""
+        """Unpack the kernels' output, `out_words` words, for ``n`` rows and ``most`` top tokens."""
         if most < 0:
             tokens, errors = out[: 2 * n].reshape(2, n)
             return cls(tokens, errors, *_not_asked(n))
@@ -229,7 +229,7 @@ class Drawn:
 
 @functools.lru_cache(maxsize=512)
 def _not_asked(n: int) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
-    """What `Drawn` has for rows none of which asks for log probabilities; not to be written to."""
+    """The fields of `Drawn` for rows without log probabilities; read-only."""
     found = (
         np.full(n, np.nan, np.float32),
         np.zeros(n, np.int32),
@@ -247,16 +247,16 @@ def out_words(n: int, most: int) -> int:
 
 
 class Device(Protocol):
-    """Where logits are: compiles kernels, and holds arrays."""
+    """The device that holds the logits: compiles kernels and allocates arrays."""
 
     def compile(self, name: str, defines: Mapping[str, str]) -> Launches:
-        """Compile kernels/``name``.hip."""
+        """Compile ``name``.hip."""
 
     def array(self, values: NDArray[Any]) -> Any:
         """Copy ``values`` to the device."""
 
     def empty(self, shape: int, dtype: Any) -> Any:
-        """Return memory of any content."""
+        """Allocate uninitialized memory."""
 
     def get(self, array: Any) -> NDArray[Any]:
         """Copy an array to the host."""
@@ -264,7 +264,7 @@ class Device(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A batch whose launches are queued. ``out`` is the device's: its first n words are the tokens, int32."""
+    """A batch whose launches are queued. ``out`` is on the device; its first n words are the tokens, int32."""
 
     device: Device
     out: Any
@@ -277,10 +277,10 @@ class Pending:
 
 
 class Sampler:
-    """Draws tokens from logits that stay on a device.
+    """Samples tokens from logits that stay on a device.
 
-    ``kind`` is how logits are stored: ``F32``, ``F16`` or ``BF16``. Penalised and biased logits are rounded to it.
-    ``threads``, of the block that takes a row, change no token. Raises ValueError for a vocabulary beyond `MAX_VOCAB`.
+    ``kind`` is the dtype of the logits: ``F32``, ``F16`` or ``BF16``. Penalised and biased logits are rounded to it.
+    ``threads`` per block does not affect the tokens. Raises ValueError for a vocabulary larger than `MAX_VOCAB`.
     """
 
     def __init__(self, device: Device, kind: str, vocab_size: int, threads: int = THREADS) -> None:
@@ -292,9 +292,9 @@ class Sampler:
         self._sizes = np.int64(vocab_size), np.int32(vocab_size)
 
     def start(self, logits: Any, batch: Batch, stride: int | None = None) -> Pending:
-        """Queue the drawing from ``logits``, row i at i times ``stride`` elements, by default the vocabulary's size.
+        """Queue sampling from ``logits``, row i at i times ``stride`` elements, by default the vocabulary size.
 
-        The logits are the same again when the kernels have run. Two copies to the device, one or two launches.
+        The kernels restore the logits they adjust. Takes two copies to the device, and one or two launches.
         """
         n, most = len(batch.rows), batch.most_logprobs
         out = self._device.empty(max(1, out_words(n, most)), np.int32)
@@ -309,5 +309,5 @@ class Sampler:
         return Pending(self._device, out, n, most)
 
     def sample(self, logits: Any, batch: Batch, stride: int | None = None) -> Drawn:
-        """Draw, and wait for what comes."""
+        """Sample, and wait for the results."""
         return self.start(logits, batch, stride).wait()

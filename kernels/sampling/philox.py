@@ -1,7 +1,7 @@
-"""Philox4x32-10, the counter-based generator of Salmon et al. (SC'11), over rows.
+"""Philox4x32-10, the counter-based generator of Salmon et al. (SC'11), vectorized over rows.
 
-A draw is a function of (key, counter) alone: nothing is carried from one draw to the next, so neither the batch nor the
-history of a request can change it.
+A draw is a function of (key, counter) alone. The generator has no state, so neither the batch nor the history of a
+request can change a draw.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""From logits to tokens, in NumPy: what sampling.hip means, and the CPU's sampler.
+"""Sampling in NumPy: the reference for sampling.hip, and the sampler on a CPU.
 
-A row's tokens have an order: by falling logit, equals by rising id. Greedy takes the first. Else each token has a
+A row's tokens are ordered by decreasing logit, ties by increasing id. Greedy takes the first. Else each token has a
 *weight*, an integer: 2 ** 44 times ``exp((logit - highest) / temperature)``, rounded down by integer arithmetic that is
 the same everywhere. Top-k keeps the first k of the order; top-p the fewest first ones whose weights reach its share of
 what top-k kept; min-p those with its share of the first one's weight. The weights kept are laid end to end by rising
@@ -25,11 +25,11 @@ from kernels.sampling import philox
 from kernels.sampling.launch import MAX_VOCAB, NOT_FINITE, NOTHING_LEFT, STEP_BITS, WHOLE_BITS, Batch, Drawn
 
 _TINY = np.finfo(np.float32).tiny
-#: Numbers that are worked on together, about.
+#: Approximate number of elements processed together.
 TOGETHER = 1 << 17
-#: As many steps below the likeliest, a token has no weight.
+#: This many steps below the likeliest, a token's weight is 0.
 FAR = WHOLE_BITS << STEP_BITS
-#: Steps of a difference of 1 at temperature 1, rounded to float32.
+#: Steps per difference of 1 at temperature 1, rounded to float32.
 _STEPS = np.float32(2**STEP_BITS / np.log(2))
 #: ``2 ** -x`` on [0, 1) in 30 bits: ``1 - x (c1 - x (c2 - ...))``, c6 first. A minimax polynomial that is exact at
 #: both ends, so weights never rise where logits fall; its relative error, and that of cutting products off, is 7e-9.
@@ -51,9 +51,9 @@ def weights(steps: NDArray[np.uint32]) -> NDArray[np.uint64]:
 
 
 def sample(logits: NDArray[Any], batch: Batch) -> Drawn:
-    """Draw a token for each row of ``logits`` ``[n, vocab_size]``, float32, float16 or bfloat16; see `Drawn`.
+    """Sample a token for each row of ``logits`` ``[n, vocab_size]``, float32, float16 or bfloat16; see `Drawn`.
 
-    A result depends on its own row, its parameters and its position alone. A row that holds NaN or infinity gets the
+    A result depends only on its own row, parameters and position. A row that contains NaN or infinity gets the
     error `NOT_FINITE`, one whose tokens are all banned `NOTHING_LEFT`. Raises ValueError for more than `MAX_VOCAB`
     tokens.
     """
@@ -102,17 +102,17 @@ def sample(logits: NDArray[Any], batch: Batch) -> Drawn:
 
 
 def _finite(logits: NDArray[Any]) -> NDArray[np.bool_]:
-    """Tell of each row whether all of it is finite."""
+    """Whether each row is entirely finite."""
     return np.isfinite(logits).all(axis=1)
 
 
 def _plain(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Make 0 of -0 and of what is below the normal numbers."""
+    """Replace -0 and subnormal numbers by 0."""
     return np.where(np.abs(values) < _TINY, np.float32(0), values)
 
 
 def _first(logits: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the place of each finite row's highest logit, the first of equals."""
+    """Return the index of each finite row's highest logit, the first of ties."""
     first = np.argmax(logits, axis=1)
     highest = logits[np.arange(len(logits)), first]
     for i in (np.abs(highest.astype(np.float32)) < _TINY).nonzero()[0]:
@@ -121,15 +121,15 @@ def _first(logits: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _adjusted(logits: NDArray[Any], row: np.void, own: NDArray[np.void]) -> NDArray[Any]:
-    """Return a row with the bias added, then the repetition penalty, then the frequency and the presence penalty.
+    """Apply to a row the bias, then the repetition penalty, then the frequency and presence penalties.
 
-    The repetition penalty divides a logit above 0 and multiplies another, of tokens in the prompt or the output; the
-    other two are subtracted from tokens in the output, the frequency penalty once for every time.
+    The repetition penalty divides positive logits and multiplies others, for tokens in the prompt or the output; the
+    other two are subtracted for tokens in the output, the frequency penalty once per occurrence.
     """
     if not len(own):
         return logits
     result = logits.copy()
-    with np.errstate(invalid="ignore"):  # -inf, of a ban
+    with np.errstate(invalid="ignore"):  # -inf from a ban
         values = _limited(logits[own["id"]].astype(np.float64) + own["bias"], np.float32)
         values = values.astype(np.float32).astype(np.float64)
         penalty, count = float(row["repetition"]), own["count"]
@@ -142,13 +142,13 @@ def _adjusted(logits: NDArray[Any], row: np.void, own: NDArray[np.void]) -> NDAr
 
 
 def _limited(values: NDArray[np.float64], kind: Any) -> NDArray[np.float64]:
-    """Bring values into the range of a float type; below its normal numbers they are 0 as far as float32 goes."""
+    """Clamp values to the range of a float type; values subnormal in float32 become 0."""
     most = float(ml_dtypes.finfo(kind).max)
     return np.where(np.abs(values) < _TINY, 0.0, np.clip(values, -most, most))
 
 
 def _draw(values: list[NDArray[np.float32]], rows: NDArray[np.void]) -> list[int]:
-    """Draw from each row of logits, one of which is finite at least, and the others finite or -inf."""
+    """Sample from each row of logits, which are finite or -inf, at least one of them finite."""
     ids, distances = [], []
     with np.errstate(over="ignore"):  # to infinity, which is far
         for one, top_k, scale in zip(values, rows["top_k"].tolist(), rows["scale"], strict=True):
@@ -182,7 +182,7 @@ def _draw(values: list[NDArray[np.float32]], rows: NDArray[np.void]) -> list[int
 
 
 def _top(values: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """Return the ids, rising, of the first ``k`` in a row's order."""
+    """Return the ids, increasing, of the first ``k`` in a row's order."""
     last = np.partition(values, len(values) - k)[len(values) - k]
     ids = np.flatnonzero(values >= last)
     if surplus := len(ids) - k:
@@ -192,7 +192,7 @@ def _top(values: NDArray[np.float32], k: int) -> NDArray[np.int64]:
 
 
 def _mass(values: NDArray[np.float32], found: NDArray[np.uint64], top_p: int) -> NDArray[np.int64]:
-    """Return the places, rising, of the first in a row's order whose weights, ``found``, reach their share."""
+    """Return the indices, increasing, of the first in a row's order whose weights, ``found``, reach the share."""
     whole = int(found.sum())
     reach = max(1, whole * top_p >> 64)
     # Tokens lighter than the mean of what may be left out are left out, all of them: no need to sort these.
