@@ -1,8 +1,8 @@
-"""Into which items the keys of tiles are cut, such that the blocks of a batch are over soonest.
+"""Splits the keys of tiles into items so that a batch's blocks finish as soon as possible (split-K).
 
-A tile is queries of one row that a block takes together; an item is a range of its keys. This is computed before every
-step, mostly for few tiles, where all that counts is how often NumPy is called: so there are few calls, and what stays
-as it is from step to step is kept.
+A tile is a group of queries of one row that a block processes together; an item is a range of its keys. The split is
+computed before every step, mostly for few tiles, where the number of NumPy calls dominates: so there are few calls, and
+results that do not change from step to step are cached.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
-#: Keys of an item are a multiple of this: whole steps of `attention_decode`.
+#: The number of keys of an item is a multiple of this: whole iterations of `attention_decode`.
 ITEM_KEYS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What decides into how many items keys are cut, as measured (docs/attention.md)."""
+    """The measured cost model that determines how many items keys are split into (docs/attention.md)."""
 
-    #: Blocks that a multiprocessor (compute unit) works on at a time.
+    #: Blocks resident on a multiprocessor (compute unit) at a time.
     at_once: int
-    #: Fewer than these do no less in all: they share what bounds them, as blocks do the bandwidth of the memory.
+    #: From this many blocks on, total throughput no longer grows: blocks share a bottleneck such as memory bandwidth.
     enough: int
     #: What a block takes besides its keys, in keys.
     block: int

@@ -1,1 +1,1 @@
-"""Sampling: launched on a GPU, and its reference in NumPy."""
+"""Sampling: the launches on a GPU, and the reference in NumPy."""
