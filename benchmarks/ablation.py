@@ -1,6 +1,6 @@
-"""What each optimisation of the engine is worth: one workload with it and without it, alternately.
+"""The gain of each optimisation of the engine: one workload with it and without it, alternately.
 
-What is switched off is switched by what the engine is made of, in this file; the rest is the engine's own code.
+This file disables an optimisation by building the engine from different parts; the rest is the engine's own code.
 """
 
 from __future__ import annotations

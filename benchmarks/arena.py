@@ -1,8 +1,8 @@
-"""The daemon's memory, mapped, beside memory of this process's own: whether reading it takes longer by itself.
+"""The daemon's mapped memory against the process's own: whether reading mapped memory is slower in itself.
 
-No call is under way while any of it runs. On a GPU also copies of pages, and attention alone: over pages as they are,
-each with the K and V of all layers, so that a layer's are all over the arena, and over pages of one layer each, where
-they lie together. What differs only in the first is what finds an address, and not what reads it.
+No RPC is in flight while it runs. On a GPU it also measures page copies, and attention alone: over pages as they are,
+each with the K and V of all layers, so that those of one layer are spread over the arena, and over pages of a single
+layer, where they are contiguous. A difference seen only in the former comes from address translation, not from reading.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Paged attention on a GPU: bytes a second of decode, operations a second of prefill, beside the GPU's own ceilings.
+"""Paged attention on a GPU: bytes per second of decode and operations per second of prefill, against the GPU's limits.
 
-Device time, as medians over replays of a captured graph of launches, each of which reads another layer of an arena that
-no cache holds. ``python -m benchmarks.attention`` prints a table; torch, where it is installed, adds its own attention
-over keys and values that lie together. The functions are for other benchmarks to call.
+Times are device times, as medians over replays of a captured graph of launches, each of which reads a different layer
+of an arena larger than any cache. ``python -m benchmarks.attention`` prints a table; if torch is installed, it includes
+torch's attention over contiguous keys and values. Other benchmarks call the functions.
 """
 
 from __future__ import annotations

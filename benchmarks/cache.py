@@ -1,7 +1,7 @@
-"""What the daemon's work adds to a call, and what a page costs as the pool grows.
+"""The overhead of the daemon's own work per RPC, and the cost per page as the pool grows.
 
-Calls: each RPC in a batch size against a bare gRPC server that parses the same request and answers with the same
-response, from a process of its own as the daemon is, called alternately. Pages: the state object alone, full of cached
+RPCs: each RPC at a given batch size, alternately against the daemon and against a bare gRPC server, also in its own
+process, that parses the same request and returns the same response. Pages: the state object alone, full of cached
 pages, so that every allocation evicts.
 """
 

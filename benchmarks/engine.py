@@ -1,8 +1,8 @@
-"""The engine as a whole: tokens a second of many requests at once, what each optimisation is worth, what a cached
-prefix saves; on a GPU also single steps beside its bandwidth, and `transformers` on the same requests and weights.
+"""The engine as a whole: throughput with many concurrent requests, the gain of each optimisation, and the saving of a
+prefix cache hit; on a GPU also single steps against its bandwidth, and `transformers` on the same requests and weights.
 
-On a CPU the bundled model is run, on requests scaled to its context; on a GPU models of known shapes, with random
-weights. Parts are run in the order given, and each prints its rows as it finds them.
+On a CPU it runs the bundled model, with requests scaled to its context; on a GPU, models of known shapes with random
+weights. Parts run in the order given, and each prints its rows as it measures them.
 """
 
 from __future__ import annotations

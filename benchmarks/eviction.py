@@ -1,15 +1,15 @@
-"""Replay a trace of requests through the daemon's state object: how many blocks hit, by policy and pool size.
+"""Replay a request trace through the daemon's state object: the hit rate by eviction policy and pool size.
 
     python -m benchmarks.eviction --trace FILE --pages 1000,3000 --policy lru,density --json
 
-A trace is a file of JSON objects, one request a line, with ``hash_ids``: the ids of the request's blocks, each of which
-stands for its content and all that is before it (the format of the Mooncake traces: Qin et al., FAST 2025). One block
-is one page. A request opens a sequence, which matches the longest cached prefix; allocates the other blocks, records
-them, and is removed. Requests run one after another. The hit rate is matched blocks over all blocks. Of a request with
-more blocks than the pool, the first that fit are played; the others count as misses.
+A trace is a JSON Lines file, one request per line, with ``hash_ids``: the ids of the request's blocks, each of which
+identifies the block's content and everything before it (the format of the Mooncake traces: Qin et al., FAST 2025). One
+block is one page. A request opens a sequence, which matches the longest cached prefix, allocates and records the
+remaining blocks, and is removed. Requests run one after another. The hit rate is matched blocks over all blocks. If a
+request has more blocks than the pool, the first ones that fit are replayed and the others count as misses.
 
-Two more policies are worked out here, as bounds: ``belady`` evicts the block whose next use is furthest away (Belady,
-1966), the deeper one of two; ``unbounded`` never evicts.
+Two further policies are computed here as bounds: ``belady`` evicts the block whose next use is furthest away (Belady,
+1966), at a tie the deeper block; ``unbounded`` never evicts.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How often greedy tokens depend on the company a request is in, and what it would cost if they never did.
+"""How often greedy tokens depend on the other requests in the batch, and the cost of batch invariance.
 
-The libraries choose a product by its shape, attention cuts keys by what the batch leaves free, and both round otherwise
-then: where the two likeliest tokens are nearly equal, the other one may be taken, and all after it differ. Told of each
-way to run the same requests is what share of them got other tokens than alone, where they first did, and how far apart
-alone's two likeliest were there.
+Libraries choose a GEMM kernel by its shape, and attention splits keys by the capacity that the batch leaves free; both
+then round differently. Where the two likeliest tokens are nearly equal, the other one may be chosen, and everything
+after it differs. For each way to run the same requests, the report gives the share of requests whose tokens differ from
+a run alone, the position of the first difference, and how close the two likeliest tokens were there in the run alone.
 
-`InvariantOps` is a backend that could not do that: each product has the same number of rows, each tile of attention is
-cut by its own keys. A step of it beside one without is the price.
+`InvariantOps` is a batch-invariant backend: every product has the same number of rows, and every tile of attention is
+split by its own keys. Its cost is the time of its step against that of a normal one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Every kernel on a GPU, beside the bandwidth that a plain copy reaches on it in the same run.
+"""Every kernel on a GPU, against the bandwidth of a plain copy in the same run.
 
-Device time: medians over replays of a captured graph of launches that go round over more memory than any cache holds.
-A kernel's bytes are those it must move at least, each once. Attention, and torch's beside it: `benchmarks.attention`.
-The last rows are of two processes: an engine's attach to a daemon's memory, and the first launch on it.
+Times are device times: medians over replays of a captured graph of launches that cycle through more memory than any
+cache holds. A kernel's bytes are the minimum that it must move, each counted once. `benchmarks.attention` covers
+attention, against torch's. The last rows involve two processes: an engine attaching to a daemon's memory, and the first
+launch on it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What starting a step's kernels and products costs the host, whatever they cost the GPU: an operation, and a step.
+"""The host time of launching kernels and products, per operation and per step, whatever the GPU time.
 
     eval "$(python -m tests.simulators.rocm.standin idle)"; python -m benchmarks.launches
 
-measures it without a GPU, by CuPy's own wheel for ROCm on a runtime that checks what is launched and runs none of it;
-without the first line it is measured on this machine's GPU. Times are the processor's, of the thread that queues. On a
-stand-in ratios alone mean anything.
+measures it without a GPU, with CuPy's own ROCm wheel on a stand-in runtime that checks launches and runs none of them;
+without the first command it measures on this machine's GPU. Times are CPU times of the launching thread. On the
+stand-in, only ratios are meaningful.
 """
 
 from __future__ import annotations

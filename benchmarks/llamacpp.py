@@ -1,7 +1,7 @@
-"""Decoding and prefill on a CPU beside llama.cpp: one GGUF file, one sequence, the same number of threads.
+"""Decode and prefill on a CPU against llama.cpp: one GGUF file, one sequence, the same number of threads.
 
-Both take turns in one process, so that a busy machine disturbs both alike; what counts is the ratio of the medians.
-Times are of the processor, all threads together: on one thread they are those of the clock where nobody else computes.
+The two alternate in one process, so that a busy machine disturbs both alike; the result is the ratio of the medians.
+Times are CPU times summed over all threads: with one thread on an idle machine, they equal wall-clock times.
 The engine computes with float32 weights, llama.cpp with those of the file.
 """
 

@@ -1,8 +1,8 @@
-"""What observing costs a step, and what a scrape costs.
+"""The cost of recording metrics per step, and the cost of a scrape.
 
-The steps are the engine's own with a model that computes nothing, so that what is left is the scheduler and the loop;
-with the distributions fed, and with observations that are dropped. A figure is the median, over the rounds, of the
-processor time of the loop's thread, which other load on the machine hardly touches.
+The engine runs its own steps with a model that computes nothing, which leaves the scheduler and the loop; once with
+observations recorded in histograms, and once with observations dropped. Each figure is the median over the rounds of
+the CPU time of the loop's thread, which other load on the machine hardly affects.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same requests through the continuous batching of ``transformers``, on the same weights, in the same memory."""
+"""The same requests through the continuous batching of ``transformers``, with the same weights and memory budget."""
 
 from __future__ import annotations
 

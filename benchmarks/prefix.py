@@ -1,7 +1,7 @@
-"""How long a prompt's first token takes when its K and V must be computed, and when they are in the daemon's pages.
+"""Time to first token with a cold prefix cache, and when the prompt's K and V are in the daemon's pages.
 
-Real processes: a daemon, an engine that computes the prompt, the same engine again, another engine, and the first one
-after ``kill -9`` and a new start. What is timed is a call of Generate, from its start to the first token.
+Runs real processes: a daemon, an engine that computes the prompt, the same engine again, another engine, and the first
+engine after ``kill -9`` and a restart. Measures a call of Generate, from its start to the first token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a benchmark of the engine found, one number a row: printed, kept as JSON, held against a bar, drawn."""
+"""The results of an engine benchmark, one number per row: printed, saved as JSON, checked against a target, plotted."""
 
 from __future__ import annotations
 

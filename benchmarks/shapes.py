@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights: how long a step takes does not depend on what they say."""
+"""Models of known shapes with random weights: the time of a step does not depend on the weights' values."""
 
 from __future__ import annotations
 

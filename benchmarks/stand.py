@@ -1,4 +1,4 @@
-"""A model with what computes it and pages for it, as an engine puts them together: what the engine's benchmarks run."""
+"""The fixture of the engine benchmarks: a model with a backend and pages, assembled as in the engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the daemon costs a step: the same engine on its pages, and on pages of its own process.
+"""The daemon's cost per step: the same engine with the daemon's pages, and with pages of its own process.
 
-One model, one workload, both page sources behind the same interface, run alternately so that a noisy machine disturbs
-both alike. The ratio is the median over the pairs of runs; the throughputs are the medians of each side.
+One model and one workload; both page sources implement the same interface and alternate, so that a noisy machine
+disturbs both alike. The ratio is the median over the pairs of runs; throughputs are the medians of each side.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One step of the decoder on a GPU, beside what its bytes or its operations take at least there.
+"""One step of the decoder on a GPU, against the minimum time for its bytes.
 
-A decoding step reads every weight and all K and V of its rows once; the bandwidth it is held against is that of a copy
-in the same run. A prompt's tokens are held against nothing: their operations a second are told.
+A decode step reads every weight and all K and V of its rows once; its reference is the bandwidth of a copy in the same
+run. Prefill has no reference: the report gives its operations per second.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What it costs an engine that its tokens are read: its tokens a second with a call for each of many requests, against
-the same requests submitted and read by nobody.
+"""The cost of streaming: the engine's throughput with one streaming call per request, against the same requests
+submitted and read by no one.
 
-Real processes: a daemon, an engine, the client of ``python -m services.engine bench``. Nothing is computed: a step
-takes a given time with the interpreter free, as it is while a GPU computes, and its tokens are made up.
+Runs real processes: a daemon, an engine, and the client of ``python -m services.engine bench``. Nothing is computed: a
+step takes a fixed time with the interpreter lock released, as while a GPU computes, and its tokens are made up.
 """
 
 from __future__ import annotations

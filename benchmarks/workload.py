@@ -1,4 +1,4 @@
-"""Requests that come at once, and an engine's loop that runs them: tokens a second, and where the time went."""
+"""A workload of requests that arrive together, run by an engine's loop: throughput, and a breakdown of the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``make run``, ``make up`` and ``make down`` do: both services as processes of their own.
+"""Implements ``make run``, ``make up`` and ``make down``: both services in their own processes.
 
 ``run`` keeps everything in a private temporary directory and leaves nothing behind. ``up`` uses the services' default
 addresses and keeps pid files and logs in ``.run/``.
@@ -43,7 +43,7 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class CannotStart(Exception):
-    """A service that did not come up; the message holds the end of its log."""
+    """A service did not start; the message includes the end of its log."""
 
 
 class Interrupts:
@@ -82,7 +82,7 @@ interrupts = Interrupts()
 
 
 def start(module: str, flags: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a service in a process group of its own, so that Ctrl-C reaches it through us alone."""
+    """Start a service in its own process group, so that Ctrl-C reaches it only through this script."""
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", module, *flags],
@@ -105,7 +105,7 @@ def await_serving(process: subprocess.Popen[bytes], address: str, log: Path) -> 
 
 
 def stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Engine first, so that it can give its pages back. An interrupt meanwhile kills them: none outlives this."""
+    """Stop the engine first, so that it can return its pages. An interrupt meanwhile kills both: neither survives."""
 
     def kill() -> None:
         for process in processes:
@@ -135,7 +135,7 @@ def both(sockets: Path, logs: Path, tcp: bool) -> list[tuple[str, str, list[str]
 
 @contextlib.contextmanager
 def running(directory: Path) -> Iterator[tuple[str, str]]:
-    """Both services while the block runs; (daemon's address, engine's address)."""
+    """Run both services for the duration of the block; yields (daemon's address, engine's address)."""
     processes: list[subprocess.Popen[bytes]] = []
     services = both(directory, directory, tcp=False)
     try:
@@ -150,7 +150,7 @@ def running(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def generate(stub: engine_pb2_grpc.EngineServiceStub, prompt: str, *, echo: bool) -> engine_pb2.Finish:
-    """Stream one completion; print its text as it comes when ``echo``."""
+    """Stream one completion; with ``echo``, print its text as it arrives."""
     request = engine_pb2.GenerateRequest(
         prompt=engine_pb2.Prompt(text=prompt),
         sampling=engine_pb2.Sampling(temperature=0.8, top_k=50, seed=7),
@@ -166,12 +166,12 @@ def generate(stub: engine_pb2_grpc.EngineServiceStub, prompt: str, *, echo: bool
 
 
 def milliseconds(usage: engine_pb2.Usage) -> float:
-    """Time to first token."""
+    """Time to first token, in milliseconds."""
     return usage.time_to_first_token.ToNanoseconds() / 1e6
 
 
 def prompt_given() -> str:
-    """PROMPT of the environment, or one of our own. Raises CannotStart when it is not text."""
+    """PROMPT from the environment, or a default. Raises CannotStart if it is not UTF-8."""
     try:
         return os.environb.get(b"PROMPT", b"").decode() or DEFAULT_PROMPT
     except UnicodeDecodeError as error:
@@ -179,7 +179,7 @@ def prompt_given() -> str:
 
 
 def run(prompt: str) -> None:
-    """One completion, then the same prompt again, then what the daemon says of its pages."""
+    """Run one completion, then the same prompt again, then print the daemon's page counts."""
     directory = Path(tempfile.mkdtemp(prefix="rocmforge-"))
     try:
         print("Starting the KV-cache daemon and the engine")
@@ -194,7 +194,7 @@ def run(prompt: str) -> None:
                 took = time.monotonic() - began
                 warm = generate(stub, prompt, echo=False).usage
             print(f"\n\n{cold.completion_tokens} tokens in {took:.2f} s, {cold.completion_tokens / took:.0f} tokens/s")
-            print("Time to first token, and how much of the prompt was in the cache:")
+            print("Time to first token, and prompt tokens found in the prefix cache:")
             for name, usage in (("first time", cold), ("same again", warm)):
                 print(
                     f"  {name}  {milliseconds(usage):6.1f} ms   {usage.cached_tokens} of {usage.prompt_tokens} tokens"
@@ -212,7 +212,7 @@ def run(prompt: str) -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """One ``up`` or ``down`` of this checkout at a time: another waits."""
+    """Hold a lock, so that one ``up`` or ``down`` of this checkout runs at a time; others wait."""
     checkout = os.open(ROOT, os.O_RDONLY)
     try:
         with interrupts.allowed():
@@ -223,7 +223,7 @@ def alone() -> Iterator[None]:
 
 
 def recorded(name: str) -> int | None:
-    """The pid that ``up`` recorded for a service, if that process is still it."""
+    """The pid that ``up`` recorded for a service, if that process is still running it."""
     try:
         pid = int((STATE / f"{name}.pid").read_text())
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -233,13 +233,13 @@ def recorded(name: str) -> int | None:
 
 
 def answers(address: str) -> bool:
-    """Whether anybody listens at the address of a unix socket."""
+    """Whether a server is listening on a unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(address.removeprefix("unix:")) == 0
 
 
 def up() -> None:
-    """Start both on their default addresses and leave them running."""
+    """Start both services on their default addresses and leave them running."""
     STATE.mkdir(exist_ok=True)
     sockets = runtime_dir()
     started: list[subprocess.Popen[bytes]] = []
@@ -269,13 +269,13 @@ def up() -> None:
 
 
 def down() -> None:
-    """Stop what ``up`` started; nothing to stop is fine."""
+    """Stop what ``up`` started, if anything is running."""
     for name in ("engine", "kvcache"):
         pid = recorded(name)
         if pid is None:
             print(f"{name:8} not running")
         else:
-            # A pidfd names this process for good, even if it ends and its pid is used again.
+            # A pidfd identifies this process even after it exits and its pid is reused.
             pidfd = os.pidfd_open(pid)
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGTERM)
@@ -303,7 +303,7 @@ def main() -> int:
     for number in INTERRUPTS:
         signal.signal(number, interrupts.handle)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? for it
+        sys.stdout.reconfigure(errors="replace")  # print ? for characters that the encoding lacks
     try:
         if command == "run":
             run(prompt_given())
@@ -320,7 +320,7 @@ def main() -> int:
         problem = rpc.error_from(error)
         print(f"\n{problem.code} {problem.reason}: {problem}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # nobody reads any more, as with `make run | head`
+    except BrokenPipeError:  # the reader has gone, as with `make run | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What ``make protos-bundle`` does: pack the protos, for clients in any language, into ``build/protos``.
+"""Implements ``make protos-bundle``: packs the protos, for clients in any language, into ``build/protos``.
 
 ``rocmforge-protos-VERSION.tar.gz`` compiles by itself: it has our protos, every file that they import, and the errors'
 details, with a ``buf.yaml`` for buf and a ``descriptor.binpb`` for what reads a FileDescriptorSet. The same protos make
@@ -21,17 +21,17 @@ from pathlib import Path
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Errors carry these in ``Any``s, so no file of ours imports them.
+#: Errors carry these in ``Any``s, so none of the project's files imports them.
 DETAILS = ("google/rpc/code.proto", "google/rpc/error_details.proto")
 BUF_YAML = b"version: v2\n"
 
 
 class CannotBundle(Exception):
-    """The bundle could not be made; the message is protoc's."""
+    """The bundle could not be built; the message is protoc's."""
 
 
 def roots() -> list[Path]:
-    """Where imports are looked for: our protos, googleapis-common-protos, and protoc's own."""
+    """The import roots: the project's protos, googleapis-common-protos, and protoc's own."""
     installed = Path(sysconfig.get_path("purelib"))
     return [ROOT / "protos", installed, installed / "grpc_tools" / "_proto"]
 
@@ -50,7 +50,7 @@ def describe() -> bytes:
 
 
 def files() -> dict[str, bytes]:
-    """Name in the bundle -> content, of every file. Raises CannotBundle."""
+    """The contents of every file by its name in the bundle. Raises CannotBundle."""
     descriptor = describe()
     found = {"LICENSE": (ROOT / "LICENSE").read_bytes(), "buf.yaml": BUF_YAML, "descriptor.binpb": descriptor}
     for file in FileDescriptorSet.FromString(descriptor).file:
@@ -59,19 +59,19 @@ def files() -> dict[str, bytes]:
 
 
 def pack(folder: str, contents: dict[str, bytes]) -> bytes:
-    """A .tar.gz of ``contents`` below ``folder`` that tells nothing of when, where or by whom it was made."""
+    """A reproducible .tar.gz of ``contents`` below ``folder``: no times, hosts or users are recorded."""
     packed = io.BytesIO()
     with gzip.GzipFile(fileobj=packed, mode="wb", filename="", mtime=0) as compressed:
         with tarfile.open(fileobj=compressed, mode="w", format=tarfile.USTAR_FORMAT) as archive:
             for name, data in sorted(contents.items()):
-                member = tarfile.TarInfo(f"{folder}/{name}")  # of mode 0644, of root, of 1970
+                member = tarfile.TarInfo(f"{folder}/{name}")  # mode 0644, owner root, mtime 1970
                 member.size = len(data)
                 archive.addfile(member, io.BytesIO(data))
     return packed.getvalue()
 
 
 def write(folder: Path) -> Path:
-    """Write the bundle into ``folder``, whole or not at all, and return its path. Raises CannotBundle."""
+    """Write the bundle to ``folder`` atomically and return its path. Raises CannotBundle."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     name = f"rocmforge-protos-{version}"
     data = pack(name, files())

