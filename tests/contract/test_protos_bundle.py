@@ -73,6 +73,7 @@ def test_protoc_misses_a_file_that_is_taken_out(unpacked: Path) -> None:
 
 
 def test_buf_builds_it(unpacked: Path, tmp_path: Path) -> None:
+    tools.need("node")
     command = [tools.path_of("buf"), "build", "-o", str(tmp_path / "buf.binpb")]
     done = subprocess.run(command, cwd=unpacked, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

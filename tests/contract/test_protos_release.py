@@ -30,7 +30,7 @@ def make(folder: Path, target: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the protos are checked with, right after a release of them."""
-    tools.need("buf", "make")
+    tools.need("buf", "node", "make")
     folder = tmp_path_factory.mktemp("released")
     shutil.copytree(ROOT / "protos", folder / "protos", ignore=shutil.ignore_patterns("*.py*", "*.binpb"))
     for name in ("Makefile", "buf.yaml"):

@@ -66,7 +66,7 @@ def test_node(pair: Pair, protos: Path) -> None:
     check(pair, program, printed, environment, ROOT / "examples" / "node")
 
 
-@pytest.mark.needs("go", "buf", "go-client")
+@pytest.mark.needs("go", "node", "buf", "go-client")
 def test_go(pair: Pair, protos: Path, tmp_path: Path) -> None:
     typed, printed = page("Go")
     assert [line for line in typed if line.startswith("go install ")] == installs()

@@ -25,6 +25,7 @@ def test_ghz_calls_both(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("version", ["grpc-v1", "grpc-v1alpha"])
+@pytest.mark.needs("node", "buf")
 def test_buf_curl_goes_by_either_version(pair: Pair, version: str) -> None:
     flags = ["--protocol", "grpc", "--http2-prior-knowledge", "--reflect-protocol", version]
 

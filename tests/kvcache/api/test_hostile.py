@@ -152,7 +152,7 @@ def test_a_process_that_proc_hides_is_not_gone(tmp_path: Path) -> None:
 
 
 def listen(path: Path) -> Serving:
-    return Serving("test.Service", [Listener(path=path)])
+    return Serving("rocmforge.kvcache.v1.KvCacheService", [Listener(path=path)])
 
 
 @pytest.fixture
