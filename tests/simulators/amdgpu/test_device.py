@@ -142,6 +142,21 @@ def test_both_halves_of_a_dual_instruction_read_before_either_writes() -> None:
     assert (after.v[1, :32] == 44).all() and (after.v[4, :32] == 11).all()
 
 
+def test_literals_of_64_bits() -> None:
+    """The high half of a float; of whole numbers the low half, with a sign where the operand has one."""
+    pieces = [
+        "s_mov_b64 s[0:1], 0xd2511f53", "s_ashr_i64 s[0:1], 0xd2511f53, 4", "v_add_f64 v[0:1], v[2:3], 0x40240000",
+        "v_cmp_lt_i64_e64 s0, 0xd2511f53, v[2:3]", "v_cmp_lt_u64_e64 s0, 0xd2511f53, v[2:3]",
+    ]  # fmt: skip
+    snippets, state = Snippets("gfx1201", pieces), State()
+    state.s[126] = 0xFFFFFFFF
+    after = [snippets.run(number, state) for number in range(len(pieces))]
+    assert after[0].scalar64(0) == 0xD2511F53
+    assert after[1].scalar64(0) == 0xFFFFFFFFFD2511F5
+    assert (after[2].v[0:2, :32] == [[0], [0x40240000]]).all()
+    assert (int(after[3].s[0]), int(after[4].s[0])) == (0xFFFFFFFF, 0)
+
+
 def test_lanes_of_a_wmma_that_have_to_be_alike() -> None:
     snippets, state = Snippets("gfx1100", ["v_wmma_f32_16x16x16_f16 v[0:7], v[8:15], v[16:23], v[0:7]"]), State()
     snippets.run(0, state)

@@ -12,7 +12,8 @@ struct Bit {
     u32 set;
 };
 
-// A constant as a T has it: inline floats are of the operand's own type, a literal is the high half of an f64.
+// A constant as a T has it: inline floats are of the operand's own type; a literal is the high half of an f64, and of a
+// 64-bit integer with a sign has its own.
 template <class T> T constant(const Operand &one) {
     u64 bits = one.bits;
     if (one.kind == Kind::FLOAT) {
@@ -21,7 +22,7 @@ template <class T> T constant(const Operand &one) {
         else bits = bits_as<u16>((f16)one.value);
     } else if (one.kind == Kind::LITERAL && sizeof(T) == 8) {
         if constexpr (std::is_same_v<T, f64>) bits <<= 32;
-        else if (bits >> 31 & 1) fault("a literal of 32 bits with the highest set, for 64 bits");
+        else if constexpr (std::is_same_v<T, i64>) bits = (u64)(i64)(i32)bits;
     }
     if constexpr (sizeof(T) == 8) return bits_as<T>(bits);
     else if constexpr (sizeof(T) == 4) return bits_as<T>((u32)bits);
