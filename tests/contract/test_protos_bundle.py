@@ -89,7 +89,7 @@ def test_the_descriptor_set_is_of_these_files(unpacked: Path) -> None:
         pool.Add(file)
     assert pool.FindServiceByName("rocmforge.engine.v1.EngineService").methods_by_name["Generate"]
     [engine] = [file for file in described.file if file.name == OURS[0]]
-    assert any("Generates, streaming" in place.leading_comments for place in engine.source_code_info.location)
+    assert any("Streams generated text." in place.leading_comments for place in engine.source_code_info.location)
 
 
 def test_the_same_protos_make_the_same_bytes(bundle: Path, tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_min_tokens_is_min_new_tokens_of_transformers(engine: RunningEngine, lea
         ("sampling.frequency_penalty", {"sampling": {"frequency_penalty": math.nan}}, "-2 to 2"),
         ("sampling.logit_bias[7]", {"sampling": {"logit_bias": {7: 101.0}}}, "-100 to 100"),
         ("sampling.logit_bias[99999]", {"sampling": {"logit_bias": {99999: 1.0}}}, "1024 tokens"),
-        ("sampling.logit_bias", {"sampling": {"logit_bias": dict.fromkeys(range(1025), 1.0)}}, "may have 1024"),
+        ("sampling.logit_bias", {"sampling": {"logit_bias": dict.fromkeys(range(1025), 1.0)}}, "at most 1024"),
         ("sampling.logprobs", {"sampling": {"logprobs": 21}}, "0 to 20"),
         ("sampling.prompt_logprobs", {"sampling": {"prompt_logprobs": 21}}, "0 to 20"),
         ("n", {"n": 17}, "at most 16"),

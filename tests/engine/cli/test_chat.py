@@ -120,7 +120,7 @@ def test_what_is_wrong_ends_a_chat_without_a_terminal(
 ) -> None:
     for line, says in (
         ("the " * 5000, "PROMPT_TOO_LONG: the prompt has"),
-        ("\ufdd0", "FIELD_INVALID: messages.items[0].content holds U+FDD0"),
+        ("\ufdd0", "FIELD_INVALID: messages.items[0].content contains the noncharacter U+FDD0"),
         ("\udcff", "messages must be UTF-8"),
     ):
         typed(monkeypatch, line, "never asked")
