@@ -80,7 +80,7 @@ test-gpu: setup ## Run the GPU tests on this machine's GPU; fails without one
 	@# Compiling for AMD needs no GPU but a clang that a GPU machine may lack, so CI does that.
 	@ROCMFORGE_TEST_GPU=1 $(PY) -m pytest tests/gpu tests/kernels --ignore tests/kernels/device/test_targets.py -k "not amd_matrix_units_compile"
 
-test-isa: setup ## Run all kernel tests as AMD machine code on this CPU: hours on one core
+test-isa: setup ## Run all kernel tests as AMD machine code on this CPU
 	@ROCMFORGE_TEST_ISA=1 $(PY) -m pytest -n auto --maxprocesses 4 tests/kernels tests/simulators -k "gfx"
 
 lint: lint-style lint-types lint-protos ## Check style, types and protos (make -k lint: run all three even if one fails)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,27 +18,32 @@ from tests.simulators.amdgpu.wave import Snippets, State
 LISTED = [(name, gpu) for name, gpus in mnemonics.listed().items() for gpu in sorted(gpus)]
 
 
+def cases(name: str, gpu: str) -> Iterator[Case]:
+    """The cases of a mnemonic, the same ones every time: they are large, and not kept."""
+    for make in (lane_cases, scalar_cases, special_cases):
+        yield from make(name, gpu)
+
+
 @functools.cache
-def cases_of(gpu: str) -> tuple[dict[str, list[tuple[int, Case]]], Snippets]:
-    """All cases of a GPU, by mnemonic, with their numbers among its pieces of assembly; these are assembled once."""
+def pieces_of(gpu: str) -> tuple[dict[str, int], Snippets]:
+    """The pieces of assembly of all cases for a GPU, assembled at once, and the number of each mnemonic's first."""
     tools.need("g++", *amdgcn.TOOLS)
-    found: dict[str, list[tuple[int, Case]]] = {}
+    first: dict[str, int] = {}
     texts: list[str] = []
     for name, gpus in mnemonics.listed().items():
-        if gpu not in gpus:
-            continue
-        for make in (lane_cases, scalar_cases, special_cases):
-            for case in make(name, gpu):
-                found.setdefault(name, []).append((len(texts), case))
-                texts.append(case.text)
-    return found, Snippets(gpu, texts)
+        if gpu in gpus:
+            own = [case.text for case in cases(name, gpu)]
+            if own:
+                first[name] = len(texts)
+            texts += own
+    return first, Snippets(gpu, texts)
 
 
 @pytest.mark.parametrize(("name", "gpu"), LISTED, ids=lambda value: str(value))
 def test_instruction(name: str, gpu: str) -> None:
-    found, snippets = cases_of(gpu)
-    assert name in found, "no test: meanings.py, scalar_meanings.py and special_cases.py do not know it"
-    for number, case in found[name]:
+    first, snippets = pieces_of(gpu)
+    assert name in first, "no test: meanings.py, scalar_meanings.py and special_cases.py do not know it"
+    for number, case in enumerate(cases(name, gpu), first[name]):
         mnemonic_there = {half.mnemonic for one in snippets.pieces[number] for half in (one, one.second) if half}
         assert name in mnemonic_there, f"assembled as {snippets.pieces[number]}"
         expected = case.before.copy()
