@@ -96,7 +96,8 @@ hip.hipDeviceGetAttribute(ctypes.byref(ctypes.c_int()), 87, 0)
 def test_an_idle_one_checks_and_runs_nothing(machine: dict[str, str]) -> None:
     code = """
 import cupy, numpy
-from kernels import gemm, module
+from kernels.device import module
+from kernels.linear import gemm
 x = cupy.zeros((1, 64), numpy.float32)
 x.set(numpy.ones((1, 64), numpy.float32))
 out = cupy.empty((1, 32), numpy.float32)

@@ -11,10 +11,11 @@ from tests.rocm.processes import Process, Refused
 PREPARED = """
 from types import SimpleNamespace
 import numpy as np
-from kernels import gemm
+from kernels.linear import gemm
 from kernels.device.recording import writing
 from benchmarks.shapes import RandomCheckpoint, TINY
-from kernels import ops_numpy, staging
+from kernels import ops_numpy
+from kernels.device import staging
 from kernels.replay.graphs import Graphs
 from kernels.replay.tapes import Tapes
 from kernels.device.workspace import Workspace
