@@ -22,8 +22,8 @@ import structlog
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from services.common.edge.reflection import Reflection
 from services.common.errors import InvalidConfiguration
-from services.common.reflection import Reflection
 
 log = structlog.get_logger()
 

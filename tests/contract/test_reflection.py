@@ -19,7 +19,15 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from rocmforge.engine.v1 import engine_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2
-from services.common.reflection import MAX_REQUEST_BYTES, V1, V1ALPHA, Descriptors, Reflection, described, json_name
+from services.common.edge.reflection import (
+    MAX_REQUEST_BYTES,
+    V1,
+    V1ALPHA,
+    Descriptors,
+    Reflection,
+    described,
+    json_name,
+)
 from tests.processes import ROOT
 
 ENGINE, CACHE = "rocmforge.engine.v1.EngineService", "rocmforge.kvcache.v1.KvCacheService"

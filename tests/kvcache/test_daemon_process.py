@@ -193,7 +193,7 @@ def test_settings_come_from_the_environment_too_and_unknown_ones_are_told(tmp_pa
 def test_health_and_reflection(tmp_path: Path) -> None:
     from grpc_reflection.v1alpha import reflection_pb2
 
-    from services.common.reflection import MAX_REQUESTS, V1, V1ALPHA
+    from services.common.edge.reflection import MAX_REQUESTS, V1, V1ALPHA
 
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     with kvcache(tmp_path) as daemon:
