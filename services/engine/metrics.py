@@ -58,7 +58,7 @@ class EngineMetrics(Collector):
 
     def _tell_served(self, families: Families, served: Served, now: Snapshot) -> None:
         families.info("model_info", "The model that is served.", model=served.model_id, backend=served.backend)
-        families.info("lease_info", "The epoch of the session's daemon.", epoch=f"{served.epoch():016x}")
+        families.info("lease_info", "The epoch of the session's daemon.", epoch=f"{served.source.epoch:016x}")
         families.gauge("num_requests_running", "Requests that hold pages.", now.running_requests)
         families.gauge("num_requests_waiting", "Requests waiting for a batch slot or for pages.", now.waiting_requests)
         families.gauge("num_tokens_waiting", "Tokens that waiting requests start with.", now.waiting_tokens)

@@ -139,8 +139,7 @@ class Engine:
             chat=chat,
             loop=self.loop,
             limits=config.limits,
-            epoch=lambda: source.epoch,
-            retains=source.retains,
+            source=source,
         )
         self.servicer.serve(served)
         self.metrics.serve(served)

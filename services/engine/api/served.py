@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine.api.requests import read_request
 from services.engine.checkpoint.config import ModelConfig
-from services.engine.pages.source import Geometry
+from services.engine.pages.source import Geometry, PageSource
 from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.loop import EngineLoop
 from services.engine.scheduling.sequence import Request
@@ -18,7 +17,7 @@ from services.engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A loaded model and the loop that runs it. ``epoch`` returns the daemon's epoch, 0 without a daemon."""
+    """A loaded model, the loop that runs it, and the source of its pages, of which only properties are read here."""
 
     model_id: str
     config: ModelConfig
@@ -29,9 +28,10 @@ class Served:
     chat: Chat
     loop: EngineLoop
     limits: Limits
-    epoch: Callable[[], int]
-    retains: bool
+    source: PageSource
 
     async def read(self, message: pb.GenerateRequest, now: float, deadline: float | None) -> Request:
         """See `read_request`."""
-        return await read_request(message, self.config, self.tokenizer, self.chat, now, deadline, retains=self.retains)
+        return await read_request(
+            message, self.config, self.tokenizer, self.chat, now, deadline, retains=self.source.retains
+        )

@@ -321,7 +321,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             held_pages=now.held_pages,
             recoveries=totals.recoveries,
             draining=self.draining,
-            kvcache_epoch=served.epoch(),
+            kvcache_epoch=served.source.epoch,
             queued_tokens=now.waiting_tokens,
             queue_token_limit=served.limits.max_queue_tokens,
             retained_generations=self.generations.retained,

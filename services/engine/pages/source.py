@@ -125,7 +125,7 @@ class Exchange(Protocol):
 
 
 class PageSource(Protocol):
-    """Pages for one engine. Used by the engine's thread only."""
+    """Pages for one engine. Its methods are called on the engine's thread only, its properties read on any."""
 
     @property
     def total_pages(self) -> int:
