@@ -62,19 +62,19 @@ async def _serve(config: Config, stop: asyncio.Event) -> None:
             starting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await starting
-            return
-        starting.result()
-        log.info(
-            "engine_serving",
-            listen=engine.bound,
-            metrics=engine.metrics_bound,
-            pool_id=engine.pool_id,
-            **config.echo,
-        )
-        await stopping
+        else:
+            starting.result()
+            log.info(
+                "engine_serving",
+                listen=engine.bound,
+                metrics=engine.metrics_bound,
+                pool_id=engine.pool_id,
+                **config.echo,
+            )
+            await stopping
     finally:
         await engine.stop(config.grace_s)
-        log.info("engine_stopped")
+    log.info("engine_stopped")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ async def _serve(config: Config, stop: asyncio.Event) -> None:
         await stop.wait()
     finally:
         await daemon.stop(config.grace_s)
-        log.info("kvcache_stopped", epoch=f"{daemon.epoch:016x}")
+    log.info("kvcache_stopped", epoch=f"{daemon.epoch:016x}")
 
 
 if __name__ == "__main__":
