@@ -88,8 +88,7 @@ class ModelConfig:
         """
         folder = Path(path)
         config = Fields.of(folder / "config.json")
-        generation_file = folder / "generation_config.json"
-        generation = Fields.of(generation_file) if generation_file.exists() else Fields(generation_file, {})
+        generation = sampling_defaults.generation_fields(folder, config)
 
         architectures = config.values.get("architectures")
         if not (isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in (*FAMILIES,)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from services.engine.checkpoint.fields import Fields
@@ -68,8 +69,21 @@ GGUF_NEUTRAL: dict[str, tuple[Any, ...]] = {"mirostat": (0,), "penalty_last_n": 
 GGUF_INERT = frozenset(("mirostat_tau", "mirostat_eta", "xtc_threshold"))
 
 
+def generation_fields(folder: Path, config: Fields) -> Fields:
+    """Returns the fields of a folder's ``generation_config.json``.
+
+    Without that file, returns those that ``config.json`` has, where older checkpoints keep them. A
+    ``generation_config.json`` replaces them all, as in ``transformers``. Raises ``ModelInvalid``.
+    """
+    file = folder / "generation_config.json"
+    if file.exists():
+        return Fields.of(file)
+    known = SERVED | INERT | NEUTRAL.keys()  # any other field of config.json describes the model
+    return Fields(config.path, {key: value for key, value in config.values.items() if key in known})
+
+
 def of_folder(generation: Fields, vocab_size: int) -> dict[str, Any]:
-    """Returns fields of `ModelConfig` from a ``generation_config.json``. Raises ``ModelInvalid``."""
+    """Returns fields of `ModelConfig` from its `generation_fields`. Raises ``ModelInvalid``."""
     found = _defaults(generation, "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     if generation.values.get("do_sample") is False:
         found["default_temperature"] = 0.0

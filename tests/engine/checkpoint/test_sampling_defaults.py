@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from services.common.errors import ModelInvalid
 from services.engine.checkpoint import sampling_defaults
+from services.engine.checkpoint.config import ModelConfig
 from services.engine.checkpoint.sampling_defaults import GGUF_SERVED, INERT, NEUTRAL, SERVED
 from services.engine.model.checkpoint import Checkpoint
 from services.engine.sampling.params import validate
@@ -66,6 +67,27 @@ def test_a_field_is_honoured_or_inert_or_warned_of(tmp_path: Path, field: str) -
         assert getattr(config, name) == value != getattr(plain, name)
     else:
         assert config == plain
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_an_older_folder_has_the_fields_in_its_config(tmp_path: Path, field: str) -> None:
+    """Without generation_config.json. What is there of them replaces all of config.json's."""
+    (older := tmp_path / "older").mkdir()
+    folder = write(older, None, **{field: FIELDS[field]})
+    newer = write(tmp_path, {"eos_token_id": 0, field: FIELDS[field]})
+    assert ModelConfig.from_folder(folder) == ModelConfig.from_folder(newer)
+    assert warned(folder) == warned(newer)
+    if field not in ("eos_token_id", "bos_token_id"):
+        write(older, {}, **{field: FIELDS[field]})
+        assert ModelConfig.from_folder(folder) == read(older, {}) and not warned(folder)
+
+
+def test_what_else_a_config_has_is_no_sampling_setting(tmp_path: Path) -> None:
+    folder = write(tmp_path, None, do_sample=False, temperature=0.9, top_q=0.3, num_beams=1, torchscript=False)
+    assert not warned(folder)
+    assert ModelConfig.from_folder(folder).default_temperature == 0
+    with pytest.raises(ModelInvalid, match=r"\bconfig\.json: min_p is 1: it must be less than 1"):
+        read(tmp_path, min_p=1)
 
 
 def test_a_field_that_nobody_knows_is_warned_of(tmp_path: Path) -> None:
