@@ -312,13 +312,20 @@ def test_a_key_is_not_seen_from_before() -> None:
 
 
 @pytest.mark.needs(*amdgcn.TOOLS)
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("gpu", ["gfx90a", "gfx942", "gfx1100", "gfx1201"])
-def test_amd_matrix_units_compile(gpu: str, tmp_path: Path) -> None:
-    """The kernel that uses them, for the GPUs that have them, without a register spilled."""
-    case = Case(MIXED, 32, 8, 128, **HALF)
+def test_amd_matrix_units_compile(gpu: str, head_dim: int, tmp_path: Path) -> None:
+    """The kernel that uses them, for the GPUs that have them; on RDNA, and with heads of 256 alone, it spills some
+    registers, as README.md and docs/gpu.md say.
+    """
+    case = Case(MIXED, 32, 8, head_dim, **HALF)
     wave = amdgcn.WAVES[gpu]
     attention = Attention(devices.get("cpu-w32").compile, case.geometry, Gpu(wave, 1, matrix_unit(gpu)), 1.0)
     defines = {name: str(value) for name, value in attention.defines("attention_prefill").items()}
     assert defines["RF_MATRIX"] == "2"
     (kernel,) = amdgcn.Toolchain(tmp_path).compile(source.read("attention_prefill"), defines, gpu)
-    assert (kernel.spilled, kernel.private_bytes, kernel.wave) == (0, 0, wave)
+    assert kernel.wave == wave
+    if head_dim == 256 and wave == 32:
+        assert 0 < kernel.spilled <= 32
+    else:
+        assert (kernel.spilled, kernel.private_bytes) == (0, 0)
