@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,6 +122,14 @@ def test_contributing_names_what_there_is() -> None:
     paths = {word for word in words if "/" in word and not word.startswith(".venv/") and "NAME" not in word}
     assert len(paths) > 20
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def test_pages_name_the_version_that_this_is() -> None:
+    """In names of files that carry it; those of other packages are pinned elsewhere."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    told = [found for page in pages() for found in re.findall(r"rocmforge[a-z-]*-\d+(?:\.\d+)+", page.read_text())]
+    assert f"rocmforge-protos-{version}" in told
+    assert [name for name in told if not name.endswith(f"-{version}")] == []
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
