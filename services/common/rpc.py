@@ -22,12 +22,16 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from services.common.access.identity import ANYONE, CALLER, Identity
 from services.common.call_stats import CallStats
 from services.common.errors import BY_REASON, FieldInvalid, Internal, ServiceError
 
 log = structlog.get_logger()
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+#: Who makes a call, by its gRPC context.
+Identify = Callable[[Any], Identity]
 
 _CODES: dict[str, grpc.StatusCode] = {code.name: code for code in grpc.StatusCode}
 _NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
@@ -111,8 +115,11 @@ def _lenient(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
     return handler._replace(request_deserializer=parse_or_say)
 
 
-def _counted(name: str, handler: grpc.RpcMethodHandler, calls: CallStats) -> grpc.RpcMethodHandler:
-    """The handler with its calls counted. A call cancelled by its caller, or past its deadline, is CANCELLED."""
+def _counted(name: str, handler: grpc.RpcMethodHandler, calls: CallStats, identify: Identify) -> grpc.RpcMethodHandler:
+    """The handler with its calls counted, and `CALLER` set while one is served.
+
+    A call cancelled by its caller, or past its deadline, is CANCELLED.
+    """
 
     def ended(context: Any, began: float, code: str | None) -> None:
         told = context.code() or 0
@@ -126,6 +133,7 @@ def _counted(name: str, handler: grpc.RpcMethodHandler, calls: CallStats) -> grp
 
         async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
             began, code = time.monotonic(), None
+            CALLER.set(identify(context))
             responses = streams(request, context)
             try:
                 async for response in responses:
@@ -142,6 +150,7 @@ def _counted(name: str, handler: grpc.RpcMethodHandler, calls: CallStats) -> grp
 
     async def unary(request: Any, context: Any) -> Any:
         began, code = time.monotonic(), None
+        CALLER.set(identify(context))
         try:
             return await answers(request, context)
         except asyncio.CancelledError:
@@ -153,14 +162,27 @@ def _counted(name: str, handler: grpc.RpcMethodHandler, calls: CallStats) -> grp
     return handler._replace(unary_unary=unary)
 
 
+def certified(context: Any) -> Identity:
+    """Who calls over mutual TLS: the certificate's common name or, if it has none, its first alternative name."""
+    found = context.auth_context()
+    names = [*found.get("x509_common_name", ()), *found.get("x509_subject_alternative_name", ())]
+    return Identity.of_certificate(next((name.decode(errors="replace") for name in names if name), ""))
+
+
+def unproven(context: Any) -> Identity:
+    """Who calls where nothing shows it."""
+    return ANYONE
+
+
 class Readable:
     """Wraps a server while a servicer is added to it, so that unparsable messages reach the servicer's methods instead
-    of failing with UNKNOWN inside gRPC. ``calls`` counts the calls served.
+    of failing with UNKNOWN inside gRPC. ``calls`` counts the calls served, `CALLER` says by whom.
     """
 
-    def __init__(self, server: grpc.aio.Server, calls: CallStats) -> None:
+    def __init__(self, server: grpc.aio.Server, calls: CallStats, identify: Identify = unproven) -> None:
         self._server = server
         self._calls = calls
+        self._identify = identify
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         """Forwards to the server; the methods registered below take precedence."""
@@ -168,7 +190,9 @@ class Readable:
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
         """Forwards to the server, with the handlers wrapped."""
-        served = {name: _counted(name, _lenient(handler), self._calls) for name, handler in handlers.items()}
+        served = {
+            name: _counted(name, _lenient(handler), self._calls, self._identify) for name, handler in handlers.items()
+        }
         self._server.add_registered_method_handlers(service, served)
 
 

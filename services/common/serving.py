@@ -16,14 +16,18 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import structlog
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from services.common.access.identity import Identity
+from services.common.call_stats import CallStats
 from services.common.edge.reflection import Reflection
 from services.common.errors import InvalidConfiguration
+from services.common.rpc import Identify, Readable, certified, unproven
 
 log = structlog.get_logger()
 
@@ -132,8 +136,10 @@ def check_exposure(
 
 
 class Serving:
-    """A grpc.aio server with health checking and reflection, from bind to drain.
+    """A service with health checking and reflection, from bind to drain.
 
+    Every way in has a grpc.aio server of its own, which knows who comes that way: the unix sockets, where only this
+    uid (and root) may connect, and TCP, where a certificate shows it or nothing does. They share the servicers.
     Health is NOT_SERVING until ``ready()``; ``drain()`` sets it back, then lets calls in flight end.
     """
 
@@ -146,41 +152,47 @@ class Serving:
         self._tls = tls
         self._health = health.aio.HealthServicer()
         self._paths: list[tuple[Path, int]] = []
+        self._servers: list[grpc.aio.Server] = []
+        self._registered: list[tuple[Callable[[Any], None], CallStats]] = []
         self.bound: list[str] = []
+
+    def add(self, register: Callable[[Any], None], calls: CallStats) -> None:
+        """Serve a servicer: ``register`` adds it to each server when it starts; ``calls`` counts its calls."""
+        self._registered.append((register, calls))
+
+    async def start(self) -> None:
+        """Bind and serve. Raises InvalidConfiguration if an address is in use or cannot be bound."""
+        await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
+        owner, mutual = Identity.of_uid(os.geteuid()), self._tls is not None and self._tls.client_ca is not None
+        credentials = self._tls.credentials() if self._tls else None
+        local, remote = None, None
+        for listener in self._listeners:
+            if listener.path is not None:
+                local = local or self._server(lambda context: owner)
+                self.bound.append(self._bind_unix(local, listener.path))
+            else:
+                remote = remote or self._server(certified if mutual else unproven)
+                self.bound.append(_bind_tcp(remote, listener, credentials))
+        for server in self._servers:
+            await server.start()
+
+    def _server(self, identify: Identify) -> grpc.aio.Server:
         # Without so_reuseport=0, a second server on a port in use would silently take every other connection.
-        self.server = grpc.aio.server(
+        server = grpc.aio.server(
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ]
         )
+        self._servers.append(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        Reflection((self._service, health.SERVICE_NAME)).add_to(server)
+        for register, calls in self._registered:
+            register(Readable(server, calls, identify))
+        return server
 
-    async def start(self) -> None:
-        """Bind and serve. Raises InvalidConfiguration if an address is in use or cannot be bound."""
-        await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        Reflection((self._service, health.SERVICE_NAME)).add_to(self.server)
-        credentials = self._tls.credentials() if self._tls else None
-        for listener in self._listeners:
-            self.bound.append(self._bind(listener, credentials))
-        await self.server.start()
-
-    def _bind(self, listener: Listener, credentials: grpc.ServerCredentials | None) -> str:
-        if listener.path is not None:
-            return self._bind_unix(listener.path)
-        _check_bindable(listener)
-        try:
-            if credentials is not None:
-                port = self.server.add_secure_port(str(listener), credentials)
-            else:
-                port = self.server.add_insecure_port(str(listener))
-        except RuntimeError as error:
-            doubt = "" if credentials is None else "; check the TLS files"
-            raise InvalidConfiguration(f"--listen {listener}: cannot bind{doubt}", field="--listen") from error
-        return str(Listener(host=listener.host, port=port))
-
-    def _bind_unix(self, path: Path) -> str:
+    def _bind_unix(self, server: grpc.aio.Server, path: Path) -> str:
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             with _alone_in(path.parent):
@@ -190,23 +202,10 @@ class Serving:
                     raise InvalidConfiguration(
                         f"--listen unix:{path}: another server is listening there", field="--listen"
                     )
-                self._paths.append((path, self._bind_and_move(path)))
+                self._paths.append((path, _bind_and_move(server, path)))
         except (OSError, RuntimeError) as error:
             raise InvalidConfiguration(f"--listen unix:{path}: cannot bind: {error}", field="--listen") from error
         return f"unix:{path}"
-
-    def _bind_and_move(self, path: Path) -> int:
-        # gRPC unlinks whatever is at its path, when it binds and again when it stops, even the socket of a server that
-        # has taken over the path in between. So bind to a unique path, then rename.
-        unnamed = path.with_name(f".{secrets.token_hex(4)}")
-        previous = os.umask(0o177)
-        try:
-            self.server.add_insecure_port(f"unix:{unnamed}")
-        finally:
-            os.umask(previous)
-        inode = unnamed.stat().st_ino
-        unnamed.rename(path)
-        return inode
 
     async def _set(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", self._service):
@@ -223,12 +222,39 @@ class Serving:
     async def drain(self, grace_s: float) -> None:
         """Set health to NOT_SERVING for good, reject new calls, cancel those in flight after ``grace_s`` seconds."""
         await self._health.enter_graceful_shutdown()
-        await self.server.stop(grace_s)
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         for path, inode in self._paths:
             # Unlink only our own socket: another server may have bound the path since.
             with contextlib.suppress(OSError):
                 if path.stat().st_ino == inode:
                     path.unlink()
+
+
+def _bind_tcp(server: grpc.aio.Server, listener: Listener, credentials: grpc.ServerCredentials | None) -> str:
+    _check_bindable(listener)
+    try:
+        if credentials is not None:
+            port = server.add_secure_port(str(listener), credentials)
+        else:
+            port = server.add_insecure_port(str(listener))
+    except RuntimeError as error:
+        doubt = "" if credentials is None else "; check the TLS files"
+        raise InvalidConfiguration(f"--listen {listener}: cannot bind{doubt}", field="--listen") from error
+    return str(Listener(host=listener.host, port=port))
+
+
+def _bind_and_move(server: grpc.aio.Server, path: Path) -> int:
+    # gRPC unlinks whatever is at its path, when it binds and again when it stops, even the socket of a server that has
+    # taken over the path in between. So bind to a unique path, then rename.
+    unnamed = path.with_name(f".{secrets.token_hex(4)}")
+    previous = os.umask(0o177)
+    try:
+        server.add_insecure_port(f"unix:{unnamed}")
+    finally:
+        os.umask(previous)
+    inode = unnamed.stat().st_ino
+    unnamed.rename(path)
+    return inode
 
 
 def _check_bindable(listener: Listener) -> None:

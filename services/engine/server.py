@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -15,7 +16,6 @@ from rocmforge.engine.v1 import engine_pb2_grpc
 from services.common.call_stats import CallStats
 from services.common.errors import Draining, InvalidConfiguration, ModelInvalid, ServiceError
 from services.common.prometheus import Endpoint
-from services.common.rpc import Readable
 from services.common.serving import Serving
 from services.engine.api.served import Served
 from services.engine.api.servicer import SERVICE, EngineServicer
@@ -94,7 +94,9 @@ class Engine:
         not answer within the configured patience.
         """
         config = self.config
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(self.servicer, Readable(self._serving.server, self.calls))
+        self._serving.add(
+            functools.partial(engine_pb2_grpc.add_EngineServiceServicer_to_server, self.servicer), self.calls
+        )
         await self._serving.start()
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.start)

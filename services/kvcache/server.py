@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import secrets
@@ -17,7 +18,6 @@ from services.common.call_stats import CallStats
 from services.common.errors import GpuError, InvalidConfiguration
 from services.common.gpu_ipc import Gpu, Runtime
 from services.common.prometheus import Endpoint
-from services.common.rpc import Readable
 from services.common.serving import Serving
 from services.kvcache.api.servicer import SERVICE, KvCacheServicer
 from services.kvcache.arena.device import DeviceArena
@@ -95,8 +95,8 @@ class Daemon:
             for name in prepare_directory(self.config.arena_dir):
                 log.info("stale_arena_removed", name=name)
             check_directory(self.config.arena_dir, self.config.limits.budget_bytes, Room.of(self.config.arena_dir))
-        kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server(
-            self._servicer, Readable(self._serving.server, self.calls)
+        self._serving.add(
+            functools.partial(kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server, self._servicer), self.calls
         )
         await self._serving.start()
         if self.config.metrics is not None:

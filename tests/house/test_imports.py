@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 #: Pure Python: told the time, handed bytes; they run and are tested without gRPC and without arrays. Folders and files.
 DOMAIN = (
     *("services.common.errors", "services.common.histogram", "services.common.call_stats"),
+    "services.common.access.identity",
     *(f"services.kvcache.{room}" for room in ("cache", "pool", "lease", "eviction")),
     *(f"services.engine.{room}" for room in ("scheduling", "delivery")),
     *("services.engine.pages.source", "services.engine.pages.local", "services.engine.sampling.result"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from google.rpc import status_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
+from services.common.call_stats import CallStats
 from services.common.serving import Listener, Serving
 from services.kvcache.api.messages import read_retention, retention_message
 from services.kvcache.api.servicer import SERVICE, KvCacheServicer
@@ -182,7 +184,8 @@ class Wire:
 
     async def _serve(self, path: Path) -> None:
         self._serving = Serving(SERVICE, [Listener(path=path)])
-        kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server(self.servicer, self._serving.server)
+        register = functools.partial(kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server, self.servicer)
+        self._serving.add(register, CallStats())
         await self._serving.start()
 
     def run(self, operations: Sequence[Operation], *, give_up: bool = False) -> list[Answer | Unanswered]:
