@@ -24,6 +24,7 @@ found() { # KIND WHAT
     case $1 in
         program) command -v "$2" >/dev/null 2>&1 ;;
         module) python3 -c "import $2" 2>/dev/null ;;
+        uid) [ "$(id -u)" = "$2" ] ;;
         file) compgen -G "$2" >/dev/null ;;
         *) echo "scripts/tools.txt: $1: no such way to find a tool" >&2 && exit 2 ;;
     esac

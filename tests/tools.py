@@ -38,6 +38,8 @@ class Tool:
         if self.kind == "program":
             named = os.environ.get("CXX") if self.name == "g++" else None
             return shutil.which(named or self.place, path=f"{ROOT}/build/bin:{os.environ.get('PATH', '')}")
+        if self.kind == "uid":
+            return self.place if os.geteuid() == int(self.place) else None
         if self.kind == "module":
             return self.place if importlib.util.find_spec(self.place) else None
         return next(glob.iglob(str(ROOT / self.place)), None)
@@ -54,7 +56,7 @@ def parsed(text: str) -> dict[str, Tool]:
             (kind, place), (way, source) = found.split(), installed.split()[:2]
         except ValueError:
             raise ValueError(f"not `name | kind place | way source ...`: {row}") from None
-        if kind not in ("program", "module", "file") or way not in ("apt", "go", "make") or name in tools:
+        if kind not in ("program", "module", "file", "uid") or way not in ("apt", "go", "make", "run") or name in tools:
             raise ValueError(f"an unknown way to find or to install it, or its second row: {row}")
         tools[name] = Tool(name, kind, place, way, source)
     return tools
@@ -91,7 +93,8 @@ def told(reasons: Iterable[str]) -> str | None:
     if "go" in ways and lacking(["go"]):
         packages.add(TOOLS["go"].source)
     steps = [f"apt install {' '.join(sorted(packages))}"] if packages else []
-    steps += ["make tools"] if ways - {"apt"} else []
+    steps += ["make tools"] if ways - {"apt", "run"} else []
+    steps += sorted({f"run them as {tool.source}" for tool in absent if tool.way == "run"})
     names = ", ".join(tool.name for tool in absent)
     tests = "1 test" if len(wanted) == 1 else f"{len(wanted)} tests"
     return (

@@ -25,6 +25,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common.access.identity import Identity
 from services.common.call_stats import CallStats
+from services.common.edge.paths import make_directory
 from services.common.edge.reflection import Reflection
 from services.common.errors import InvalidConfiguration
 from services.common.rpc import Identify, Readable, certified, unproven
@@ -194,10 +195,9 @@ class Serving:
 
     def _bind_unix(self, server: grpc.aio.Server, path: Path) -> str:
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            make_directory(path.parent, "--listen")
             with _alone_in(path.parent):
-                if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
-                    raise InvalidConfiguration(f"--listen unix:{path}: exists and is not a socket", field="--listen")
+                _check_ours(path)
                 if _answers(path):
                     raise InvalidConfiguration(
                         f"--listen unix:{path}: another server is listening there", field="--listen"
@@ -226,7 +226,7 @@ class Serving:
         for path, inode in self._paths:
             # Unlink only our own socket: another server may have bound the path since.
             with contextlib.suppress(OSError):
-                if path.stat().st_ino == inode:
+                if path.lstat().st_ino == inode:
                     path.unlink()
 
 
@@ -252,7 +252,7 @@ def _bind_and_move(server: grpc.aio.Server, path: Path) -> int:
         server.add_insecure_port(f"unix:{unnamed}")
     finally:
         os.umask(previous)
-    inode = unnamed.stat().st_ino
+    inode = unnamed.lstat().st_ino
     unnamed.rename(path)
     return inode
 
@@ -296,6 +296,18 @@ def _alone_in(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _check_ours(path: Path) -> None:
+    """Raise InvalidConfiguration unless nothing is at the path, or a socket of this user, which may be replaced."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        if not stat.S_ISSOCK(found.st_mode):
+            raise InvalidConfiguration(f"--listen unix:{path}: exists and is not a socket", field="--listen")
+        if found.st_uid != os.geteuid():
+            raise InvalidConfiguration(
+                f"--listen unix:{path}: there is a socket of uid {found.st_uid}", field="--listen"
+            )
 
 
 def _answers(path: Path) -> bool:

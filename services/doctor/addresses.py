@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.serving import Listener, Tls
-from services.doctor.check import Finding, failed, ok, warning
+from services.doctor.check import Finding, failed, ok
 from services.doctor.machine import Machine
 
 
@@ -89,9 +89,8 @@ def _unix(machine: Machine, listener: Listener, path: Path, own: Running) -> Fin
         return failed(f"{listener} exists and is not a socket", "move it away, or choose another --listen")
     if node and machine.connect_errno(listener) not in (errno.ECONNREFUSED, errno.ENOENT):
         return _in_use(listener, "--listen", _serves(machine, listener, own), own)
-    shared = folder.mode & (stat.S_IWGRP | stat.S_IWOTH) and not folder.mode & stat.S_ISVTX
-    if folder.uid not in (0, machine.uid) or shared:
-        return warning(
+    if folder.uid not in (0, machine.uid) or folder.mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return failed(
             f"{listener}: other users may replace files in {path.parent} (uid {folder.uid}, mode "
             f"{stat.S_IMODE(folder.mode):04o})",
             f"make {path.parent} owned by the user that the service runs as, and chmod 700 {path.parent}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,16 @@ def kvcache_target(text: str) -> str:
     return str(listener)
 
 
+def _uid(text: str) -> int:
+    """A user's number, from it or from the name. Raises ValueError."""
+    if text.isascii() and text.isdigit() and len(text) <= 10:
+        return int(text)
+    try:
+        return pwd.getpwnam(text).pw_uid
+    except KeyError:
+        raise ValueError("expected the name or the number of a user") from None
+
+
 def _pool_id(text: str) -> str:
     if not 1 <= len(text) <= 128:
         raise ValueError("expected 1 to 128 characters")
@@ -85,6 +96,12 @@ class Config(Listening):
         lambda: f"unix:{runtime_dir() / 'kvcache.sock'}",
         "the KV-cache daemon, on this host: unix:/path or host:port; or `local` for private pages without a daemon",
         metavar="ADDR",
+    )
+    kvcache_owner: int | None = setting(
+        Kind(_uid, "user or uid"),
+        None,
+        "user that the daemon runs as, if neither this one nor root: who else may own its socket and arenas",
+        metavar="USER",
     )
     patience_s: float = setting(
         seconds(0, 86400),

@@ -185,6 +185,7 @@ class Engine:
             client_name=f"engine {model_id(config.model)}"[:128],
             pool_pages=config.pool_pages,
             gpu=backend.gpu,
+            owner=config.kvcache_owner,
             calls=self.kvcache_calls,
         )
         running = asyncio.get_running_loop()

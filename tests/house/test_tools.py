@@ -76,7 +76,7 @@ def test_there_is_a_kind_for_every_program_that_a_test_needs() -> None:
     assert programs and programs - {name for names in KINDS.values() for name in names.split()} == set()
 
 
-def test_what_a_run_did_not_show_is_one_line(bare: None) -> None:
+def test_what_a_run_did_not_show_is_one_line(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tools.told([]) is None
     assert tools.told(["no GPU: none", "no reason"]) is None
     assert tools.told(["needs g++", "needs git", "needs g++, git"]) == (
@@ -85,6 +85,10 @@ def test_what_a_run_did_not_show_is_one_line(bare: None) -> None:
     assert tools.told(["needs grpcurl"]) == (
         "not shown, without grpcurl: 1 test. To show: apt install golang-go && make tools "
         "(as root, make test INSTALL=1 does it all)"
+    )
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert tools.told(["needs other-users"]) == (
+        "not shown, without other-users: 1 test. To show: run them as root (as root, make test INSTALL=1 does it all)"
     )
     assert tools.told(["needs smollm2"]) == (
         "not shown, without smollm2: 1 test. To show: make tools (as root, make test INSTALL=1 does it all)"
@@ -108,7 +112,7 @@ def test_a_row_that_is_none_is_an_error(row: str) -> None:
 
 def test_a_package_is_named_in_the_table_alone() -> None:
     """The list is one: neither CI nor the installer names packages of their own, but that of certificates."""
-    packages = {tool.source for tool in tools.TOOLS.values() if tool.way != "make"} - {"git", "make", "python3"}
+    packages = {tool.source for tool in tools.TOOLS.values() if tool.way in ("apt", "go")} - {"git", "make", "python3"}
     for path in (ROOT / ".ci" / "run", INSTALLER, ROOT / "Makefile"):
         words = set(re.split(r"[\s()'\"]+", re.sub(r"^\s*#.*$", "", path.read_text(encoding="utf-8"), flags=re.M)))
         assert words & (packages - {"g++", "npm", "nodejs"}) == set(), path.name

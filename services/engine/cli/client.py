@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ import grpc
 from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from services import healthcheck
 from services.common import rpc
+from services.common.edge.paths import check_socket
 from services.common.errors import ServiceError
 from services.common.listening import runtime_dir
 from services.common.parser import Parser
@@ -29,7 +31,7 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
     made = Parser(prog=prog, description=description)
     made.add_argument(
         "--target",
-        default=f"unix:{runtime_dir() / 'engine.sock'}",
+        default=_default(),
         metavar="ADDR",
         help="address of the engine: unix:/path or host:port (default %(default)s)",
     )
@@ -41,6 +43,10 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
         help="wait up to S seconds for the engine to be serving (default %(default)g)",
     )
     return made
+
+
+def _default() -> str:
+    return f"unix:{runtime_dir() / 'engine.sock'}"
 
 
 def _seconds(text: str) -> float:
@@ -79,7 +85,9 @@ OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", MA
 
 
 def connect(target: str) -> grpc.Channel:
-    """A channel to an engine."""
+    """A channel to an engine. Raises InvalidConfiguration for the default socket if others could have put it there."""
+    if target == _default():
+        check_socket(Path(target.removeprefix("unix:")), "--target")
     return grpc.insecure_channel(target, options=OPTIONS)
 
 

@@ -25,6 +25,7 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
 from services.common.call_stats import CallStats
+from services.common.edge.paths import check_socket
 from services.common.errors import AttachMismatch, InvalidConfiguration, KvCacheDown, ServiceError, SessionExpired
 from services.common.gpu_ipc import Gpu
 from services.common.serving import MAX_MESSAGE_BYTES
@@ -75,8 +76,9 @@ class GrpcPageSource:
 
     Engines with the same ``pool_id`` share K and V, so they must have the same weights. The lease lasts ``ttl_s``
     seconds, and a pool created by this session has ``pool_pages`` pages; None takes the daemon's default. With ``gpu``
-    the pages are in its memory, otherwise in host memory. ``calls`` counts the RPCs. Raises InvalidConfiguration for a
-    page dtype that the backend does not support.
+    the pages are in its memory, otherwise in host memory. ``owner`` is the uid that the daemon runs as, None if it is
+    this one or root. ``calls`` counts the RPCs. Raises InvalidConfiguration for a page dtype that the backend does not
+    support.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class GrpcPageSource:
         pool_pages: int | None = None,
         ttl_s: float | None = None,
         gpu: Gpu | None = None,
+        owner: int | None = None,
         calls: CallStats | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,6 +104,7 @@ class GrpcPageSource:
         self._pool_pages = pool_pages
         self._ttl_s = ttl_s
         self._gpu = gpu
+        self._owner = owner
         self._clock = clock
         self.calls = CallStats() if calls is None else calls
         self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
@@ -175,9 +179,10 @@ class GrpcPageSource:
         memory may be kept.
 
         Raises KvCacheDown when there is no answer, AttachMismatch when the memory does not match, and any error of
-        OpenSession.
+        OpenSession; InvalidConfiguration when the daemon's socket is not one that this user may trust.
         """
         self._end()
+        self._check_socket()
         sent_at = self._clock()
         opened = self._call("OpenSession", self._opening(), MAX_CALL_S)
         memory: Pages | DevicePages | None = None
@@ -208,6 +213,14 @@ class GrpcPageSource:
         self._caller.shutdown()
         self._end()
         self._channel.close()
+
+    def _check_socket(self) -> None:
+        kind, _, path = self.target.partition(":")
+        if kind == "unix":
+            check_socket(Path(path), "--kvcache", *self._others())
+
+    def _others(self) -> tuple[int, ...]:
+        return () if self._owner is None else (self._owner,)
 
     def _end(self) -> None:
         """Close the session, if any; errors are ignored: it may have expired, or the daemon may be gone."""
@@ -250,7 +263,7 @@ class GrpcPageSource:
             "canary_offset": arena.canary_offset,
         }
         if self._gpu is None and arena.file_path:
-            return map_pages(Path(arena.file_path), self._geometry, **announced)
+            return map_pages(Path(arena.file_path), self._geometry, **announced, owner=self._owner)
         if self._gpu is not None and arena.device_ipc_handle:
             return map_device_pages(
                 arena.device_ipc_handle,

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from services.common.edge.paths import open_file
 from services.common.errors import AttachMismatch
 from services.engine.pages.source import Geometry
 
@@ -48,16 +49,24 @@ def check_announced(geometry: Geometry, total_pages: int, page_bytes: int, size_
 
 
 def map_pages(
-    path: Path, geometry: Geometry, *, total_pages: int, page_bytes: int, size_bytes: int, canary_offset: int
+    path: Path,
+    geometry: Geometry,
+    *,
+    total_pages: int,
+    page_bytes: int,
+    size_bytes: int,
+    canary_offset: int,
+    owner: int | None = None,
 ) -> tuple[Pages, bytes]:
     """Map an arena file of f32 pages and answer its canary. Returns the pages and the canary read.
 
     The pages come first. At ``canary_offset`` the daemon wrote 32 bytes; their complement is written directly after
-    them. Raises AttachMismatch when the file cannot be mapped or does not match the announced layout.
+    them. The file must be this user's, root's or that of ``owner``, a uid. Raises AttachMismatch when it is not, cannot
+    be mapped or does not match the announced layout.
     """
     check_announced(geometry, total_pages, page_bytes, size_bytes, canary_offset)
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = open_file(path, *(() if owner is None else (owner,)))
         try:
             if os.fstat(file).st_size < size_bytes:  # access past the end raises SIGBUS
                 raise AttachMismatch(f"{path} is shorter than the {size_bytes} bytes announced")

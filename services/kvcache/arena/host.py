@@ -7,14 +7,13 @@ unlocked file, which the next daemon in the same directory removes.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
 import os
-import stat
 from pathlib import Path
 
+from services.common.edge.paths import make_directory, open_file
 from services.common.errors import ExceedsBudget, InvalidConfiguration
 from services.kvcache.arena.room import REMEDY, Room
 from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES
@@ -107,27 +106,25 @@ def default_directory() -> Path:
 def prepare_directory(directory: Path) -> list[str]:
     """Create the directory, private to the user, and remove the arenas of dead daemons. Returns the names removed.
 
-    Raises InvalidConfiguration if that fails, or if other users could replace files in the directory.
+    Files that are not this user's stay as they are. Raises InvalidConfiguration if that fails, or if other users could
+    replace files in the directory.
     """
     removed: list[str] = []
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.stat()
-        shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
-        if found.st_uid not in (0, os.getuid()) or shared:
-            raise InvalidConfiguration(
-                f"--arena-dir {directory}: other users could replace the arenas in it; it must belong to this user "
-                "and be writable by no one else",
-                field="--arena-dir",
-            )
+        make_directory(directory, "--arena-dir", parents=True)
         for path in sorted(directory.glob(f"*{_SUFFIX}")):
-            with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue
+            try:
+                file = open_file(path)
+            except OSError:
+                continue  # gone meanwhile, a link, or nothing of ours
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
                 removed.append(path.name)
+            except (BlockingIOError, FileNotFoundError):
+                continue  # its daemon lives, or another one was faster
+            finally:
+                os.close(file)
     except OSError as error:
         raise InvalidConfiguration(
             f"--arena-dir {directory}: {error.strerror or error}", field="--arena-dir"
