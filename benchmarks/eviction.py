@@ -21,7 +21,7 @@ import json
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -91,6 +91,11 @@ class _NoArena:
 
 def replay(trace: Trace, pages: int, policy: str) -> int:
     """Blocks that hit, through the state object."""
+    return sum(hits(trace, pages, policy))
+
+
+def hits(trace: Trace, pages: int, policy: str) -> Iterator[int]:
+    """Blocks of each request that hit, through the state object."""
     # A page of one token, which is the block's id: small numbers, whatever ids the trace uses.
     layout = PageLayout(page_size=1, layers=1, kv_heads=1, head_dim=1, dtype="f32")
     cache = KvCache(
@@ -104,7 +109,6 @@ def replay(trace: Trace, pages: int, policy: str) -> int:
     session = cache.open_session("replay", "trace", layout, pool_pages=pages)
     cache.attach_session(session.id, bytes(CANARY_BYTES))
     tokens: dict[int, int] = {}
-    hits = 0
     for number, request in enumerate(trace):
         blocks = [tokens.setdefault(block, len(tokens)) for block in request[:pages]]
         name = str(number)
@@ -113,11 +117,10 @@ def replay(trace: Trace, pages: int, policy: str) -> int:
         [(_, grant)], _ = cache.allocate(session.id, [Opening(name, Prompt(prompt), len(blocks))], [])
         if not isinstance(grant, Grant):
             raise grant
-        hits += grant.cached_tokens
         computed = prompt[grant.cached_tokens : -1]
         cache.append(session.id, Steps([name], [grant.cached_tokens], [len(computed)], computed, [], []))
         cache.remove(session.id, [name])
-    return hits
+        yield grant.cached_tokens
 
 
 def unbounded(trace: Trace, pages: int, policy: str) -> int:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -66,8 +68,13 @@ EXCEPT = ("services.engine.cli",)
 
 def imported(source: str, module: str, is_package: bool = False) -> Iterator[str]:
     """Every module name that `source`, the module named `module`, imports; `from a import b` gives a and a.b."""
+    return imports_of(ast.parse(source, module), module, is_package)
+
+
+def imports_of(tree: ast.Module, module: str, is_package: bool) -> Iterator[str]:
+    """Like `imported`, of a source that is parsed."""
     package = module if is_package else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(source, module)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -91,17 +98,33 @@ def within(name: str, packages: Iterable[str]) -> bool:
 Imports = dict[str, set[str]]
 
 
-def read(top: str) -> Imports:
-    """Module name -> what it imports, for every Python file below the folder `top`."""
-    found: Imports = {}
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What one file imports, and the classes it defines at its top level."""
+
+    imports: set[str]
+    classes: list[str]
+
+
+@functools.cache
+def sources(top: str) -> dict[str, Source]:
+    """Module name -> what is in it, for every Python file below the folder `top`."""
+    found = {}
     for path in sorted((ROOT / top).rglob("*.py")):
         if path.stem.endswith(("_pb2", "_pb2_grpc")) or "__pycache__" in path.parts:
             continue
         parts = path.relative_to(ROOT).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
-        found[name] = set(imported(path.read_text(encoding="utf-8"), name, is_package))
+        tree = ast.parse(path.read_text(encoding="utf-8"), name)
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        found[name] = Source(set(imports_of(tree, name, is_package)), classes)
     return found
+
+
+def read(top: str) -> Imports:
+    """Module name -> what it imports, for every Python file below the folder `top`."""
+    return {name: source.imports for name, source in sources(top).items()}
 
 
 def crossings(modules: Imports) -> list[str]:
@@ -257,13 +280,8 @@ def test_rooms_have_no_namesakes_and_are_not_crowded(project: Imports) -> None:
 
 
 def test_no_class_name_is_there_twice_in_a_service() -> None:
-    classes: dict[str, list[str]] = {}
-    for top in ("services", "kernels"):
-        for path in (ROOT / top).rglob("*.py"):
-            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            nodes = ast.parse(path.read_text(encoding="utf-8")).body
-            classes[module] = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
-    assert twice(classes) == []
+    everything = {**sources("services"), **sources("kernels")}
+    assert twice({name: source.classes for name, source in everything.items()}) == []
 
 
 def test_tests_mirror_the_rooms() -> None:
