@@ -1,7 +1,7 @@
 # Newcomers, developers and .ci/run use the same targets. `make` without one lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench-cache bench-engine bench-kernels bench-metrics buf clients help setup protos protos-bundle release-protos run up down smollm2 test test-fast test-gpu test-isa lint lint-style lint-types lint-protos bench-step tools clean
+.PHONY: bench-cache bench-engine bench-kernels bench-metrics buf chaos clients help setup protos protos-bundle release-protos run up down smollm2 soak test test-fast test-gpu test-isa lint lint-style lint-types lint-protos bench-step tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -82,6 +82,12 @@ test-gpu: setup ## Run the GPU tests on this machine's GPU; fails without one
 
 test-isa: setup ## Run all kernel tests as AMD machine code on this CPU
 	@ROCMFORGE_TEST_ISA=1 $(PY) -m pytest -n auto --maxprocesses 4 tests/kernels tests/simulators -k "gfx"
+
+chaos: setup ## Run a daemon and two engines under faults for SECONDS=60, from SEED=n; the report is in build/chaos
+	@$(PY) -m tests.chaos --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
+
+soak: setup ## The same for MINUTES=60, with processes that live long, to see that none of them grows
+	@$(PY) -m tests.chaos --soak --seconds $$(($(or $(MINUTES),60) * 60)) $(if $(SEED),--seed $(SEED))
 
 lint: lint-style lint-types lint-protos ## Check style, types and protos (make -k lint: run all three even if one fails)
 
