@@ -25,6 +25,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common.access.identity import Identity
 from services.common.call_stats import CallStats
+from services.common.edge import keepalive
 from services.common.edge.paths import make_directory
 from services.common.edge.reflection import Reflection
 from services.common.errors import InvalidConfiguration
@@ -184,6 +185,7 @@ class Serving:
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                *keepalive.SERVER,
             ]
         )
         self._servers.append(server)

@@ -71,7 +71,7 @@ async def _run(
         samples.append(sample)
         progress.add(failed=sample.error is not None, tokens=sample.tokens, running=True)
 
-    async with grpc.aio.insecure_channel(target, options=client.OPTIONS) as channel:
+    async with grpc.aio.insecure_channel(target, options=client.options()) as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
         arrivals = plan.arrivals(vocab_size)
 

@@ -16,6 +16,7 @@ import grpc
 from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from services import healthcheck
 from services.common import rpc
+from services.common.edge import keepalive
 from services.common.edge.paths import check_socket
 from services.common.errors import ServiceError
 from services.common.listening import runtime_dir
@@ -80,15 +81,19 @@ def failure(error: grpc.RpcError, target: str) -> ServiceError:
     return found
 
 
-#: Channel options: ignore proxies set in the environment, and accept the largest message an engine may send.
-OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+def options() -> list[tuple[str, int]]:
+    """Channel options: ignore proxies set in the environment, accept the largest message an engine may send, and notice
+    an engine that is gone without a word.
+    """
+    own = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+    return [*own, *keepalive.CLIENT]
 
 
 def connect(target: str) -> grpc.Channel:
     """A channel to an engine. Raises InvalidConfiguration for the default socket if others could have put it there."""
     if target == _default():
         check_socket(Path(target.removeprefix("unix:")), "--target")
-    return grpc.insecure_channel(target, options=OPTIONS)
+    return grpc.insecure_channel(target, options=options())
 
 
 def await_serving(command: str, target: str, wait_s: float) -> bool:

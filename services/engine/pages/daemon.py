@@ -25,10 +25,12 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
 from services.common.call_stats import CallStats
+from services.common.edge import keepalive
 from services.common.edge.paths import check_socket
 from services.common.errors import AttachMismatch, InvalidConfiguration, KvCacheDown, ServiceError, SessionExpired
 from services.common.gpu_ipc import Gpu
 from services.common.serving import MAX_MESSAGE_BYTES
+from services.engine.pages.connection import Connection
 from services.engine.pages.device_arena import DevicePages, map_device_pages
 from services.engine.pages.host_arena import Pages, map_pages, process_identity
 from services.engine.pages.lease import Lease, LeaseKeeper
@@ -46,6 +48,8 @@ _CHANNEL_OPTIONS = [
     # In fact how long the other side may take to greet, which outlasts a call: one that is busy is there.
     ("grpc.min_reconnect_backoff_ms", int(2000 * MAX_CALL_S)),
     ("grpc.max_reconnect_backoff_ms", 500),
+    # Or a channel that is made anew would find the connection of the one before it, and take that.
+    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -107,13 +111,15 @@ class GrpcPageSource:
         self._owner = owner
         self._clock = clock
         self.calls = CallStats() if calls is None else calls
-        self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
-        self._stub = kvcache_pb2_grpc.KvCacheServiceStub(self._channel)
+        self._connection = Connection(self._connect, kvcache_pb2_grpc.KvCacheServiceStub)
         # gRPC's own futures start a thread for each call, and contend with the step for the interpreter all the while.
         self._caller = ThreadPoolExecutor(1, thread_name_prefix="kvcache-call")
         self._session: _Session | None = None
         self._total_pages = 0
         self._keeper = LeaseKeeper(lambda: self._session.lease if self._session else None, self._renew, clock)
+
+    def _connect(self) -> grpc.Channel:
+        return grpc.insecure_channel(self.target, options=[*_CHANNEL_OPTIONS, *keepalive.CLIENT])
 
     @property
     def retains(self) -> bool:
@@ -212,7 +218,7 @@ class GrpcPageSource:
         self._keeper.close()
         self._caller.shutdown()
         self._end()
-        self._channel.close()
+        self._connection.close()
 
     def _check_socket(self) -> None:
         kind, _, path = self.target.partition(":")
@@ -288,7 +294,7 @@ class GrpcPageSource:
     def _timed(self, method: str, request: Any, timeout_s: float) -> Any:
         began, code = self._clock(), "UNKNOWN"
         try:
-            reply = getattr(self._stub, method)(request, timeout=timeout_s)
+            reply = self._connection.call(method, request, timeout_s)
             code = "OK"
             return reply
         except grpc.RpcError as failure:
