@@ -112,7 +112,7 @@ def test_a_head_is_checked_as_any_tensor_is(tmp_path: Path) -> None:
 
 
 def test_comparing_takes_little_memory(tmp_path: Path) -> None:
-    config = llama_config(vocab=32768, hidden=256)
+    config = llama_config(vocab=65536, hidden=256)
     tensors = random_tensors(config)
     size = tensors[EMBEDDING].nbytes
     folder = write_checkpoint(tmp_path, config, tensors | {HEAD: tensors[EMBEDDING]})
@@ -124,7 +124,7 @@ def test_comparing_takes_little_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < size * 0.3
         tracemalloc.reset_peak()
         Model(checkpoint)
-        assert tracemalloc.get_traced_memory()[1] < size * 1.3
+        assert tracemalloc.get_traced_memory()[1] < size * 1.5  # what BLAS does is found out with a block, of a size that bounds it
     finally:
         tracemalloc.stop()
 

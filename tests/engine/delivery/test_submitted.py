@@ -481,7 +481,7 @@ def test_when_it_is_over_only_the_registry_knows_it(engine: Engine) -> None:
     collect(engine.stub.Generate(request(request_id=f"{name}-attached")))
     engine.idle()
     # The pages' side remembers a bounded number of sequences that were removed, as the daemon does.
-    kept = [path for path in places(engine.engine, name) if ".generations" not in path and "._source" not in path]
+    kept = [path for path in places(engine.engine, name) if ".generations" not in path and "source._" not in path]
     assert kept == [".streams._over{}"] * 2  # that there was such an id, for the sake of a late cancel
     assert places(engine.engine.generations, name)
     delete(engine, name)
