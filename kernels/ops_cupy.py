@@ -1,8 +1,8 @@
-"""The functions of `ops_numpy` on a GPU, through CuPy: HIP sources of this folder, and cuBLAS or hipBLAS for products.
+"""The functions of `ops_numpy` on a GPU, through CuPy: the HIP sources of `kernels/hip`, and cuBLAS or hipBLAS.
 
-Everything is queued on CuPy's current stream and returns before it has run. Activations are CuPy arrays of float32,
-float16, or uint16 for bfloat16; sums are in float32 all the same. What a token gets may differ in its last bits with
-the batch it is computed in: the libraries choose their products by shape.
+All work is queued on CuPy's current stream; calls return before it has run. Activations are CuPy arrays of float32,
+float16, or uint16 holding the bits of bfloat16; accumulation is in float32. The last bits of a token's results may
+depend on its batch, because the libraries choose their kernels by the shape of a product.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from kernels.sampling.launch import Sampler
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 
-#: Names of types as services give them, and as kernels take them.
+#: The types by the services' names, and by those of the kernels' macros.
 KINDS = {"f32": "F32", "f16": "F16", "bf16": "BF16", "int8": "INT8"}
-#: What an array of each kind of activation is made of.
+#: The dtype of an array of activations, by type.
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(np.uint16),
 }
-#: Threads of a block where it does not matter much; whole waves.
+#: Threads per block where the number matters little; whole waves.
 THREADS = 256
-#: Of a block that rotates: one wave at most. A block lasts as long as its last load, so small ones leave less waiting.
+#: Threads per block of rope_write, at most one wave. A block lasts until its last load: small blocks leave fewer idle.
 ROPE_THREADS = 64
-#: Steps come again that have one token of each row, or so many of none and no more in all.
+#: A step is replayable if it has one token per row, or at most so many of each row and so many in all.
 FEW_OF_ROW, FEW_IN_ALL = 16, 128
-#: Columns of a table of pages, at least, where tables are to be of few sizes.
+#: The fewest columns of a block table in a replayable step, which has few table sizes.
 LEAST_COLUMNS = 16
-#: Bytes that a thread of a copying kernel moves.
+#: Bytes that each thread of a copy kernel moves.
 COPIED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """Pages: ``memory`` uint8 ``[pages, page_bytes]``, each of ``page_size`` tokens."""
+    """Pages of ``page_size`` tokens; ``memory`` is uint8 ``[pages, page_bytes]``."""
 
     memory: Any
     page_size: int
@@ -70,7 +70,7 @@ class Arena:
 class Places:
     """Where the K and V of ``n`` tokens go: ``page`` and ``slot`` int32 ``[n]``.
 
-    ``segments`` int32 ``[segment_count + 1]``: where the tokens of another page begin, and ``n``; for int8 pages only.
+    ``segments`` int32 ``[segment_count + 1]``, for int8 pages only: the index of each page's first token, then ``n``.
     """
 
     page: Any
@@ -95,11 +95,11 @@ class Planned:
     plan: attention.Plan
     packed: Any
     tables: Any
-    made: list[Any]  # once a layer has needed them: the parts of `packed`, partial results and their statistics
+    made: list[Any]  # empty until a layer needs them: the parts of `packed`, partial results, their statistics
 
     @property
     def launches(self) -> tuple[int, ...]:
-        """What of the launches is not said by the shapes of the arrays."""
+        """The launch parameters that the shapes of the arrays do not determine."""
         plan = self.plan
         counts = plan.decode_rows, plan.decode_items, plan.prefill_items, plan.entries, plan.entry_queries
         return (*counts, plan.partial_rows)
@@ -108,10 +108,12 @@ class Planned:
 class CupyOps:
     """A backend for GPU ``device``: activations of ``dtype``, pages of ``page_size`` tokens in ``kv_dtype``.
 
-    Types are ``f32``, ``f16`` and ``bf16``, for pages ``int8`` too. A thread's current device becomes this one in
-    `weight`, `rope_table` and `fitted`, which a forward pass begins with. With ``replays``, steps of a few tokens a row
-    are replayed. Raises ValueError for an unknown type, and for int8 pages with replays. A kernel that does not compile
-    raises `module.KernelError`, a product that fails `gemm.GemmError`, a GPU that fails CuPy's own errors.
+    Types are ``f32``, ``f16`` and ``bf16``, and for pages also ``int8``. `weight`, `rope_table` and `fitted` make this
+    device the calling thread's current one; a forward pass begins with `fitted`. With ``replays``, steps of a few
+    tokens per row are replayed.
+
+    Raises ValueError for an unknown type, and for int8 pages with replays. Methods raise `module.KernelError` when a
+    kernel does not compile, `gemm.GemmError` when a product fails, and CuPy's own errors when the GPU fails.
     """
 
     def __init__(self, device: int, dtype: str, kv_dtype: str, page_size: int, replays: Replays | None = None) -> None:
@@ -122,7 +124,7 @@ class CupyOps:
         if kv_dtype not in KINDS:
             raise ValueError(f"kv_dtype is {kv_dtype}; it must be one of {', '.join(KINDS)}")
         if replays is not None and kv_dtype == "int8":
-            raise ValueError("pages of int8 are not for steps that are replayed")
+            raise ValueError("int8 pages do not support replayed steps")
         self._cupy = cupy
         self._device = cupy.cuda.Device(device)
         self._device.use()
@@ -132,22 +134,22 @@ class CupyOps:
         self._attentions: dict[tuple[int, int, int, int, float], Attention] = {}
         self._modules: dict[tuple[object, ...], module.Module] = {}
         self._geometries: dict[tuple[int, int, int, int], Geometry] = {}
-        #: What replays steps, if anything does.
+        #: Replays steps; None if no step is replayed.
         self.replays = replays
-        # Of the step under way: its arrays, whether they are being made, and whether it is one that comes again.
+        # The current step: its arrays, whether they are being gathered, and whether it is replayable.
         self._staging: Staging | None = None
         self._staged = False
         self._again = False
         self._launches: list[tuple[int, ...]] = []
 
     def synchronize(self) -> None:
-        """Wait until all that was queued has run."""
+        """Wait until all queued work has run."""
         self._cupy.cuda.get_current_stream().synchronize()
 
     # --- from the host ------------------------------------------------------------------------------------------------
 
     def weight(self, tensor: NDArray[Any], dtype: str) -> Any:
-        """Copy a weight, float32, float16 or bfloat16, to the device as ``dtype``, through no copy where it is that.
+        """Copy a float32, float16 or bfloat16 weight to the device as ``dtype``; converts it only if its type differs.
 
         Raises ValueError when ``dtype`` is not the backend's, or a number does not fit it.
         """
@@ -164,9 +166,9 @@ class CupyOps:
 
     @contextlib.contextmanager
     def step(self, lengths: I64) -> Iterator[None]:
-        """Gather the arrays of a step, for one copy. See `Ops.step`.
+        """Gather the arrays of a step for one copy. See `Ops.step`.
 
-        Decoding comes again, and so do the last few tokens of prompts whose others were found in the cache.
+        Decode steps are replayable, and so are those of prompts of which only the last few tokens were not cached.
         """
         if self._staging is None:
             self._staging = Staging()
@@ -183,7 +185,7 @@ class CupyOps:
         self._staging.send()
 
     def computed(self, compute: Callable[[], Any], pages: Arena, model: Hashable) -> Any:
-        """See `Ops.computed`: a step that comes again is replayed if one like it was before."""
+        """See `Ops.computed`: a replayable step is replayed if a step of the same shape was recorded."""
         staging = self._staging
         if self.replays is None or not self._again or staging is None or not staging.whole:
             return compute()
@@ -192,21 +194,21 @@ class CupyOps:
 
     @property
     def _made_to_size(self) -> bool:
-        """Whether arrays are made for a step that comes again, of which there are to be few sizes."""
+        """Whether the arrays being gathered are a replayable step's, which are padded to a few sizes."""
         return self._staged and self._again
 
     def _size(self, count: int) -> int:
-        """How many tokens or rows so many are made up to."""
+        """The number of tokens or rows to which ``count`` is padded."""
         return size_class(count)
 
     def _put(self, values: NDArray[Any], rest: int = 0) -> Any:
-        """One number each, int32; in a step that comes again the number of them is made up by ``rest``."""
+        """An int32 array of ``values``, in a replayable step padded with ``rest``."""
         if not self._staged or self._staging is None:
             return self._cupy.asarray(np.ascontiguousarray(values, np.int32))
         return self._staging.put(values, self._size(len(values)) if self._again else len(values), rest)
 
     def _make(self, shape: tuple[int, ...], write: Callable[[NDArray[np.int32]], None]) -> Any:
-        """An int32 array of what ``write`` writes to the one that it is given."""
+        """An int32 array that ``write`` fills."""
         if self._staged and self._staging is not None:
             return self._staging.make(shape, write)
         found = np.empty(shape, np.int32)
@@ -218,7 +220,7 @@ class CupyOps:
         return self._put(values)
 
     def places(self, page: I64, slot: I64) -> Places:
-        """See `Places`. Slots of a page rise by one from a token to the next, and its first slot is written first."""
+        """See `Places`. The slots of a page must be consecutive and rising, starting from its first unwritten one."""
         if self._kv_kind != "INT8":
             return Places(self._put(page, -1), self._put(slot), None, 0)
         begins = np.flatnonzero(np.diff(page, prepend=-1))
@@ -226,15 +228,15 @@ class CupyOps:
         return Places(self._put(page), self._put(slot), self._put(segments), len(begins))
 
     def fitted(self, pages: Any, layers: int, kv_heads: int, head_dim: int) -> Arena:
-        """The arena whose memory is ``pages``, uint8 ``[pages, page_bytes]``. Raises ValueError if that cannot be."""
+        """The arena in ``pages``, uint8 ``[pages, page_bytes]``. Raises ValueError for another type or page size."""
         self._device.use()
         expected = self._geometry(kv_heads, layers, kv_heads, head_dim).page_bytes
         if pages.dtype != np.uint8 or pages.ndim != 2 or pages.shape[1] != expected:
-            raise ValueError(f"{pages.dtype} {list(pages.shape)} are no pages of {expected} bytes")
+            raise ValueError(f"pages are {pages.dtype} {list(pages.shape)}; expected uint8 [pages, {expected}]")
         return Arena(pages, self._page_size, layers, kv_heads, head_dim)
 
     def extent(self, pages: Arena) -> tuple[int, int]:
-        """How many pages there are, and tokens in each."""
+        """The number of pages, and of tokens per page."""
         return int(pages.memory.shape[0]), pages.page_size
 
     def rope_table(self, frequencies: F32, count: int) -> tuple[Any, Any]:
@@ -250,7 +252,7 @@ class CupyOps:
     # --- kernels ------------------------------------------------------------------------------------------------------
 
     def take(self, x: Any, rows: Any) -> Any:
-        """Those rows of a contiguous ``x`` ``[n, ...]``."""
+        """Gather ``rows`` of a contiguous ``x`` ``[n, ...]``."""
         out = self._empty((len(rows), *x.shape[1:]), x.dtype)
         row_bytes = x.nbytes // len(x)
         blocks = _blocks(row_bytes)
@@ -328,19 +330,19 @@ class CupyOps:
         return self.silu_mul(self.linear(normed, weight)), total
 
     def compile_products(self) -> None:
-        """Compile all that products of a few rows can need."""
+        """Compile every variant that products of a few rows can use."""
         self._device.use()
         for rows in gemv.COMPILED:
             self._module("gemv", RF_ROWS=rows)
 
     def _few(self, product: gemv.Product) -> bool:
-        """Whether a product is one for gemv.hip."""
+        """Whether to compute a product with gemv.hip."""
         return gemv.fits(product)
 
     def _normed(
         self, kernel: str, product: gemv.Product, x: Any, norm: Any, eps: float, weight: Any, residual: Any
     ) -> tuple[Any, Any]:
-        """A norm and a product by one launch, and the sum."""
+        """A norm and a product in one launch. Returns the product and the sum."""
         out = self._empty((product.rows, product.outputs), x.dtype)
         total = None if residual is None else self._empty(x.shape, x.dtype)
         self._gemv(kernel, product, [x, residual, norm, np.float32(eps), weight, out, total], product.rows_bytes)
@@ -390,7 +392,7 @@ class CupyOps:
             plan = attention.padded(plan, most)
 
         def write(out: NDArray[np.int32]) -> None:
-            # What is left may hold anything: there are no keys of it.
+            # The rest may hold anything: it has no keys.
             out[:rows, :columns] = block_tables
 
         planned = Planned(plan, self._make((plan.words,), plan.write), self._make((most, width), write), [])
@@ -406,7 +408,7 @@ class CupyOps:
         out = self._empty(q.shape, q.dtype)
         stride = plan.tables.shape[1]
         if not plan.made:
-            # Made where it is used, so that it is a graph's where that is.
+            # Allocated where they are used, so that a graph that is being captured owns them.
             results = plan.plan.partial_rows * pages.kv_heads
             floats = self._empty((results * (dim + 2),), np.dtype(np.float32)) if results else None
             scratch = (None, None) if floats is None else (floats[: results * dim], floats[results * dim :])
@@ -418,18 +420,18 @@ class CupyOps:
         return out
 
     def compile_attention(self, query_heads: int, layers: int, kv_heads: int, head_dim: int, scale: float) -> None:
-        """Compile all that attention of such a model can need. Raises ValueError for one that is not served."""
+        """Compile every variant that attention of such a model can use. Raises ValueError if it is not supported."""
         self._device.use()
         self._attention(query_heads, layers, kv_heads, head_dim, scale).compile()
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
     def sampler(self, vocab_size: int) -> Sampler:
-        """Draws from the widened product of the head, which stays on the device. Raises ValueError for its size."""
+        """A sampler for the head's float32 logits, which stay on the device. Raises ValueError for the size."""
         self._device.use()
         return Sampler(_Memory(self._cupy), "F32", vocab_size)
 
-    # --- parts of these -----------------------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------------------------------
 
     def _attention(self, query_heads: int, layers: int, kv_heads: int, head_dim: int, scale: float) -> Attention:
         key = (query_heads, layers, kv_heads, head_dim, scale)
@@ -449,7 +451,7 @@ class CupyOps:
         return found
 
     def _upload(self, array: NDArray[Any]) -> Any:
-        """Copy to the device from where it is: `asarray` would copy it to pinned memory first, and keep that."""
+        """Copy to the device directly: `asarray` would first copy to pinned memory, and keep that memory."""
         uploaded = self._empty(array.shape, array.dtype)
         uploaded.set(array)
         return uploaded
@@ -465,7 +467,7 @@ class CupyOps:
         return found
 
     def _plain(self, name: str) -> module.Module:
-        """One that knows bytes alone."""
+        """A module that handles bytes, whatever their type."""
         found = self._modules.get((name,))
         if found is None:
             found = self._modules[(name,)] = module.load(name)
@@ -473,7 +475,7 @@ class CupyOps:
 
 
 class _Memory:
-    """CuPy as a sampler takes it."""
+    """CuPy as a sampler expects it."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
@@ -488,9 +490,9 @@ class _Memory:
 
 
 def _gpu(cupy: Any, device: int) -> Gpu:
-    """What decides how kernels are laid out.
+    """The properties that determine kernel layout.
 
-    AMD's matrix units are left alone: what lane holds what has been compiled for them, and run on none.
+    AMD's matrix units are not used: their layout has been compiled, but has never run on an AMD GPU.
     """
     properties = cupy.cuda.runtime.getDeviceProperties(device)
     matrix = NO_MATRIX
@@ -500,16 +502,16 @@ def _gpu(cupy: Any, device: int) -> Gpu:
 
 
 def _blocks(size: int) -> int:
-    """Blocks that share the copy of ``size`` bytes."""
+    """The number of blocks that share a copy of ``size`` bytes."""
     return max(1, -(-size // (THREADS * COPIED)))
 
 
 def _norm_threads(row_bytes: int, wave: int) -> int:
-    """One thread for each 32 bytes of a row, in whole waves."""
+    """One thread per 32 bytes of a row, in whole waves."""
     return min(1024, -(-row_bytes // (32 * wave)) * wave)
 
 
 def _rope_lanes(head_dim: int, itemsize: int) -> int:
-    """Lanes that share a head, as rope.hip has it: one for each pack of 16 bytes of its half, 4 to 32 of them."""
+    """Lanes that share a head, as in rope.hip: one per pack of 16 bytes of half a head, 4 to 32."""
     packs = head_dim // 2 // (16 // itemsize)
     return max(4, 1 << (packs - 1).bit_length())

@@ -1,16 +1,15 @@
-"""What each kernel means, in NumPy; the GPU backends have the same functions and are compared with these.
+"""The reference semantics of every kernel, in NumPy. The GPU backend has the same functions and is tested against them.
 
-Shapes: ``n`` tokens, those of all rows of a batch one after another; ``pages`` is the arena, ``[page, layer, (k, v),
-kv_head, slot, head_dim]``. Values are float32 and summed in float32; indices are int64.
+Shapes: ``n`` counts the tokens of all rows of a batch, concatenated; ``pages`` is the arena, ``[page, layer, (k, v),
+kv_head, slot, head_dim]``. Values are float32 and accumulated in float32; indices are int64.
 
-**Exactness.** What a token gets is a function, bit for bit, of its own inputs and of the keys it sees: other rows,
-where a chunk of a prompt begins and ends, the page size and a prefix that was there already change nothing. A plain
-product does not give that: BLAS chooses its kernel, and with it the order of the sum, by the number of rows, and some
-kernels even by the place of a row. So `linear` multiplies only numbers of rows for which BLAS was seen to give the same
-bits (`linear.cpu`), and `paged_attention` gives every query its place by its position, in products of one shape, over
-tiles of `TILE_KEYS` keys taken in order. All else here is elementwise, or
-a sum over a length that is always the same. The bits may differ between machines, builds of NumPy and settings of BLAS
-(its number of threads, too); within one process they do not.
+**Exactness.** A token's results depend, bit for bit, only on its own inputs and on the keys it attends to: not on other
+rows, on the boundaries of prompt chunks, on the page size, or on whether a prefix was cached. A plain matrix product
+does not guarantee that: BLAS chooses its kernel, and with it the order of summation, by the number of rows, and some
+kernels even by a row's index. So `linear` uses only row counts for which BLAS was observed to give the same bits
+(`linear.cpu`), and `paged_attention` places each query by its position, in products of one shape, over tiles of
+`TILE_KEYS` keys in order. Everything else here is elementwise, or a sum of constant length. The bits may differ between
+machines, builds of NumPy and BLAS settings (including its number of threads), but not within one process.
 """
 
 from __future__ import annotations
@@ -32,50 +31,50 @@ F32: TypeAlias = NDArray[np.float32]
 I8: TypeAlias = NDArray[np.int8]
 I64: TypeAlias = NDArray[np.int64]
 
-#: Keys that `paged_attention` takes at once, whatever the page size; a power of two.
+#: Keys per tile in `paged_attention`, whatever the page size; a power of two.
 TILE_KEYS = 128
-#: Queries of one kv head in a product, more only if more heads share it.
+#: Queries of one kv head in a product; more if more query heads share it.
 TILE_QUERIES = 4
-#: Positions that `rope_table` computes at once.
+#: Positions that `rope_table` computes at a time.
 _TABLE_ROWS = 1 << 14
-#: Rows whose keys are copied out of the pages at once: bounds the memory of the copies.
+#: Rows whose keys are copied out of the pages at a time: bounds the memory of the copies.
 GATHERED_ROWS = 16
 
 
 def weight(tensor: NDArray[Any], dtype: str) -> F32 | Packed:
-    """A weight as the functions below take it; ``tensor`` is float32, float16 or bfloat16.
+    """Convert ``tensor``, float32, float16 or bfloat16, to a weight as the functions below take it.
 
-    Who calls gives the tensor up: the weight may be the same memory, in another order. ``dtype`` is ``f32``; ValueError
-    for others.
+    The caller gives up the tensor: the weight may reorder and keep its memory. Raises ValueError for a ``dtype`` other
+    than ``f32``.
     """
     if dtype != "f32":
-        raise ValueError(f"weights of {dtype} are not computed with on a CPU, only f32")
+        raise ValueError(f"{dtype} weights are not supported on a CPU, only f32")
     tensor = np.ascontiguousarray(tensor, np.float32)
     return prepared(tensor) if tensor.ndim == 2 else tensor
 
 
 def step(lengths: I64) -> AbstractContextManager[None]:
-    """Where the arrays of a step are made; they are where they are needed already."""
+    """The context in which a step's arrays are made; does nothing, because they need not be copied."""
     return contextlib.nullcontext()
 
 
 def computed(compute: Callable[[], Any], pages: F32, model: Hashable) -> Any:
-    """Return what ``compute`` does."""
+    """Return the result of ``compute``."""
     return compute()
 
 
 def indices(values: I64) -> I64:
-    """Tokens, rows, pages or slots as the functions below take them."""
+    """Convert tokens, rows, pages or slots to the form that the functions below take."""
     return values
 
 
 def places(page: I64, slot: I64) -> tuple[I64, I64]:
-    """Where the K and V of a step's tokens go, as `rope_write_kv` takes it."""
+    """The destinations of the K and V of a step's tokens, for `rope_write_kv`."""
     return page, slot
 
 
 def fitted(pages: F32, layers: int, kv_heads: int, head_dim: int) -> F32:
-    """The arena as the functions below take it. Raises ValueError when it is not of such pages."""
+    """The arena as the functions below take it. Raises ValueError if its pages have another dtype or shape."""
     pages = np.asarray(pages)  # a memory map would make every index below slower
     if pages.dtype != np.float32 or pages.ndim != 6 or not pages.flags.c_contiguous:
         raise ValueError(f"pages are not a contiguous float32 array of 6 dimensions but {pages.dtype}")
@@ -85,19 +84,19 @@ def fitted(pages: F32, layers: int, kv_heads: int, head_dim: int) -> F32:
 
 
 def extent(pages: F32) -> tuple[int, int]:
-    """How many pages there are, and tokens in each."""
+    """The number of pages, and of tokens per page."""
     return pages.shape[0], pages.shape[4]
 
 
 def take(x: F32 | Packed, rows: I64) -> F32:
-    """Those rows of ``x`` ``[n, ...]``: tokens of an embedding, or the tokens whose logits are wanted."""
+    """Gather ``rows`` of ``x`` ``[n, ...]``: tokens of an embedding, or the tokens to compute logits for."""
     return x.take(rows) if isinstance(x, Packed) else x[rows]
 
 
 def rms_norm(x: F32, weight: F32, eps: float, residual: F32 | None = None) -> tuple[F32, F32]:
     """Add ``residual`` to ``x`` and scale each row by its root mean square; all ``[n, hidden]``, weight ``[hidden]``.
 
-    Returns (the normalised rows times ``weight``, the sum), the sum being ``x`` itself without a residual.
+    Returns the normalised rows times ``weight``, and the sum, which without a residual is ``x`` itself.
     """
     total = x if residual is None else x + residual
     mean_square = np.square(total).sum(axis=-1, keepdims=True) / np.float32(total.shape[-1])
@@ -109,11 +108,11 @@ def rms_norm(x: F32, weight: F32, eps: float, residual: F32 | None = None) -> tu
 def rope_frequencies(head_dim: int, theta: float) -> F32:
     """Return ``theta ** (-2i / head_dim)``, ``[head_dim / 2]``, each operation rounded to float32.
 
-    Models are trained and compared with frequencies that are computed so. One that is closer to the exact number in its
-    last bit turns by another angle, thousands of tokens on by enough to be seen in the logits.
+    Models are trained, and compared, with frequencies computed this way. A frequency whose last bit is closer to the
+    exact value rotates by a different angle, which thousands of tokens later is visible in the logits.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    # The power itself by float64: NumPy's of float32 has other last bits on other processors.
+    # The power is computed in float64: the last bits of NumPy's float32 power depend on the processor.
     powers = (np.float64(np.float32(theta)) ** exponents.astype(np.float64)).astype(np.float32)
     frequencies: F32 = np.float32(1) / powers
     return frequencies
@@ -122,19 +121,19 @@ def rope_frequencies(head_dim: int, theta: float) -> F32:
 def rope_table(frequencies: F32, count: int) -> tuple[F32, F32]:
     """Return the cosines and sines of all positions below ``count``, ``[count, head_dim / 2]``."""
     table = np.empty((count, len(frequencies)), np.float32), np.empty((count, len(frequencies)), np.float32)
-    for at in range(0, count, _TABLE_ROWS):  # what float64 takes in between is that of some rows
+    for at in range(0, count, _TABLE_ROWS):  # bounds the memory of the float64 intermediates
         some = np.arange(at, min(at + _TABLE_ROWS, count))
         table[0][some], table[1][some] = _cosine_sine(some, frequencies)
     return table
 
 
 def rotation(table: tuple[F32, F32], positions: I64) -> tuple[F32, F32]:
-    """Return what rotates tokens at ``positions``, of a table that has them all: cosine and sine."""
+    """Return the cosines and sines of ``positions``, from a table of all positions."""
     return table[0][positions], table[1][positions]
 
 
 def _cosine_sine(positions: I64, frequencies: F32) -> tuple[F32, F32]:
-    """Of the angles rounded to float32, as models are trained with."""
+    """Cosines and sines of the angles rounded to float32, as models are trained with."""
     angles = (positions.astype(np.float32)[:, None] * frequencies).astype(np.float64)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
@@ -151,17 +150,17 @@ def rope(x: F32, cosine: F32, sine: F32) -> F32:
 
 
 def write_kv(k: F32, v: F32, pages: F32, layer: int, page: I64, slot: I64) -> None:
-    """Store ``k`` and ``v`` ``[n, kv_heads, head_dim]`` of one layer at (``page[i]``, ``slot[i]``); no two alike."""
+    """Store ``k`` and ``v`` ``[n, kv_heads, head_dim]`` of a layer at (``page[i]``, ``slot[i]``), all distinct."""
     pages[page, layer, 0, :, slot] = k
     pages[page, layer, 1, :, slot] = v
 
 
 def write_kv_int8(k: F32, v: F32, values: I8, scales: F32, layer: int, page: I64, slot: I64) -> None:
-    """Store ``k`` and ``v`` as `write_kv` does, as multiples -127 to 127 of a scale.
+    """Store ``k`` and ``v`` like `write_kv`, as multiples -127 to 127 of a scale.
 
     ``values`` ``[page, layer, (k, v), kv_head, slot, head_dim]``; ``scales`` ``[page, layer, (k, v), kv_head]``, the
-    largest magnitude written so far, divided by 127. A page's slots are written in order. Slot 0 begins a new scale;
-    one that grows later has what is there rounded again.
+    largest magnitude written so far, divided by 127. A page's slots are written in order. Slot 0 starts a new scale;
+    when a later slot raises it, the existing values are requantised.
     """
     for number in dict.fromkeys(page.tolist()):
         rows = np.flatnonzero(page == number)
@@ -189,9 +188,9 @@ def rope_write_kv(
 ) -> F32:
     """Rotate queries and keys of ``qkv`` ``[n, query_heads + 2 kv_heads, head_dim]``, and store keys and values.
 
-    The heads are queries, then keys, then values; ``angles`` are of `rotation`, ``places`` of `places`. First ``bias``
-    ``[(query_heads + 2 kv_heads) head_dim]`` is added, then each head of the queries goes through `rms_norm` with
-    ``norms[0]`` and each of the keys with ``norms[1]``, ``[head_dim]``. Returns the queries, ``[n, query_heads,
+    The heads are queries, then keys, then values; ``angles`` come from `rotation`, ``places`` from `places`. First
+    ``bias`` ``[(query_heads + 2 kv_heads) head_dim]`` is added; then `rms_norm` is applied to each query head with
+    ``norms[0]`` and to each key head with ``norms[1]``, ``[head_dim]``. Returns the queries, ``[n, query_heads,
     head_dim]``.
     """
     (cosine, sine), (page, slot) = angles, places
@@ -221,19 +220,19 @@ def silu_mul(gate_up: F32) -> F32:
 
 
 def norm_linear(x: F32, norm: F32, eps: float, weight: F32 | Packed, residual: F32 | None = None) -> tuple[F32, F32]:
-    """`linear` of the first that `rms_norm` returns, and the second: ``[n, outputs]``, and the sum ``[n, inputs]``."""
+    """`rms_norm`, then `linear`. Returns the product ``[n, outputs]``, and the sum ``[n, inputs]``."""
     normed, total = rms_norm(x, norm, eps, residual)
     return linear(normed, weight), total
 
 
 def norm_gated(x: F32, norm: F32, eps: float, weight: F32 | Packed, residual: F32 | None = None) -> tuple[F32, F32]:
-    """The same, and `silu_mul` of the product: ``[n, outputs]`` for ``weight`` ``[2 outputs, inputs]``, and the sum."""
+    """`norm_linear`, then `silu_mul`: ``[n, outputs]`` for a ``weight`` ``[2 outputs, inputs]``, and the sum."""
     product, total = norm_linear(x, norm, eps, weight, residual)
     return silu_mul(product), total
 
 
 def copy_page(pages: F32, source: int, target: int) -> None:
-    """Make page ``target`` equal to page ``source``, all layers."""
+    """Copy page ``source`` to page ``target``, all layers."""
     pages[target] = pages[source]
 
 
@@ -243,12 +242,12 @@ def zero_page(pages: F32, page: int) -> None:
 
 
 def pack_pages(pages: F32, numbers: I64) -> F32:
-    """Return those pages one after another, ``[n, ...]``."""
+    """Return pages ``numbers``, concatenated: ``[n, ...]``."""
     return pages[numbers]
 
 
 def unpack_pages(pages: F32, numbers: I64, packed: F32) -> None:
-    """Make the pages ``numbers``, no two alike, those of ``packed``."""
+    """Copy ``packed`` to pages ``numbers``, all distinct."""
     pages[numbers] = packed
 
 
@@ -257,35 +256,35 @@ def unpack_pages(pages: F32, numbers: I64, packed: F32) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Blocks of queries that are worked on together: all of one row, or one block each of several rows.
+    """Blocks of queries that are computed together: all of one row, or one block each of several rows.
 
-    Block b holds the queries at ``queries.shape[1]`` positions, the first a multiple of that number; places whose
-    position the row does not ask for are filled up. Blocks are sorted so that those that see tile t of the keys are the
-    first ``counts[t]``, and those after the first ``counts[t + 1]`` of them end in it.
+    Block b holds the queries at ``queries.shape[1]`` positions, the first a multiple of that number; places without a
+    query are padding. Blocks are sorted so that the first ``counts[t]`` see tile t of the keys; of these, all but the
+    first ``counts[t + 1]`` end in it.
     """
 
-    queries: I64  # [blocks, places]: flat index of the query, n where there is none
+    queries: I64  # [blocks, places]: flat index of the query, n for padding
     present: NDArray[np.bool_]  # [blocks, places]
     counts: list[int]
     hidden: list[NDArray[np.bool_]]  # per tile, for the blocks that end in it: [blocks, 1, places, 1, TILE_KEYS]
-    pieces: list[I64]  # per tile, where its keys are: [blocks or 1, kv_heads, pieces]; 1 when all are of one row
-    ends: list[int]  # [blocks or 1]: keys in all
+    pieces: list[I64]  # per tile, the location of its keys: [blocks or 1, kv_heads, pieces]; 1 if all are of one row
+    ends: list[int]  # [blocks or 1]: the number of keys
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Where the queries and keys of a batch are: what `paged_attention` needs to know, the same for every layer."""
+    """The locations of a batch's queries and keys, for `paged_attention`; the same for every layer."""
 
-    piece: int  # keys that lie one after another in a page and in a tile
+    piece: int  # keys that are contiguous both in a page and in a tile
     groups: list[_Blocks]
 
 
 def attention_plan(block_tables: I64, starts: I64, lengths: I64, pages: F32, query_heads: int) -> AttentionPlan:
     """Plan attention of a batch of rows over ``pages``, of which only the shape is read.
 
-    Row r has ``lengths[r]`` >= 1 queries at the positions from ``starts[r]`` on, after those of row r - 1; its key at
-    position p is in slot ``p % page_size`` of page ``block_tables[r, p // page_size]`` (``[rows, pages]``, anything
-    where a row has no more).
+    Row r has ``lengths[r]`` >= 1 queries, at the positions from ``starts[r]`` on; rows are concatenated. Its key at
+    position p is in slot ``p % page_size`` of page ``block_tables[r, p // page_size]`` (``[rows, pages]``; entries
+    beyond a row's last page may hold anything).
     """
     group, page_size = query_heads // pages.shape[3], pages.shape[4]
     places = 1  # in a block: a power of two, so that a block lies in one tile
@@ -326,9 +325,9 @@ def attention_plan(block_tables: I64, starts: I64, lengths: I64, pages: F32, que
 
 
 def _pieces(block_tables: I64, ends: I64, keys: I64, shape: tuple[int, ...], piece: int) -> I64:
-    """Number the pieces that begin with ``keys``, in the arena seen as ``[pieces, piece, head_dim]``; layer 0, K.
+    """The indices of the pieces that start at ``keys``, in the arena as ``[pieces, piece, head_dim]``; layer 0, K.
 
-    Returns ``[rows, kv_heads, pieces]``. A piece past a row's end is that of another page, and nobody looks at it.
+    Returns ``[rows, kv_heads, pieces]``. A piece past a row's end is some other page's, and is masked.
     """
     _, layers, _, kv_heads, page_size, _ = shape
     page = np.where(keys < ends[:, None], block_tables[:, np.minimum(keys // page_size, block_tables.shape[1] - 1)], 0)
@@ -339,9 +338,9 @@ def _pieces(block_tables: I64, ends: I64, keys: I64, shape: tuple[int, ...], pie
 def paged_attention(q: F32, pages: F32, layer: int, plan: AttentionPlan, scale: float) -> F32:
     """Causal attention of ``q`` ``[n, query_heads, head_dim]`` over the keys in ``pages``; same shape out.
 
-    A query at position p sees the keys 0 to p of its row, itself included: they must have been written. Query head h
-    reads kv head ``h // (query_heads // kv_heads)``. What lies in slots past a row's last key, be it NaN, is not seen.
-    ``pages`` is C-contiguous.
+    A query at position p attends to keys 0 to p of its row, which must have been written. Query head h reads kv head
+    ``h // (query_heads // kv_heads)``. Slots past a row's last key have no effect, even if they hold NaN. ``pages`` is
+    C-contiguous.
     """
     n, query_heads, head_dim = q.shape
     kv_heads = pages.shape[3]
@@ -371,14 +370,14 @@ def _attend(queries: F32, pages: F32, layer: int, piece: int, blocks: _Blocks) -
         together = min(seen, GATHERED_ROWS) if len(pieces) > 1 else seen
         scores = np.empty((seen, kv_heads, m, TILE_KEYS), np.float32)
         values = np.empty((seen, kv_heads, m, head_dim), np.float32)
-        # Slots past a row's end may hold anything, infinity too; what comes of them is hidden right after.
+        # Slots past a row's end may hold anything, even infinity; their scores are masked below.
         with np.errstate(invalid="ignore", over="ignore"):
             for at in range(0, seen, together):
                 k = arena[pieces[at : at + together]].reshape(-1, kv_heads, TILE_KEYS, head_dim)
                 np.matmul(queries[at : min(at + together, seen)], k.swapaxes(-1, -2), out=scores[at : at + together])
         ending = scores[above[tile] :].reshape(-1, kv_heads, places, m // places, TILE_KEYS)
         np.copyto(ending, -np.inf, where=blocks.hidden[tile])
-        # Key 0 is in the first tile and seen by all, so the maximum is finite from there on.
+        # Every query attends to key 0, in the first tile, so the maximum is finite from there on.
         highest = scores.max(axis=-1, keepdims=True)
         if tile:
             highest = np.maximum(highest, best[:seen])

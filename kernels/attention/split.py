@@ -36,7 +36,7 @@ class Cost:
 
 
 class Tiles(NamedTuple):
-    """Queries of one row that a block takes together, ``[n]`` each."""
+    """The queries of one row that a block processes together; arrays are ``[n]``."""
 
     row: I64
     first: I64
@@ -45,10 +45,10 @@ class Tiles(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Tiles as blocks take them: whole numbers ``[n, 5]``, as of `attention.Plan`.
+    """Tiles split into items: integers ``[n, 5]``, as in `attention.Plan`.
 
-    ``items``: those with the most keys first. ``entries``: what is to be combined, of ``entry_queries`` at most each.
-    ``partial_rows``: the row behind the last partial result.
+    ``items`` are sorted by falling number of keys. ``entries`` are the partial results to combine, of at most
+    ``entry_queries`` queries each. ``partial_rows`` is one more than the last row of partial results.
     """
 
     items: NDArray[Any]
@@ -58,32 +58,32 @@ class Cut(NamedTuple):
 
 
 _NO_ITEMS = np.empty((0, 5), np.int64)
-#: Of no tiles.
+#: The result for no tiles.
 NOTHING = Cut(_NO_ITEMS, _NO_ITEMS, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
-    """Items and entries but for where the keys of a tile's last item end."""
+    """Items and entries, except for the ends of the tiles' last items."""
 
-    of: I64  # [items]: which tile
-    columns: I64  # [5, items]: as of `Cut.items`, with the end of an item that is whole
+    of: I64  # [items]: index of the tile
+    columns: I64  # [5, items]: as in `Cut.items`, with the end of a full item
     entries: I64  # [entries, 5]
     entry_queries: int
     partial_rows: int
 
 
 _NO_CUTS = np.empty(0)
-#: Tiles from which on nothing stays as it is, and it may be faster to count how many tiles have how many keys.
+#: From this many tiles on, layouts are not worth caching, and counting tiles by number of keys may be faster.
 _MANY = 32
 
 
 def cut(
     tiles: Tiles, heads: int, processors: int, cost: Cost, partial_rows: int = 0, item_keys: int | None = None
 ) -> Cut:
-    """Cut tiles into items such that all blocks of ``heads`` kv heads are over soonest, or of ``item_keys`` at most.
+    """Split tiles into items: so that all blocks of ``heads`` kv heads finish soonest, or of at most ``item_keys`` keys.
 
-    Partial results are from row ``partial_rows`` on.
+    Partial results start at row ``partial_rows``.
     """
     keys = tiles.keys
     if not keys.size:
@@ -93,12 +93,12 @@ def cut(
         whole = np.empty((5, len(keys)), np.int64)
         whole[0], whole[1], whole[2], whole[3], whole[4] = tiles.row, tiles.first, 0, keys, -1
         return Cut(whole.take((-keys).argsort(kind="stable"), axis=1).T, _NO_ITEMS, 0, partial_rows)
-    # Pieces of a tile are alike, but for the last, which may be shorter, or not be there.
+    # The pieces of a tile are equal, except that the last may be shorter, or empty and left out.
     size = -(-keys // (pieces * ITEM_KEYS)) * ITEM_KEYS
     pieces = -(-keys // size)
     told = pieces, size, tiles.row, tiles.first, tiles.queries
     if len(keys) < _MANY:
-        # All this stays as it is for many steps that add a key to each tile, if there are few.
+        # For few tiles, the layout stays the same over many steps that add a key to each.
         laid = _laid_before(partial_rows, *[array.tobytes() for array in told])
     else:
         laid = _laid(partial_rows, *told)
@@ -110,7 +110,7 @@ def cut(
 
 
 def _laid(partial_rows: int, pieces: I64, size: I64, row: I64, first: I64, queries: I64) -> _Laid:
-    """Lay out tiles by the pieces of each and the keys of a piece; ``row``, ``first``, ``queries`` as of `Tiles`."""
+    """Lay out tiles of ``pieces`` of ``size`` keys each; ``row``, ``first``, ``queries`` as in `Tiles`."""
     of = np.arange(len(pieces)).repeat(pieces)
     number = np.arange(len(of)) - (pieces.cumsum() - pieces)[of]
     split = pieces > 1
@@ -134,18 +134,18 @@ def _laid_before(partial_rows: int, *told: bytes) -> _Laid:
 
 
 def _pieces(keys: I64, heads: int, processors: int, cost: Cost) -> I64 | None:
-    """Return into how many pieces to cut each tile, such that all blocks of ``heads`` kv heads are over soonest.
+    """Return the number of pieces of each tile for which all blocks of ``heads`` kv heads finish soonest.
 
-    None is not to cut any. Blocks are thought of as rounds of as many as run at once, all alike. Those of a last round
-    that is not full are cut once more, if that fills it better. So a batch of equal rows ends together, and one of
-    unequal rows nearly does: its short items come last.
+    None: split no tile. The model runs equal blocks in rounds of as many as are resident at a time. If the last round
+    is not full, its blocks are split further where that fills it better. So a batch of equal rows finishes together,
+    and one of unequal rows nearly does, because its short items come last.
     """
     slots, enough = processors * cost.at_once, processors * cost.enough
-    listed = keys.tolist()  # of which Python is done before NumPy has begun
+    listed = keys.tolist()  # Python sums a short list faster than NumPy
     most = max(listed)
     steps = -(-most // ITEM_KEYS)
     sizes, each, alone = _tried(steps, cost, enough / slots)
-    # Exact: a quotient that is no whole number differs from one by far more than a rounding.
+    # Exact: a fractional quotient is further from an integer than the rounding error.
     if len(listed) == 1:
         items = np.ceil(most / sizes)
     elif len(listed) < _MANY or steps > 4 * len(listed):
@@ -155,13 +155,13 @@ def _pieces(keys: I64, heads: int, processors: int, cost: Cost) -> I64 | None:
     mean = sum(listed) / items
     blocks = items * heads
     cuts = rounds = rest = _NO_CUTS
-    if blocks[-1] < slots:  # of the smallest size there are the most: none fills a round
+    if blocks[-1] < slots:  # the smallest size has the most blocks: no size fills a round
         time = (mean + each) * np.maximum(blocks, enough) / slots
     else:
         rounds, rest = np.divmod(blocks, slots)
         cuts = np.minimum(enough // np.maximum(rest, 1), mean // (2 * ITEM_KEYS)) * (rounds > 0)
         cuts = np.maximum(cuts, 1)
-        # Whoever is cut leaves a partial result; of all sizes but the first, there are such anyway.
+        # A split block leaves a partial result; at all sizes but the first, blocks do so anyway.
         last_each = each if cuts[0] == 1 else cost.block + cost.split
         last = (mean / cuts + last_each) * np.maximum(rest * cuts, enough) / slots
         time = rounds * (mean + each) + last * (rest > 0)
@@ -181,10 +181,10 @@ def _pieces(keys: I64, heads: int, processors: int, cost: Cost) -> I64 | None:
 
 @functools.lru_cache(maxsize=256)
 def _tried(steps: int, cost: Cost, share: float) -> tuple[I64, F64, F64]:
-    """Return what to try for an item where tiles have up to ``steps`` times `ITEM_KEYS` keys: numbers of keys, falling.
+    """Return the item sizes to try, in keys and falling, for tiles of up to ``steps`` times `ITEM_KEYS` keys.
 
-    With them what an item takes besides its keys, and what a whole one takes alone. The first is all keys of any tile,
-    so that none is split; what it takes alone is left open.
+    For each size, also returns an item's cost besides its keys, and the time that a full item takes alone. The first
+    size holds any tile's keys, so no tile is split; its time alone is left at 0.
     """
     pieces = np.geomspace(1, steps, 40).astype(np.int64)
     sizes = np.unique(-(-steps // pieces))[::-1] * ITEM_KEYS
@@ -197,6 +197,6 @@ def _tried(steps: int, cost: Cost, share: float) -> tuple[I64, F64, F64]:
 
 @functools.lru_cache(maxsize=8)
 def _counts(steps: int) -> F64:
-    """Return how many items a tile of 0 to ``steps`` times `ITEM_KEYS` keys has, for each size of `_tried`."""
+    """Return the number of items of a tile of 0 to ``steps`` times `ITEM_KEYS` keys, for each size of `_tried`."""
     sizes, _, _ = _tried(steps, Cost(1, 1, 0, 0), 1.0)
     return np.ceil(np.arange(steps + 1)[:, None] / (sizes // ITEM_KEYS))

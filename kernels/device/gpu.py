@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Values of RF_MATRIX: numbers are multiplied one at a time, by NVIDIA's mma.sync, by AMD's MFMA or WMMA.
+#: Values of RF_MATRIX: scalar multiplications, NVIDIA's mma.sync, AMD's MFMA or WMMA.
 NO_MATRIX, MATRIX_16X8X16, MATRIX_16X16X16 = 0, 1, 2
 
 
@@ -12,7 +12,7 @@ NO_MATRIX, MATRIX_16X8X16, MATRIX_16X16X16 = 0, 1, 2
 class Gpu:
     """The properties of a GPU that determine kernel layout.
 
-    ``matrix``: which matrix unit of common.h there is, `matrix_unit` of the target; on a CPU either, for tests.
+    ``matrix`` selects the matrix unit of common.h: `matrix_unit` of the target, or on a CPU any, for tests.
     """
 
     wave: int
@@ -31,7 +31,7 @@ class Gpu:
 
 
 def matrix_unit(target: str) -> int:
-    """Return the matrix unit of a compiler's target: ``sm_90``, or ``gfx942`` with or without features behind it."""
+    """Return the matrix unit of a compiler's target: ``sm_90``, or ``gfx942`` with or without features appended."""
     if target.startswith("sm_"):
         return MATRIX_16X8X16 if int(target.removeprefix("sm_").rstrip("af")) >= 80 else NO_MATRIX
     processor = target.split(":")[0]

@@ -1,13 +1,13 @@
-"""`linear` on a CPU: products by BLAS in which the bits of a row depend on no other row.
+"""`linear` on a CPU: products by BLAS in which the bits of a row do not depend on other rows.
 
-BLAS chooses the order of a sum by the shapes and the layout of a product, so a row has other bits in a product of many
-rows than in one of few. There are two ways around that, chosen for each shape of weight when it is loaded:
+BLAS chooses the order of summation by the shapes and layout of a product, so a row's bits differ between products of
+many rows and of few. There are two ways around that, chosen for each shape of weight when it is loaded:
 
-- **Products of rows.** Where BLAS sums in one order whatever the number of rows, as it does with AVX-512, the weight
-  stays as it is and rows are multiplied together, as many as there are. `product_rows` finds out by comparing bits.
-- **Tiles of a packed weight.** Elsewhere the weight is turned by small blocks into the order in which BLAS copies it
-  before it multiplies (`Packed`, in the same memory), and every product is a tile of 4 or 8 rows by one block. The copy
-  is most of what a product of few rows costs, and this way it is half of that.
+- **Products of rows.** Where BLAS sums in the same order for any number of rows, as with AVX-512, the weight stays as
+  it is and all rows are multiplied together. `product_rows` finds out by comparing bits.
+- **Tiles of a packed weight.** Elsewhere the weight is rearranged, in small blocks, into the order into which BLAS
+  copies it before multiplying (`Packed`, in the same memory), and every product is a tile of 4 or 8 rows by one block.
+  BLAS's copy is most of the cost of a product of few rows; packing halves it.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from threadpoolctl import threadpool_info
 F32: TypeAlias = NDArray[np.float32]
 I64: TypeAlias = NDArray[np.int64]
 
-#: Rows of the smallest product; of the largest one that is computed as ``weight @ x.T``, which is faster for few rows;
-#: and of the largest one at all. Powers of two.
+#: Rows of the smallest product; of the largest one computed as ``weight @ x.T``, which is faster for few rows; and of
+#: the largest one. Powers of two.
 LEAST_ROWS, THIN_ROWS, MOST_ROWS = 2, 8, 512
-#: Outputs of a product of rows, at most; a multiple of `BLOCK_STEP`.
+#: Most outputs of a product of rows; a multiple of `BLOCK_STEP`.
 BLOCK_OUTPUTS = 3072
-#: What the weights of those outputs take, at most; `BLOCK_STEP` of them may take more.
+#: Most bytes of the weights of those outputs, unless `BLOCK_STEP` outputs take more.
 BLOCK_BYTES = 8 << 20
-#: Outputs of a block are a multiple of this wherever a weight has as many: BLAS's kernels take 4 to 24 at once. A block
-#: of a packed weight has just so many.
+#: The outputs of a block are a multiple of this if the weight has that many: BLAS's kernels compute 4 to 24 at a time.
+#: A block of a packed weight has exactly this many.
 BLOCK_STEP = 48
 #: Rows of a tile of a packed weight.
 FEW, MANY = 4, 8
-#: Inputs of such a tile, at most; longer sums are made of several. OpenBLAS takes no second thread for it then: it
-#: would for more than 2 ** 18 multiplications.
+#: Most inputs of such a tile; longer sums are split. This keeps OpenBLAS single-threaded: it uses a second thread for
+#: more than 2 ** 18 multiplications.
 TILE_INPUTS = 640
-#: Bytes of the tiles that are computed at once, about.
+#: Approximate bytes of the tiles that are computed at a time.
 TILES_BYTES = 1 << 20
-#: Multiplications that are worth another thread.
+#: The number of multiplications that justifies another thread.
 THREAD_WORK = 1 << 21
 
 
 class Packed:
-    """A weight ``[outputs, inputs]`` in blocks ``[inputs, BLOCK_STEP]``, and one of the outputs left over."""
+    """A weight ``[outputs, inputs]`` as blocks ``[inputs, BLOCK_STEP]`` and a block of the remaining outputs."""
 
     __slots__ = ("blocks", "rest", "shape")
 
     def __init__(self, tensor: F32) -> None:
-        """Turn ``tensor``, C-contiguous, in place: it holds nothing that anyone else could read afterwards."""
+        """Rearrange ``tensor``, C-contiguous, in place: its previous content is lost."""
         self.shape: tuple[int, int] = tensor.shape
         outputs, inputs = self.shape
         whole = outputs // BLOCK_STEP * BLOCK_STEP
@@ -59,14 +59,14 @@ class Packed:
         self.blocks: F32 = tensor[:whole].reshape(-1, inputs, BLOCK_STEP)
         self.rest: F32 = tensor[whole:].reshape(inputs, outputs - whole)
         for block, its_rows in zip(self.blocks, rows, strict=True):
-            block[...] = its_rows.T  # NumPy sees that they overlap
+            block[...] = its_rows.T  # NumPy detects the overlap and copies first
         self.rest[...] = tensor[whole:].T
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def take(self, rows: I64) -> F32:
-        """Those rows of the weight as it was, ``[n, inputs]``."""
+        """Gather ``rows`` of the original weight, ``[n, inputs]``."""
         taken = np.empty((len(rows), self.shape[1]), np.float32)
         block, place = np.divmod(rows, BLOCK_STEP)
         inside = block < len(self.blocks)
@@ -76,7 +76,7 @@ class Packed:
 
 
 def prepared(tensor: F32) -> F32 | Packed:
-    """A weight ``[outputs, inputs]`` as `linear` takes it; ``tensor``, C-contiguous, is given up and may be changed."""
+    """Convert a C-contiguous weight ``[outputs, inputs]`` to the form that `linear` takes. May overwrite ``tensor``."""
     outputs, inputs = tensor.shape
     if not tensor.size or product_rows(block_outputs(outputs, inputs), inputs):
         return tensor
@@ -86,8 +86,8 @@ def prepared(tensor: F32) -> F32 | Packed:
 def linear(x: F32, weight: F32 | Packed, widen: bool = False) -> F32:
     """``x @ weight.T`` ``[n, outputs]`` for ``x`` ``[n, inputs]``, ``weight`` ``[outputs, inputs]``.
 
-    The weight is what `prepared` returns; a plain C-contiguous array is prepared, by a copy, wherever it must be.
-    ``widen`` asks for float32 whatever the type of ``x``, which here it always is.
+    ``weight`` comes from `prepared`; a plain C-contiguous array is copied and prepared at each call, if necessary.
+    ``widen`` requests a float32 result whatever the type of ``x``; here it always is float32.
     """
     y = np.empty((len(x), len(weight)), np.float32)
     if not y.size:
@@ -106,7 +106,7 @@ def linear(x: F32, weight: F32 | Packed, widen: bool = False) -> F32:
 
 
 def block_outputs(outputs: int, inputs: int) -> int:
-    """How many outputs a product of rows has: as even a share of them as the bounds on a block allow."""
+    """The number of outputs of a product of rows: as even a share as the limits of a block allow."""
     most = max(BLOCK_BYTES // (4 * inputs * BLOCK_STEP), 1) * BLOCK_STEP
     blocks = -(-outputs // min(most, BLOCK_OUTPUTS))
     share = -(-outputs // blocks)
@@ -115,19 +115,19 @@ def block_outputs(outputs: int, inputs: int) -> int:
 
 @functools.cache
 def product_rows(outputs: int, inputs: int) -> tuple[int, ...]:
-    """Numbers of rows, rising powers of two, that a block may be multiplied by with the same bits for each row.
+    """The row counts, ascending powers of two, for which products with a block give each row the same bits.
 
-    Empty where no product of more than `THIN_ROWS` is among them: then tiles of a packed weight are faster.
+    Empty if none exceeds `THIN_ROWS`: then tiles of a packed weight are faster.
 
-    The order of a sum never depends on values, and two orders give the same bits all over a product of random matrices
-    only by a miracle. So one comparison settles a size, provided that it is made of the very products that `linear`
-    makes: a smaller weight would have another kernel, other edges or another split over threads. That is why `linear`
-    multiplies by blocks of one shape, and never by a whole weight.
+    The order of summation never depends on values, and two orders practically never agree in every bit of a product of
+    random matrices. So one comparison decides a size, provided that it uses exactly the products that `linear` uses: a
+    smaller weight would have a different kernel, different edges or a different split over threads. Therefore `linear`
+    multiplies by blocks of one shape, never by a whole weight.
     """
     generator = np.random.Generator(np.random.PCG64(0))
     weight = generator.standard_normal((outputs, inputs), np.float32)
     least = LEAST_ROWS
-    while least <= THIN_ROWS:  # products of fewer may have a kernel of their own
+    while least <= THIN_ROWS:  # products of fewer rows may have their own kernel
         sizes = _alike(weight, least, generator)
         if sizes[-1] > THIN_ROWS:
             return sizes
@@ -136,7 +136,7 @@ def product_rows(outputs: int, inputs: int) -> tuple[int, ...]:
 
 
 def _alike(weight: F32, least: int, generator: np.random.Generator) -> tuple[int, ...]:
-    """Numbers of rows from ``least`` on with the bits of products of ``least`` rows; (0,) if not even those agree."""
+    """The row counts from ``least`` on whose products agree with those of ``least`` rows; (0,) if not even these do."""
     x = generator.standard_normal((least, weight.shape[1]), np.float32)
     same = multiply(np.repeat(x[:1], least, axis=0), weight)
     if not np.array_equal(same, np.repeat(same[:1], least, axis=0)):
@@ -159,12 +159,12 @@ def multiply(x: F32, weight: F32) -> F32:
 
 
 def spans(n: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Cover ``n`` rows by products of ``sizes`` rows, as (first row, rows); the last product may have rows too many."""
+    """Cover ``n`` rows by products of ``sizes`` rows, as (first row, rows); the last product may have excess rows."""
     done = 0
     while done < n:
         left = n - done
         rows = next((size for size in sizes if size >= left), sizes[-1])
-        if left < rows and left > THIN_ROWS:  # few rows too many cost nothing, many do
+        if left < rows and left > THIN_ROWS:  # a few excess rows are free, many are not
             rows = next(size for size in reversed(sizes) if size <= left)
         yield done, rows
         done += rows
@@ -178,7 +178,7 @@ def _products(x: F32, weight: F32, y: F32, size: int, sizes: tuple[int, ...]) ->
     if missing:
         x = np.concatenate([x, np.zeros((missing, x.shape[1]), np.float32)])
     for first in range(0, outputs, size):
-        first = min(first, outputs - size)  # the last block may overlap the one before: all have one shape
+        first = min(first, outputs - size)  # all blocks have one shape, so the last may overlap
         block = weight[first : first + size]
         for at, rows in parts:
             y[at : at + rows, first : first + size] = multiply(x[at : at + rows], block)[: n - at]
@@ -189,10 +189,10 @@ def _products(x: F32, weight: F32, y: F32, size: int, sizes: tuple[int, ...]) ->
 
 @functools.cache
 def tile_rows(inputs: int, outputs: int) -> tuple[int, ...]:
-    """Numbers of rows that a block ``[inputs, outputs]`` may be multiplied by with the same bits for each row.
+    """The row counts for which products with a block ``[inputs, outputs]`` give each row the same bits.
 
-    `FEW`, or `FEW` and `MANY`; 1, each row by itself, which is exact by construction, where BLAS tells the rows of a
-    tile apart. What is compared is what `linear` computes, as for `product_rows`.
+    `FEW`, or `FEW` and `MANY`; or 1, which is exact by construction, if the bits depend on a row's index in the tile.
+    As in `product_rows`, the products compared are those that `linear` computes.
     """
     generator = np.random.Generator(np.random.PCG64(0))
     block = generator.standard_normal((1, inputs, outputs), np.float32)
@@ -233,7 +233,7 @@ def _tiles(x: F32, weight: Packed, y: F32) -> None:
 
 
 def _tiled(x: F32, sizes: tuple[int, ...]) -> F32:
-    """``x`` with rows of zeros after it, ``[tiles, rows, inputs]``."""
+    """``x`` padded with rows of zeros, ``[tiles, rows, inputs]``."""
     n, inputs = x.shape
     rows = sizes[0] if n <= sizes[0] else sizes[-1]
     if n % rows:
@@ -242,7 +242,7 @@ def _tiled(x: F32, sizes: tuple[int, ...]) -> F32:
 
 
 def _share(tiled: F32, weight: Packed, y: F32, first: int, last: int) -> None:
-    """Compute the outputs of the blocks ``first`` to ``last``."""
+    """Compute the outputs of blocks ``first`` to ``last`` - 1."""
     rows = tiled.shape[0] * tiled.shape[1]
     some = max(1, TILES_BYTES // (4 * rows * BLOCK_STEP))
     for at in range(first, last, some):
@@ -253,7 +253,7 @@ def _share(tiled: F32, weight: Packed, y: F32, first: int, last: int) -> None:
 
 @functools.cache
 def threads() -> int:
-    """How many threads multiply: as many as BLAS had when the first product was computed."""
+    """The number of threads that multiply: BLAS's number when the first product was computed."""
     counts = [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
     return max(counts, default=1)
 

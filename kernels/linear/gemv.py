@@ -13,20 +13,20 @@ COMPILED = (1, 2, 4)
 #: From two rows on, the product is compute-bound, and libraries use matrix units: then gemv.hip only takes weights with
 #: so few bytes per row that launch overhead dominates.
 ROW_BYTES = 64 << 20
-#: Bytes of the rows that a norm makes in shared memory: under 48 KB with the kernel's own, and room for some blocks.
+#: Most bytes of normalised rows in shared memory: with the kernel's own, under 48 KB, and several blocks fit.
 NORMED_BYTES = 32 << 10
-#: Lanes of a multiprocessor that are to have something to load; fewer where every block makes a norm first.
+#: Lanes per multiprocessor that should have loads to issue; fewer where every block computes a norm first.
 LANES, NORMED_LANES = 1024, 512
-#: Blocks that a multiprocessor has room for, of one row and of more, as gemv.hip sees to it on CUDA.
+#: Resident blocks per multiprocessor, for one row and for more, as gemv.hip requests on CUDA.
 BLOCKS = 4, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Of ``rows`` rows of ``inputs`` numbers, each of ``itemsize`` bytes, and a weight of ``outputs`` rows.
+    """A product of ``rows`` rows of ``inputs`` numbers, of ``itemsize`` bytes each, with a weight of ``outputs`` rows.
 
-    ``normed``: of rows that are normalised first. ``gated``: of a weight of twice as many rows, of which the activation
-    makes ``outputs`` numbers.
+    ``normed``: the rows are normalised first. ``gated``: the weight has twice as many rows, which the activation
+    reduces to ``outputs`` numbers.
     """
 
     rows: int
@@ -38,12 +38,12 @@ class Product:
 
     @property
     def pairs(self) -> int:
-        """What waves take."""
+        """The units of work of a wave."""
         return self.outputs if self.gated else -(-self.outputs // PAIR)
 
     @property
     def rows_bytes(self) -> int:
-        """Bytes of what is multiplied with the weight: the dynamic shared memory of rows that are normalised first."""
+        """Bytes of the rows, which is also the dynamic shared memory needed to normalise them first."""
         return self.rows * self.inputs * self.itemsize
 
     @property

@@ -137,7 +137,7 @@ def test_a_weight_may_be_the_memory_it_is_given() -> None:
     assert np.shares_memory(norm, given) and np.array_equal(norm, given[0])
     expected = given.astype(np.float16).astype(np.float32)
     assert np.array_equal(ops.take(ops.weight(given.astype(np.float16), "f32"), np.arange(3)), expected)
-    with pytest.raises(ValueError, match="weights of bf16 are not computed with on a CPU"):
+    with pytest.raises(ValueError, match="bf16 weights are not supported on a CPU"):
         ops.weight(given, "bf16")
 
 

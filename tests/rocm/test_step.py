@@ -219,7 +219,7 @@ def test_a_workspace_gives_memory_again_and_none_away(process: Process) -> None:
 def test_rocm_has_no_graphs(process: Process) -> None:
     with pytest.raises(Refused, match="not on ROCm"):
         process.run("Graphs()")
-    with pytest.raises(Refused, match="pages of int8 are not for steps that are replayed"):
+    with pytest.raises(Refused, match="int8 pages do not support replayed steps"):
         process.run("CupyOps(0, 'f32', 'int8', 4, called)")
     with pytest.raises(Refused, match=r"InvalidConfiguration: --replay graphs: .*not on ROCm"):
         process.run("from services.engine.model.backend import on_gpu; on_gpu(0, 'f32', None, 4, 'graphs')")
