@@ -81,7 +81,7 @@ _MANY = 32
 def cut(
     tiles: Tiles, heads: int, processors: int, cost: Cost, partial_rows: int = 0, item_keys: int | None = None
 ) -> Cut:
-    """Split tiles into items: so that all blocks of ``heads`` kv heads finish soonest, or of at most ``item_keys`` keys.
+    """Split tiles into items: so that all blocks of ``heads`` kv heads finish soonest, or of ``item_keys`` at most.
 
     Partial results start at row ``partial_rows``.
     """

@@ -1,6 +1,6 @@
 // silu(gate) * up: ops_numpy.silu_mul.
 //
-// A thread takes 16 bytes of a row's result: grid (rows, ceil(width / (block * 16 / bytes of a number))).
+// Each thread computes 16 bytes of a row's result: grid (rows, ceil(width / (block * 16 / bytes of a number))).
 //
 // defines: RF_TYPE=F32|F16|BF16
 // variants: RF_TYPE=F32|F16|BF16

@@ -1,4 +1,4 @@
-// The partial results of rows whose keys were more than one item of attention_decode.hip or attention_prefill.hip.
+// Combines the partial results of rows whose keys attention_decode.hip or attention_prefill.hip split into items.
 //
 // defines: RF_TYPE=F32|F16|BF16 RF_HEAD_DIM=64|80|96|128|256 RF_GROUP=1..
 // variants: RF_TYPE=F32|BF16 RF_HEAD_DIM=80|256 RF_GROUP=4
@@ -10,11 +10,11 @@
 
 static const int DIM = RF_HEAD_DIM;
 static const int THREADS = 128;
-static const int LANES = DIM / 4, TEAMS = THREADS / LANES;  // a team adds up some of the results, four numbers a lane
-#define LOWEST -3.0e38f                                     // of a team that has had no result
-static const int ENTRY = 5;  // row, first query, queries, number of their first partial result, how many of them
+static const int LANES = DIM / 4, TEAMS = THREADS / LANES;  // a team sums some of the results, four numbers per lane
+#define LOWEST -3.0e38f                                     // the maximum of a team without results
+static const int ENTRY = 5;  // row, first query, queries, index of their first partial result, number of results
 
-// Block (x, y): kv head x % kv_heads of entry x / kv_heads, query y. The rest as attention_decode has it.
+// Block (x, y): kv head x % kv_heads of entry x / kv_heads, query y. Other arguments as in attention_decode.
 RF_KERNEL __launch_bounds__(THREADS)
     attention_combine(const float *__restrict__ partials, const float *__restrict__ stats,
                       const i32 *__restrict__ entries, i32 kv_heads, const i32 *__restrict__ offsets,
@@ -27,7 +27,7 @@ RF_KERNEL __launch_bounds__(THREADS)
     if (number >= count) return;
     i64 first = ((i64)entry[3] + number) * kv_heads + head, stride = (i64)count * kv_heads;
 
-    // Every team has a maximum of its own, so that no load waits for another.
+    // Each team has its own maximum, so that no load waits for another.
     int team = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float most = LOWEST, total = 0.0f;

@@ -1,12 +1,12 @@
 // Attention of the few newest tokens of a row over its paged keys: bound by the bytes of K and V, each read once.
 //
-// A block takes an item: keys begin to end of one row, for one kv head and all the queries of a tile, RF_ROWS of them.
-// Its waves take the keys of the item in turn, a step each, every wave with a softmax of its own (Milakov and
-// Gimelshein, "Online normalizer calculation for softmax"), and put the results together at the end. A row whose keys
-// are more than one item leaves partial results to attention_combine.hip.
+// A block processes an item: keys begin to end of one row, for one kv head and all RF_ROWS queries of a tile. Its waves
+// take turns at the item's keys, one step each, every wave with its own softmax (Milakov and Gimelshein, "Online
+// normalizer calculation for softmax"), and merge their results at the end. If a row's keys are split into several
+// items, their partial results are left to attention_combine.hip.
 //
-// The queries of a row are numbered q = token * RF_GROUP + head of the group. No slot is read that holds no key of the
-// row: behind the last key, lanes read the last one again, and its weight is 0.
+// The queries of a row are numbered q = token * RF_GROUP + head of the group. Only slots that hold keys of the row are
+// read: past the last key, lanes read the last key again, with weight 0.
 //
 // defines: RF_TYPE=F32|F16|BF16 RF_KV=F32|F16|BF16|INT8 RF_HEAD_DIM=64|80|96|128|256 RF_PAGE_SIZE=1.. RF_GROUP=1..
 // defines: RF_ROWS=1|2|4|8|16 RF_BLOCKS=1.. RF_MATRIX=0|1
@@ -22,7 +22,7 @@
 #ifndef RF_ROWS
 #define RF_ROWS 8
 #endif
-// Blocks that a multiprocessor shall have room for, which bounds their registers.
+// Blocks that must fit on a multiprocessor, which limits their registers.
 #ifndef RF_BLOCKS
 #define RF_BLOCKS 2
 #endif
@@ -35,7 +35,7 @@ typedef RF_KV::Bits Stored;
 static const int WAVES = 4;
 static const int THREADS = WAVES * RF_WAVE;
 static const int DIM = RF_HEAD_DIM;
-// Keys of a wave's step, in eights: what is in flight, against registers.
+// Keys of a wave's step, in eights: loads in flight, traded against registers.
 #ifndef RF_EIGHTS
 #define RF_EIGHTS (RF_ROWS > 8 || (RF_HEAD_DIM > 128 && sizeof(Stored) > 1) ? 1 : 2)
 #endif
@@ -44,14 +44,14 @@ static const int DIM = RF_HEAD_DIM;
 #else
 #define BOUNDS __launch_bounds__(THREADS)
 #endif
-static const int ITEM = 5;  // row, first query, begin, end, number of the partial result or -1
+static const int ITEM = 5;  // row, first query, begin, end, index of the partial result or -1
 static const bool SCALED = sizeof(Stored) == 1;
-// Below any score, and finite: the maximum of a wave that has seen no key.
+// Below any score, and finite: the maximum of a wave before its first key.
 #define LOWEST -3.0e38f
-// The maximum a wave goes by may be this much too low, in powers of two: the sums need a new scale less often.
+// A wave's maximum may lag by this much, in powers of two: the sums are rescaled less often.
 #define SLACK 8.0f
 
-// Where the keys of a row lie, for one layer and kv head.
+// The location of a row's keys, for one layer and kv head.
 struct Keys {
     const u8 *k, *v;                 // of slot 0 in page 0
     const float *k_scale, *v_scale;  // of page 0
@@ -68,7 +68,7 @@ struct Keys {
     }
 };
 
-// Numbers that a lane loads together, as words: 2, 4, 8, 16 or 32 bytes.
+// Numbers that a lane loads at once, as words: 2, 4, 8, 16 or 32 bytes.
 template <int Count> struct Loaded {
     static const int BYTES = Count * sizeof(Stored);
     u32 words[BYTES < 4 ? 1 : BYTES / 4];
@@ -100,7 +100,7 @@ template <int Count> struct Loaded {
 static_assert(sizeof(RF_TYPE::Bits) == 2, "a matrix unit multiplies 16-bit numbers");
 static_assert(RF_ROWS == 8 || RF_ROWS == 16, "a tile of queries is 8 or 16 rows");
 
-// INT8 numbers are exact as BF16, whatever RF_TYPE is: the products of an outlier's scale do not overflow there.
+// INT8 numbers are converted to BF16, whatever RF_TYPE is: exact, and products with an outlier's scale do not overflow.
 template <class Type, class Kv> struct Factor {
     typedef Type Is;
 };
@@ -109,8 +109,8 @@ template <class Type> struct Factor<Type, INT8> {
 };
 typedef Factor<RF_TYPE, RF_KV>::Is Number;
 
-// Two BF16 numbers of two bytes of a word, INT8: 0 and 1, or 2 and 3. The low seven bits are the mantissa of 128 +
-// them; the sign bit is worth -128 and makes the subtrahend 256 instead of 128.
+// Two BF16 numbers from two INT8 bytes of a word: 0 and 1, or 2 and 3. The low seven bits become the mantissa of 128 +
+// them; the sign bit counts -128, so it makes the subtrahend 256 instead of 128.
 RF_INLINE u32 two_of_bytes(u32 word, bool second) {
     u32 both = bytes_of(word, 0x43434343u, second ? 0x4342u : 0x4140u);
     u32 low = both & 0xff7fff7fu, high = both & 0xff80ff80u;
@@ -124,12 +124,12 @@ RF_INLINE u32 two_of_bytes(u32 word, bool second) {
 #endif
 }
 
-// A step of KEYS keys, in registers from memory to the multipliers. What a lane 4 g + t loads is never passed on:
-// - scores[q][key] = sum over d of Q[q][d] K[key][d]. The order of the sum is free, so that the lanes of a key take 8
-//   numbers each that lie together, two products' worth. Eight keys make a product: a lane has key g of each eight.
-// - out[d][q] = sum over keys of V[key][d] P[q][key]. The scores lie as P must: a lane has keys 2 t and 2 t + 1 of each
-//   eight, and two eights make a product. The order of d is free, so that the lanes of a key take 8 numbers each that
-//   lie together, four products' worth of rows.
+// A step of KEYS keys, in registers from memory to the matrix unit. Lane 4 g + t only multiplies what it loaded itself:
+// - scores[q][key] = sum over d of Q[q][d] K[key][d]. The order of d is arbitrary, so each lane of a key loads 8
+//   contiguous numbers, enough for two products. A product covers eight keys: a lane has key g of each eight.
+// - out[d][q] = sum over keys of V[key][d] P[q][key]. The scores are already laid out as P: a lane has keys 2 t and
+//   2 t + 1 of each eight, and a product covers two eights. The order of d is arbitrary, so each lane of a key loads 8
+//   contiguous numbers, rows of four products.
 struct Step {
     static const int EIGHTS = RF_EIGHTS, KEYS = 8 * EIGHTS;
     static const bool SHARED = true;           // the queries
@@ -137,16 +137,16 @@ struct Step {
     static const int K_WHOLE = DIM / 32;       // loads of 8 numbers by 4 lanes
     static const bool K_REST = DIM % 32 != 0;  // and one of 4 numbers
     static const int V_WHOLE = DIM / 64;       // loads of 8 numbers by 8 lanes
-    static const int V_REST = DIM % 64 / 8;    // and one of so many numbers
+    static const int V_REST = DIM % 64 / 8;    // and one of this many numbers
     static_assert(DIM % 32 % 16 == 0 && V_REST != 6, "a head dim of loads that are powers of two");
-    // Keys that share a page wherever a step begins, which is at a multiple of KEYS.
+    // Keys guaranteed to share a page: a step begins at a multiple of KEYS.
     static const int SPAN = RF_PAGE_SIZE % KEYS == 0 ? KEYS
                             : RF_PAGE_SIZE % 16 == 0 ? 16
                             : RF_PAGE_SIZE % 8 == 0  ? 8
                                                      : 1;
     static const int K_PAGES = SPAN == 1 ? EIGHTS : KEYS / SPAN, V_PAGES = SPAN == 1 ? 2 * EIGHTS : KEYS / SPAN;
 
-    // What each lane holds of Q for one product, the same in all waves: there are better uses of registers.
+    // Each lane's fragment of Q for one product, the same in all waves: in shared memory, to save registers.
     struct alignas(8 * SETS) Query {
         u32 words[2 * SETS];
     };
@@ -167,7 +167,7 @@ struct Step {
     typedef float Weights[SETS][2 * EIGHTS];  // of the keys score_key(i)
 
     static RF_INLINE int score_key(int i, int t) { return i / 2 * 8 + 2 * t + i % 2; }
-    // Which page eight `i` of K is in, and which key score_key(i).
+    // The page that holds the i-th eight keys of K, and the one that holds key score_key(i).
     static RF_INLINE int k_page_of(int i) { return SPAN == 1 ? i : 8 * i / SPAN; }
     static RF_INLINE int v_page_of(int i) { return SPAN == 1 ? i : i / 2 * 8 / SPAN; }
 
@@ -183,7 +183,7 @@ struct Step {
                 for (int i = 0; i < 4; i++) out[m][set][i] = 0.0f;
         }
     }
-    // The row of the tile that a set of this lane is of.
+    // The row of the tile that a set of this lane belongs to.
     RF_INLINE int row_of(int set) const { return g + 8 * set; }
     RF_INLINE void load_query(int set, const RF_TYPE::Bits *from) {
 #pragma unroll
@@ -283,7 +283,7 @@ struct Step {
                 float shrink = power_of_two(best[set] - now);
                 best[set] = now;
                 total[set] *= shrink;
-                // Queries 2 t and 2 t + 1 are those that `out` has here.
+                // Here, `out` has queries 2 t and 2 t + 1.
                 float of_out[2] = {shuffle(shrink, 8 * t), shuffle(shrink, 8 * t + 4)};
 #pragma unroll
                 for (int m = 0; m < DIM / 16; m++)
@@ -300,7 +300,7 @@ struct Step {
                 if constexpr (SCALED) weight[set][i] *= v_scale[v_page_of(i)];
             }
     }
-    // The four keys of a product, or two and no others.
+    // The four keys of a product, or two keys and padding.
     template <bool Four, int Count> RF_INLINE void multiply_values(const Loaded<Count> &v0, const Loaded<Count> &v1,
                                                                    const Loaded<Count> &v2, const Loaded<Count> &v3,
                                                                    const u32 (&p)[SETS][2], int tile) {
@@ -330,7 +330,7 @@ struct Step {
                 multiply_values<FOUR>(v_rest[i], v_rest[i + 1], v_rest[j], v_rest[j + 1], p, 4 * V_WHOLE);
         }
     }
-    // Bring together what the lanes of a query have.
+    // Gather the numbers of a query from its lanes.
     RF_INLINE void finish() {
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
@@ -357,8 +357,7 @@ struct Step {
 
 static_assert(RF_ROWS <= 8, "a tile of queries is at most 8 rows");
 
-// A step of DEEP keys for each group of LANES lanes, 8 numbers of a key to a lane. Every group has a softmax of its
-// own.
+// A step of DEEP keys for each group of LANES lanes, 8 numbers of a key per lane. Each group has its own softmax.
 struct Step {
     static const int LANES = DIM <= 64 ? 8 : DIM <= 128 ? 16 : 32;
     static const int GROUPS = RF_WAVE / LANES, DEEP = RF_ROWS > 4 ? 2 : 4;
@@ -367,7 +366,7 @@ struct Step {
     static const bool SHARED = false;
     static_assert(DIM % 8 == 0 && DIM <= 8 * LANES, "a head dim that the lanes of a key can hold");
 
-    int group, d;  // the first number of this lane; of those behind the head's end it loads others, and puts none
+    int group, d;  // the lane's first number; past the head's end, a lane loads other numbers and stores none
     bool idle;
     float q[SETS][8], out[SETS][8];
     float best[SETS], total[SETS];
@@ -507,11 +506,10 @@ struct Step {
 
 #endif
 
-// q and out: [tokens, kv_heads * RF_GROUP, RF_HEAD_DIM], q with q_stride numbers from token to token. Row r of the
-// batch has the tokens offsets[r] to offsets[r + 1], the first at position starts[r], and its pages are tables[r *
-// table_stride
-// ...]. scale: of the scores, times log2(e). A partial result is, for each query from the item's number on and each kv
-// head, RF_HEAD_DIM sums in `partials` and (maximum, sum of weights) in `stats`.
+// q and out: [tokens, kv_heads * RF_GROUP, RF_HEAD_DIM]; q_stride numbers from one token of q to the next. Row r of the
+// batch has tokens offsets[r] to offsets[r + 1] - 1, the first at position starts[r]; its pages are tables[r *
+// table_stride ...]. scale: the scores' factor, times log2(e). A partial result has, for each query from the item's
+// index on and each kv head, RF_HEAD_DIM sums in `partials` and (maximum, sum of weights) in `stats`.
 RF_KERNEL BOUNDS attention_decode(const RF_TYPE::Bits *__restrict__ q, i64 q_stride, const u8 *__restrict__ pages,
                                   i64 page_bytes, i32 layers, i32 layer, i32 kv_heads, const i32 *__restrict__ tables,
                                   i32 table_stride, const i32 *__restrict__ starts, const i32 *__restrict__ offsets,
@@ -524,7 +522,7 @@ RF_KERNEL BOUNDS attention_decode(const RF_TYPE::Bits *__restrict__ q, i64 q_str
     int head = blockIdx.x % kv_heads;
     const i32 *item = items + (i64)(blockIdx.x / kv_heads) * ITEM;
     int row = item[0], query = item[1], begin = item[2], end = item[3], partial = item[4];
-    if (row < 0) return;  // an item that is there to make up a number
+    if (row < 0) return;  // padding
     int token = offsets[row], start = starts[row];
     int count = min((offsets[row + 1] - token) * RF_GROUP - query, RF_ROWS);
 
@@ -557,7 +555,7 @@ RF_KERNEL BOUNDS attention_decode(const RF_TYPE::Bits *__restrict__ q, i64 q_str
                             q + (token + number / RF_GROUP) * q_stride + (head * RF_GROUP + number % RF_GROUP) * DIM);
     }
     __syncthreads();
-    // Behind the end, the last key is loaded once more, and not used.
+    // Past the end, the last key is loaded again and not used.
     for (; first < end; first += WAVES * Step::KEYS) {
         int next = first + WAVES * Step::KEYS;
         Step::Weights weight;

@@ -1,13 +1,13 @@
-// Attention of many new tokens of a row over its paged keys: bound by multiplications, so tiles of queries meet tiles
+// Attention of many new tokens of a row over its paged keys: compute-bound, so tiles of queries are multiplied by tiles
 // of keys in shared memory (Dao, "FlashAttention-2").
 //
-// A block takes an item: keys begin to end of one row, for one kv head and RF_TILE of its queries. The waves have
-// those rows between them, and go together through the keys, TILE_KEYS at a time: while one tile of keys is multiplied
-// its values arrive, and while these are multiplied the next keys do. A row whose keys are more than one item leaves
-// partial results to attention_combine.hip.
+// A block processes an item: keys begin to end of one row, for one kv head and RF_TILE of its queries. The waves divide
+// the queries among them and step through the keys together, TILE_KEYS at a time: while a tile of keys is multiplied,
+// its values are loaded, and while these are multiplied, the next keys are. If a row's keys are split into several
+// items, their partial results are left to attention_combine.hip.
 //
-// The queries of a row are numbered q = token * RF_GROUP + head of the group. No slot is read that holds no key of the
-// row: behind the last key, lanes read the last one again, and its weight is 0.
+// The queries of a row are numbered q = token * RF_GROUP + head of the group. Only slots that hold keys of the row are
+// read: past the last key, lanes read the last key again, with weight 0.
 //
 // defines: RF_TYPE=F32|F16|BF16 RF_KV=F32|F16|BF16|INT8 RF_HEAD_DIM=64|80|96|128|256 RF_PAGE_SIZE=1.. RF_GROUP=1..
 // defines: RF_MATRIX=0|1|2
@@ -26,16 +26,16 @@
 typedef RF_TYPE::Bits Bits;
 typedef RF_KV::Bits Stored;
 static const int DIM = RF_HEAD_DIM;
-static const int ITEM = 5;  // row, first query, begin, end, number of the partial result or -1
+static const int ITEM = 5;  // row, first query, begin, end, index of the partial result or -1
 static const bool SCALED = sizeof(Stored) == 1;
-#define LOWEST -3.0e38f  // below any score, and finite: the maximum of a query that has seen no key
-// The maximum in use may be this much too low, in powers of two: the sums need a new scale less often.
+#define LOWEST -3.0e38f  // below any score, and finite: the maximum of a query before its first key
+// The maximum may lag by this much, in powers of two: the sums are rescaled less often.
 #define SLACK 8.0f
 
 // --- shared memory: rows of DIM numbers in chunks of 16 bytes ------------------------------------------------------
 
 static const int CHUNK = 16 / sizeof(Bits), CHUNKS = DIM / CHUNK;
-// Eight rows at the same chunk lie in all banks: chunks change places with the row, or rows have an odd number of them.
+// The same chunk of eight rows covers all banks: chunks are permuted by row, or rows have an odd number of chunks.
 static const bool SWIZZLED = CHUNKS % 8 == 0;
 static const int ROW_CHUNKS = SWIZZLED ? CHUNKS : CHUNKS | 1;
 static const int ROW_BYTES = ROW_CHUNKS * 16;
@@ -43,10 +43,10 @@ RF_INLINE int place(int row, int chunk) {
     return row * (ROW_CHUNKS * CHUNK) + (SWIZZLED ? chunk ^ (row & 7) : chunk) * CHUNK;
 }
 
-// Queries of a tile, such that they take 32 KB at most; the host knows the same (attention.py).
+// Queries of a tile, so that they take at most 32 KB; plan.py computes the same.
 static const int TILE = DIM * sizeof(Bits) <= 256 ? 128 : DIM * sizeof(Bits) <= 512 ? 64 : 32;
-// The fragments of Q that a wave multiplies by stay in its registers where there is room beside the sums. Then keys and
-// values take the place of the queries in shared memory.
+// The fragments of Q that a wave multiplies by stay in its registers if they fit beside the sums. Then keys and values
+// replace the queries in shared memory.
 static const bool HELD = RF_MATRIX == 2 ? RF_WAVE == 64 || DIM < 128 : RF_MATRIX == 1 && (DIM <= 64 || DIM > 128);
 static const int ROOM = (48 * 1024 - (HELD ? 0 : TILE * ROW_BYTES)) / (2 * ROW_BYTES);
 // As registers allow.
@@ -55,12 +55,12 @@ static const int FITS = ROOM < MOST_KEYS ? ROOM : MOST_KEYS;
 static const int TILE_KEYS = FITS >= 64 ? 64 : FITS >= 48 ? 48 : FITS >= 32 ? 32 : FITS >= 16 ? 16 : 8;
 static const int SHARED_ROWS = !HELD ? TILE + 2 * TILE_KEYS : TILE > 2 * TILE_KEYS ? TILE : 2 * TILE_KEYS;
 
-// --- what a lane has of a wave's tiles -----------------------------------------------------------------------------
+// --- a lane's part of a wave's tiles -------------------------------------------------------------------------------
 
-// Of a tile of the wave's rows and some columns, a lane has some numbers of each of ROWS rows, which it shares with the
-// PARTS - 1 lanes whose numbers differ from its own by multiples of STRIDE. Number j of row r is at(tile, r, j).
+// Of a tile of the wave's rows and some columns, a lane holds some numbers of each of ROWS rows; the others are held by
+// the PARTS - 1 lanes whose indices differ from its own by multiples of STRIDE. Number j of row r is at(tile, r, j).
 #if RF_MATRIX == 2
-// As multiply_16x16x16 has its c, rows and columns changed for each other.
+// The layout of c of multiply_16x16x16, transposed.
 static const int EACH = 256 / RF_WAVE, M = DIM <= 128 && RF_WAVE == 64 ? 2 : 1;
 static const int ROWS = M, PARTS = RF_WAVE / 16, STRIDE = 16, WAVE_ROWS = 16 * M;
 template <int Columns> struct Fragments {
@@ -72,7 +72,7 @@ template <int Columns> RF_INLINE float &at(Fragments<Columns> &tile, int r, int 
 RF_INLINE int row_of(int r, int lane) { return 16 * r + lane % 16; }
 RF_INLINE int key_of(int j, int lane) { return j / EACH * 16 + lane / 16 * EACH + j % EACH; }
 #else
-// As multiply_16x8x16 has its c; waves of 64 lanes have twice as many rows.
+// The layout of c of multiply_16x8x16; waves of 64 lanes have twice as many rows.
 static const int M = RF_MATRIX && DIM <= 128 ? 2 : 1;
 static const int ROWS = 2 * M, PARTS = 4, STRIDE = 1, WAVE_ROWS = M * RF_WAVE / 2;
 template <int Columns> struct Fragments {
@@ -138,7 +138,7 @@ RF_INLINE void multiply_keys(Scores &scores, const Queries &held, const Bits *qu
         }
     }
 }
-// out += weights times values. The weights lie as that needs them.
+// out += weights times values. The weights are already laid out for it.
 RF_INLINE void multiply_values(Out &out, const Scores &weights, const Bits *values, int lane) {
 #pragma unroll
     for (int n = 0; n < TILE_KEYS / 8; n += 2) {
@@ -163,7 +163,7 @@ RF_INLINE void multiply_values(Out &out, const Scores &weights, const Bits *valu
 
 #elif RF_MATRIX == 2
 static_assert(sizeof(Bits) == 2, "multiply_16x16x16 is for 16-bit numbers");
-// Loads for later products, moved up across this, would take more registers than RDNA has.
+// Hoisting loads for later products across this would take more registers than RDNA has.
 #if defined(RF_HIP) && RF_WAVE == 32
 #define IN_ORDER __builtin_amdgcn_sched_barrier(0)
 #else
@@ -171,14 +171,14 @@ static_assert(sizeof(Bits) == 2, "multiply_16x16x16 is for 16-bit numbers");
 #endif
 
 // Rows of out are columns of V: row i of product j is column 16 * base + count * i + j, for the products base to base +
-// count - 1 of a piece, so that a lane reads `count` numbers that lie together.
+// count - 1 of a piece, so that a lane reads `count` contiguous numbers.
 static const int PIECE = DIM / 16 >= 8 ? 8 : 4, WHOLE = DIM / 16 / PIECE, REST = DIM / 16 % PIECE;
 static_assert(DIM == 16 * (PIECE * WHOLE + REST) && (REST == 0 || REST == 1 || REST == 2), "a head dim of pieces");
 RF_INLINE int column_of(int j, int lane) {
     int piece = j / (EACH * PIECE), count = piece < WHOLE ? PIECE : REST, within = j - piece * EACH * PIECE;
     return 16 * PIECE * piece + count * EACH * (lane / 16) + within;
 }
-// Which number of a lane's fragments holds it.
+// The index of that number in a lane's fragments.
 RF_INLINE int number_of_column(int j) {
     int piece = j / (EACH * PIECE), count = piece < WHOLE ? PIECE : REST, within = j - piece * EACH * PIECE;
     return (piece * PIECE + within % count) * EACH + within / count;
@@ -258,7 +258,7 @@ RF_INLINE void multiply_values(Out &out, const Scores &weights, const Bits *valu
 }
 
 #else
-// Four numbers that lie together: two fragments' worth.
+// Four contiguous numbers: those of two fragments.
 RF_INLINE int column_of(int j, int lane) { return j / 4 * 16 + lane % 4 * 4 + j % 4; }
 
 struct Queries {};
@@ -342,13 +342,13 @@ template <class A, class B> struct Same {
 template <class A> struct Same<A, A> {
     static const bool IS = true;
 };
-// Straight to shared memory, without waiting, or by way of registers.
+// Asynchronously to shared memory, or through registers.
 static const bool DIRECT = Same<RF_TYPE, RF_KV>::IS && RF_MATRIX == 1;
 static const int UNIT = 16 / (sizeof(Bits) > sizeof(Stored) ? sizeof(Bits) : sizeof(Stored));  // numbers moved together
 static const int UNITS = DIM / UNIT, MOVES = (TILE_KEYS * UNITS + THREADS - 1) / THREADS;
 
-// Number i of a pack. The bytes of a pack of INT8 are made floats without a conversion, of which a GPU does few at a
-// time: 2^23 + 128 + it has it for its last byte.
+// Number i of a pack. INT8 bytes become floats without a conversion instruction, which GPUs execute at a low rate:
+// 2^23 + 128 + the number has it as its last byte.
 RF_INLINE float number_of(const Pack<RF_KV, UNIT> &pack, int i) {
 #if defined(RF_CUDA)
     if constexpr (SCALED) {
@@ -359,7 +359,7 @@ RF_INLINE float number_of(const Pack<RF_KV, UNIT> &pack, int i) {
     return RF_KV::load(pack.bits[i]);
 }
 
-// Where this thread's part of a tile lies.
+// The location of this thread's part of a tile.
 struct Pages {
     const i32 *table;
     i64 page_bytes;
@@ -381,7 +381,7 @@ struct Pages {
     }
 };
 
-// The keys, or the values, of a tile on their way.
+// The keys, or the values, of a tile in flight.
 struct Tile {
     const u8 *arena;      // slot 0 of page 0, for this layer and kv head
     const float *scales;  // the scale of page 0
@@ -471,10 +471,11 @@ struct Softmax {
     }
 };
 
-// q and out: [tokens, kv_heads * RF_GROUP, RF_HEAD_DIM], q with q_stride numbers from token to token, a multiple of 16
-// bytes. Row r of the batch has the tokens offsets[r] to offsets[r + 1], the first at position starts[r], and its pages
-// are tables[r * table_stride ...]. scale: of the scores, above 0, times log2(e). A partial result is, for each query
-// from the item's number on and each kv head, RF_HEAD_DIM sums in `partials` and (maximum, sum of weights) in `stats`.
+// q and out: [tokens, kv_heads * RF_GROUP, RF_HEAD_DIM]; q_stride numbers, a multiple of 16 bytes, from one token of q
+// to the next. Row r of the batch has tokens offsets[r] to offsets[r + 1] - 1, the first at position starts[r]; its
+// pages are tables[r * table_stride ...]. scale: the scores' factor, above 0, times log2(e). A partial result has, for
+// each query from the item's index on and each kv head, RF_HEAD_DIM sums in `partials` and (maximum, sum of weights) in
+// `stats`.
 RF_KERNEL BOUNDS attention_prefill(const Bits *__restrict__ q, i64 q_stride, const u8 *__restrict__ pages,
                                    i64 page_bytes, i32 layers, i32 layer, i32 kv_heads, const i32 *__restrict__ tables,
                                    i32 table_stride, const i32 *__restrict__ starts, const i32 *__restrict__ offsets,
@@ -536,12 +537,12 @@ RF_KERNEL BOUNDS attention_prefill(const Bits *__restrict__ q, i64 q_stride, con
     }
     Out sums;
     clear(sums);
-    int all_seen = min(start + query / RF_GROUP, end - 1);  // up to this key, every row sees all
+    int all_seen = min(start + query / RF_GROUP, end - 1);  // every row attends to all keys up to this one
 
     for (int first = begin; first < end; first += TILE_KEYS) {
         int next = first + TILE_KEYS;
         wait_copies();
-        __syncthreads();  // the keys are there; the last values have been used
+        __syncthreads();  // the keys have arrived; the previous values are no longer needed
         if constexpr (DIRECT) {
             values.copy(where, first);
             where.find(next);
@@ -553,7 +554,7 @@ RF_KERNEL BOUNDS attention_prefill(const Bits *__restrict__ q, i64 q_stride, con
         multiply_keys(scores, held, queries, first_row, keys.shared, lane);
         softmax.weigh(scores, sums, first, next - 1 > all_seen, scale, lane);
         wait_copies();
-        __syncthreads();  // the values are there; the keys have been used
+        __syncthreads();  // the values have arrived; the keys are no longer needed
         if constexpr (DIRECT) {
             if (next < end) keys.copy(where, next);
         } else {

@@ -1,8 +1,8 @@
-// All that differs between hipcc, HIPRTC (CuPy on ROCm), NVRTC (CuPy on CUDA) and the CPU executor of the tests; a
-// kernel uses these names and no vendor's header or intrinsic. Values are stored as raw bits, so no half-precision type
-// of any vendor is needed, and are computed with as float.
+// All differences between hipcc, HIPRTC (CuPy on ROCm), NVRTC (CuPy on CUDA) and the tests' CPU executor: a kernel uses
+// these names, and no vendor header or intrinsic. Values are stored as raw bits, so no vendor's half-precision type is
+// needed; arithmetic is in float.
 //
-// The host defines, when it compiles a kernel: RF_WAVE, the lanes of a wave (32 or 64), as the device tells.
+// When the host compiles a kernel, it defines RF_WAVE: the device's lanes per wave, 32 or 64.
 #pragma once
 
 #if defined(RF_CPU)
@@ -36,12 +36,12 @@ typedef unsigned long long u64;
 
 #define RF_KERNEL extern "C" __global__ void
 #define RF_INLINE __device__ __forceinline__
-// One block's dynamic shared memory, 16-byte aligned, as an array of T. Static and dynamic together are at most 48 KB.
+// The block's dynamic shared memory, 16-byte aligned, as an array of T. Static and dynamic together are at most 48 KB.
 #if !defined(RF_CPU)
 #define RF_DYNAMIC_SHARED(T, name) extern __shared__ __align__(16) unsigned char rf_shared_[]; T *name = (T *)rf_shared_
 #endif
 
-// --- waves: every lane of the wave calls these ---------------------------------------------------------------------
+// --- waves: every lane of the wave must call these -------------------------------------------------------------------
 
 #if defined(RF_CUDA)
 template <class T> RF_INLINE T shuffle_xor(T value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
@@ -57,7 +57,7 @@ template <class T> RF_INLINE T shuffle(T value, int lane) { return __shfl(value,
 template <class T> RF_INLINE T shuffle_down(T value, int by) { return __shfl_down(value, by); }
 template <class T> RF_INLINE T shuffle_up(T value, int by) { return __shfl_up(value, by); }
 RF_INLINE u64 ballot(bool predicate) { return (u64)__ballot(predicate); }
-// Lanes run in lockstep; what is needed is that the compiler moves no access to shared memory across.
+// Lanes run in lockstep; this only keeps the compiler from moving accesses to shared memory across.
 RF_INLINE void sync_wave() {
     __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
     __builtin_amdgcn_wave_barrier();
@@ -70,7 +70,7 @@ RF_INLINE void sync_wave() {
 RF_INLINE u32 bits_of(float value) { return __float_as_uint(value); }
 RF_INLINE float float_of(u32 bits) { return __uint_as_float(bits); }
 #define RF_INFINITY float_of(0x7f800000u)
-// By the instruction there is for it where the compiler offers that: to 2 last places, and denormals may be 0.
+// Uses the hardware instruction if the compiler offers it: accurate to 2 units in the last place, denormals may be 0.
 #if defined(RF_HIP)
 #if __has_builtin(__builtin_amdgcn_exp2f)  // HIPRTC since ROCm 6
 #define RF_EXP2(exponent) __builtin_amdgcn_exp2f(exponent)
@@ -117,7 +117,7 @@ RF_INLINE u16 float_to_bfloat(float value) {
     return (u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Four bytes out of eight: those of a are 0 to 3, those of b 4 to 7; the digits of `selector` name them, lowest first.
+// Selects four of eight bytes: a has bytes 0 to 3, b 4 to 7; the hex digits of `selector` name them, lowest first.
 RF_INLINE u32 bytes_of(u32 a, u32 b, u32 selector) {
 #if defined(RF_CUDA)
     return __byte_perm(a, b, selector);
@@ -132,7 +132,7 @@ RF_INLINE u32 bytes_of(u32 a, u32 b, u32 selector) {
 #endif
 }
 
-// How a number is stored. `Bits` is what lies in memory; `load` and `store` convert.
+// Storage types. `Bits` is the type in memory; `load` and `store` convert.
 struct F32 {
     typedef float Bits;
     static RF_INLINE float load(Bits bits) { return bits; }
@@ -183,7 +183,7 @@ template <> RF_INLINE u32 two_of<BF16>(float low, float high) {
 }
 #endif
 
-// 8 or 16 bytes as one access: what a compiler makes of a structure of as many bytes may be several.
+// 8 or 16 bytes as one access: for a structure of that size, a compiler may generate several.
 #if defined(RF_CUDA)
 RF_INLINE void store_words(void *at, const u32 (&words)[2]) {
     asm volatile("st.v2.b32 [%0], {%1, %2};" ::"l"(at), "r"(words[0]), "r"(words[1]) : "memory");
@@ -201,7 +201,7 @@ RF_INLINE void store_words(void *at, const u32 (&words)[4]) {
 }
 #endif
 
-// The number i of the registers that `values` fill as they are stored.
+// Register i of those that hold `values` as stored.
 RF_INLINE u32 register_of(F32, const float *values, int i) { return bits_of(values[i]); }
 RF_INLINE u32 register_of(F16, const float *values, int i) { return two_of<F16>(values[2 * i], values[2 * i + 1]); }
 RF_INLINE u32 register_of(BF16, const float *values, int i) { return two_of<BF16>(values[2 * i], values[2 * i + 1]); }
@@ -226,7 +226,7 @@ template <class Type, int Count> RF_INLINE void store_pack(typename Type::Bits *
     }
 }
 
-// `Count` numbers at `at`, which is aligned to all of them, or to 16 bytes if they are more.
+// `Count` numbers at `at`, which is aligned to their total size, or to 16 bytes if that is less.
 template <class Type, int Count> RF_INLINE void load_numbers(const typename Type::Bits *at, float *values) {
     const int each = Count * (int)sizeof(typename Type::Bits) > 16 ? 16 / (int)sizeof(typename Type::Bits) : Count;
 #pragma unroll
@@ -242,7 +242,7 @@ template <class Type, int Count> RF_INLINE void store_numbers(typename Type::Bit
     for (int i = 0; i < Count; i += each) store_pack<Type, each>(at + i, values + i);
 }
 
-// `Count` numbers at `at` of x plus its residual, if that is not null, as their sum is stored: rounded.
+// `Count` numbers at `at` of x plus its residual, which may be null, rounded as when the sum is stored.
 template <class Type, int Count>
 RF_INLINE void load_sum(const typename Type::Bits *x, const typename Type::Bits *residual, i64 at, float *values) {
     load_numbers<Type, Count>(x + at, values);
@@ -263,14 +263,14 @@ template <int Count> RF_INLINE float sum_of_squares(const float *values) {
 // exp(-gate) that is infinite gives the right limit, 0.
 RF_INLINE float silu(float gate) { return gate / (1.0f + expf(-gate)); }
 
-// Copy `bytes` from `source` to `target`, which do not overlap, as the thread numbered `first` of `threads` that share
-// the work: in units of 16 bytes if both places and the size are multiples of that, else of 4 or 1.
+// Copies `bytes` from `source` to `target`, which do not overlap, as thread `first` of `threads` that share the work: in
+// units of 16 bytes if both addresses and the size are multiples of that, else of 4 or 1.
 template <class Unit> RF_INLINE void copy_units(const u8 *source, u8 *target, i64 bytes, i64 first, i64 threads) {
     const Unit *from = (const Unit *)source;
     Unit *to = (Unit *)target;
     const i64 units = bytes / (i64)sizeof(Unit);
     for (i64 at = first; at < units; at += 4 * threads) {
-        Unit held[4];  // all loads are under way before the first store
+        Unit held[4];  // all loads are in flight before the first store
 #pragma unroll
         for (int i = 0; i < 4; i++)
             if (at + i * threads < units) held[i] = from[at + i * threads];
@@ -298,8 +298,8 @@ RF_INLINE float wave_max(float value) {
     for (int mask = RF_WAVE / 2; mask > 0; mask >>= 1) value = fmaxf(value, shuffle_xor(value, mask));
     return value;
 }
-// Of all threads of a block of whole waves, told to all of them. `scratch` is shared memory for 32 floats, free again
-// after the call.
+// Over all threads of a block of whole waves, returned to all of them. `scratch` is shared memory for 32 floats, which
+// may be reused after the call.
 RF_INLINE float block_sum(float value, float *scratch) {
     value = wave_sum(value);
     if (threadIdx.x % RF_WAVE == 0) scratch[threadIdx.x / RF_WAVE] = value;
@@ -319,15 +319,15 @@ RF_INLINE float block_max(float value, float *scratch) {
     return most;
 }
 
-// --- matrix units: every lane of the wave calls these --------------------------------------------------------------
+// --- matrix units: every lane of the wave must call these ------------------------------------------------------------
 
 #if (defined(RF_CUDA) && __CUDA_ARCH__ >= 800) || (defined(RF_CPU) && RF_WAVE == 32)
-// c[16][8] += a[16][16] b[16][8], laid out as PTX has it for mma.m16n8k16. Lane 4 g + t holds, of a, two in a register:
+// c[16][8] += a[16][16] b[16][8], laid out as in PTX's mma.m16n8k16. Lane 4 g + t holds, of a, two in a register:
 // columns 2 t and 2 t + 1 of row g, of row g + 8, then columns 2 t + 8 and 2 t + 9 of row g, of row g + 8; of b, column
 // g: rows 2 t and 2 t + 1, then 2 t + 8 and 2 t + 9; of c, columns 2 t and 2 t + 1 of row g, then of row g + 8.
 template <class Type> RF_INLINE void multiply_16x8x16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]);
-// Four tiles of 8 x 8 16-bit numbers out of shared memory: lane l says where row l % 8 of tile l / 8 is, 16 bytes, and
-// gets of each tile the numbers 2 (l % 4) and the next of row l / 4; `transposed`: those rows of column l / 4.
+// Loads four tiles of 8 x 8 16-bit numbers from shared memory: lane l gives the address of row l % 8 of tile l / 8, 16
+// bytes, and gets from each tile numbers 2 (l % 4) and the next of row l / 4; `transposed`: those rows of column l / 4.
 RF_INLINE void load_tiles(u32 (&tiles)[4], const void *row);
 RF_INLINE void load_tiles_transposed(u32 (&tiles)[4], const void *row);
 
@@ -389,7 +389,7 @@ RF_INLINE void load_tiles_transposed(u32 (&tiles)[4], const void *row) {
                                             defined(__GFX11__) || defined(__GFX12__)))
 #define RF_COLUMNS 1
 #if (defined(RF_HIP) && defined(__GFX11__)) || defined(RF_CPU_GFX11)
-// Its c has rows 2 e + u, so that rows of a must come in another order.
+// Its c has rows 2 e + u, so the rows of a are passed in another order.
 RF_INLINE int matrix_row(int i) { return i % 2 * 8 + i / 2; }
 #else
 RF_INLINE int matrix_row(int i) { return i; }
@@ -418,7 +418,7 @@ RF_INLINE void multiply_16x16x16(float (&c)[256 / RF_WAVE], const u32 (&a)[128 /
         }
 }
 #else
-// The vectors that the builtins take; those of BF16 are of short or of __bf16, as the compiler's version has it.
+// The builtins' vector types; for BF16, vectors of short or of __bf16, depending on the compiler's version.
 template <int Words> struct Operand {
     typedef short Shorts __attribute__((ext_vector_type(2 * Words)));
     typedef _Float16 Halves __attribute__((ext_vector_type(2 * Words)));
@@ -435,7 +435,7 @@ template <int Words> struct Operand {
 typedef float Sums __attribute__((ext_vector_type(256 / RF_WAVE)));
 
 #if defined(__GFX11__)
-// Each half of a wave holds all columns of a: the other half's come from there.
+// Each half of a wave needs all columns of a, and gets the other half's from it.
 RF_INLINE Operand<8> operand_of(const u32 (&part)[4]) {
     Operand<8> all;
     bool upper = threadIdx.x % 32 >= 16;
@@ -478,7 +478,7 @@ RF_MULTIPLY_16X16X16(BF16, RF_MULTIPLY_BF16)
 #endif
 #endif
 
-// What nobody will read again soon: caches need not keep it.
+// Loads data that will not be read again soon: caches need not keep it.
 template <class T> RF_INLINE T load_once(const T *at) {
 #if defined(RF_CUDA)
     return __ldcs(at);
@@ -487,8 +487,8 @@ template <class T> RF_INLINE T load_once(const T *at) {
 #endif
 }
 
-// 16 bytes from global to shared memory, both aligned to them. They are there for this thread after wait_copies, for
-// the block after a barrier behind it.
+// Copies 16 bytes from global to shared memory, both aligned to 16. They are visible to this thread after wait_copies,
+// and to the block after a barrier that follows it.
 RF_INLINE void copy_16(void *shared, const void *global) {
 #if defined(RF_CUDA) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"

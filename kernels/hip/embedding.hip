@@ -1,4 +1,4 @@
-// Rows of a matrix, of any type, by their numbers: tokens' embeddings, or the activations that logits are wanted of.
+// Gathers rows of a matrix of any type: the embeddings of tokens, or the activations to compute logits for.
 // ops_numpy.take.
 //
 // `blocks` blocks share a row: grid rows * blocks.

@@ -1,14 +1,13 @@
-// Products of a few rows: bound by the bytes of the weight, each read once. What stands before and behind them in a layer
-// is done by the same launch, since a small model's launches take longer than its bytes: the sum and the norm of what is
-// multiplied, and the activation of the gate. ops_numpy.linear, norm_linear and norm_gated.
+// Products of a few rows: bound by the bytes of the weight, each read once. The operations before and after a product in
+// a layer are fused, because a small model's launches take longer than its loads: residual and norm before it, the
+// gate's activation after it. ops_numpy.linear, norm_linear and norm_gated.
 //
-// A wave takes two outputs at a time, all rows of them, and shares their inputs with the others of `split` waves of its
-// block. A lane multiplies packs of 16 bytes of either output's weights with the same packs of the rows. Which lane has
-// which inputs, and the order of the sums, depend on the shape of the weight and on the GPU, and not on how many rows
-// there are.
+// A wave computes two outputs at a time, for all rows; `split` waves of a block share their inputs. A lane multiplies
+// packs of 16 bytes of each output's weights with the same packs of the rows. The assignment of inputs to lanes, and the
+// order of the sums, depend on the shape of the weight and on the GPU, not on the number of rows.
 //
-// Block THREADS; grid any, best as many as the GPU holds: blocks go round. `split` is a power of two, at most the waves
-// of a block. `inputs` is a multiple of what 16 bytes hold, and every array is aligned to them.
+// Block THREADS; any grid, best as many blocks as the GPU holds: blocks loop. `split` is a power of two, at most the
+// waves of a block. The bytes of `inputs` numbers are a multiple of 16, and every array is aligned to 16 bytes.
 //
 // defines: RF_TYPE=F32|F16|BF16 RF_ROWS=1|2|4
 // variants: RF_TYPE=BF16 RF_ROWS=1|4
@@ -25,22 +24,22 @@ static const int WAVES = THREADS / RF_WAVE;
 static const int COUNT = 16 / (int)sizeof(Bits);
 static const int PAIR = 2;
 static const int SUMS = RF_ROWS * PAIR;
-// Packs of each output that a lane has under way together.
+// Packs of each output that a lane has in flight.
 static const int AHEAD = 4;
-// Blocks that a multiprocessor shall have room for, which bounds their registers: see gemv.py.
+// Blocks that must fit on a multiprocessor, which limits their registers: see gemv.py.
 #if defined(RF_CUDA)
 #define BOUNDS __launch_bounds__(THREADS, RF_ROWS == 1 ? 4 : 3)
 #else
 #define BOUNDS __launch_bounds__(THREADS)
 #endif
 
-// The weights of a wave's two outputs, and which of their packs are a lane's: `first` and every `step` after it.
+// The weights of a wave's two outputs. A lane has pack `first` and every `step`-th after it.
 struct Place {
     const u8 *rows[PAIR];
     i32 first, step, packs;
 };
 
-// What a lane multiplies next, as it is stored.
+// A lane's next operands, as stored.
 struct Fetched {
     uint4 packs[PAIR][AHEAD];
 
@@ -66,8 +65,7 @@ RF_INLINE void numbers_of(const uint4 &pack, float *values) {
     for (int i = 0; i < COUNT; i++) values[i] = number_of(words[i * (int)sizeof(Bits) / 4], i % 2);
 }
 
-// A lane's part of the products. Numbers in even places and in odd ones have sums of their own: half the waiting for the
-// sum before.
+// A lane's part of the products. Even and odd numbers have separate sums, which halves the chain of dependent additions.
 struct Totals {
     float of[PAIR][RF_ROWS][2];
 
@@ -77,7 +75,7 @@ struct Totals {
 #pragma unroll
             for (int row = 0; row < RF_ROWS; row++) of[p][row][0] = of[p][row][1] = 0.0f;
     }
-    // What was fetched from pack `from` on times x, [rows, inputs].
+    // Multiplies what was fetched from pack `from` on by x, [rows, inputs].
     RF_INLINE void add(const Fetched &fetched, const Place &place, i32 from, const Bits *x, i32 rows, i32 inputs) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
@@ -98,7 +96,7 @@ struct Totals {
             }
         }
     }
-    // The wave's to [RF_ROWS, PAIR].
+    // Stores the wave's sums to [RF_ROWS, PAIR].
     RF_INLINE void store(float *parts) const {
 #pragma unroll
         for (int p = 0; p < PAIR; p++)
@@ -110,8 +108,8 @@ struct Totals {
     }
 };
 
-// Makes `normed` of shared memory, [rows, inputs], of x plus its residual, and block 0 writes that sum: all as rms_norm of
-// norm.hip does it, rounded where that rounds. A block's waves share its rows. Ends in a barrier.
+// Computes `normed` [rows, inputs], in shared memory, from x plus its residual; block 0 also writes that sum. Rounds where
+// rms_norm of norm.hip rounds. A block's waves share its rows. Ends with a barrier.
 RF_INLINE void normalise(
     const Bits *x, const Bits *residual, const Bits *weight, Bits *sum, Bits *normed, i32 rows, i32 inputs, float eps
 ) {
@@ -150,7 +148,7 @@ RF_INLINE void normalise(
     __syncthreads();
 }
 
-// The waves' sums of their parts of the inputs: `split` times [RF_ROWS, PAIR].
+// The waves' partial sums: `split` times [RF_ROWS, PAIR].
 struct Parts {
     const float *of;
     int split;
@@ -162,13 +160,13 @@ struct Parts {
     }
 };
 
-// What becomes of the sums of a pair of outputs: two that are neighbours, each a row of the weight.
+// Stores the sums of a pair of outputs: two adjacent rows of the weight.
 template <class Out> struct Plain {
     Out *out;
     i32 rows, outputs;
 
     RF_INLINE i32 pairs() const { return (outputs + PAIR - 1) / PAIR; }
-    // Where there is no second one, the first is multiplied again and not written.
+    // Without a second output, the first is computed twice and written once.
     RF_INLINE i32 weight_row(i32 pair, int p) const { return min(pair * PAIR + p, outputs - 1); }
     RF_INLINE void write(const Parts &parts, i32 pair, int lane) const {
         const i32 row = lane / PAIR, output = pair * PAIR + lane % PAIR;
@@ -178,7 +176,7 @@ template <class Out> struct Plain {
         else out[(i64)row * outputs + output] = RF_TYPE::store(sum);
     }
 };
-// The gate and what it gates, of which the activation is written.
+// Stores the activation of a gate and the output that it gates.
 struct Gated {
     Bits *out;
     i32 rows, outputs;
@@ -187,14 +185,14 @@ struct Gated {
     RF_INLINE i32 weight_row(i32 pair, int p) const { return pair + p * outputs; }
     RF_INLINE void write(const Parts &parts, i32 pair, int lane) const {
         if (lane >= rows) return;
-        // Rounded first, as a product that is stored is.
+        // Rounded first, as if the product had been stored.
         const float gate = RF_TYPE::load(RF_TYPE::store(parts.sum(lane, 0)));
         const float up = RF_TYPE::load(RF_TYPE::store(parts.sum(lane, 1)));
         out[(i64)lane * outputs + pair] = RF_TYPE::store(silu(gate) * up);
     }
 };
 
-// All the block's outputs. `prepare` makes what is multiplied, after the first weights are on their way.
+// Computes all outputs of the block. `prepare` makes the rows, after the first loads of weights were issued.
 template <class Prepare, class Result>
 RF_INLINE void products(
     const Prepare &prepare, const Bits *weight, const Result &result, i32 rows, i32 inputs, i32 split
@@ -222,7 +220,7 @@ RF_INLINE void products(
             totals.add(fetched, place, from, x, rows, inputs);
         }
         totals.store(parts + wave * SUMS);
-        // With one part, a wave reads what it wrote itself.
+        // With one part, a wave reads only its own sums.
         if (split > 1) __syncthreads();
         else sync_wave();
         if (wave % split == 0 && pair < pairs && lane < SUMS) result.write(Parts{parts + wave * SUMS, split}, pair, lane);
@@ -252,14 +250,14 @@ gemv(const Bits *x, const Bits *weight, Bits *out, i32 rows, i32 inputs, i32 out
     products(Given{x}, weight, Plain<Bits>{out, rows, outputs}, rows, inputs, split);
 }
 
-// The same in float32.
+// The same, with a float32 result.
 RF_KERNEL BOUNDS
 gemv_wide(const Bits *x, const Bits *weight, float *out, i32 rows, i32 inputs, i32 outputs, i32 split) {
     products(Given{x}, weight, Plain<float>{out, rows, outputs}, rows, inputs, split);
 }
 
-// The same of the norm of x plus residual, [rows, inputs] both; the sum of the two is written to `sum`, which is neither.
-// Without a residual, null, no sum is written. norm: [inputs]. Dynamic shared memory for `rows` rows of x.
+// The same for the norm of x plus residual, both [rows, inputs]; their sum is written to `sum`, a separate array. If
+// residual is null, no sum is written. norm: [inputs]. Needs dynamic shared memory for `rows` rows of x.
 RF_KERNEL BOUNDS norm_gemv(
     const Bits *x, const Bits *residual, const Bits *norm, float eps, const Bits *weight, Bits *out, Bits *sum, i32 rows,
     i32 inputs, i32 outputs, i32 split
@@ -269,7 +267,7 @@ RF_KERNEL BOUNDS norm_gemv(
     products(prepare, weight, Plain<Bits>{out, rows, outputs}, rows, inputs, split);
 }
 
-// The same, of which the activation is written: weight [2 outputs, inputs], the gate's outputs first. out: [rows, outputs].
+// The same, followed by the activation: weight [2 outputs, inputs], the gate's rows first. out: [rows, outputs].
 RF_KERNEL BOUNDS norm_gated_gemv(
     const Bits *x, const Bits *residual, const Bits *norm, float eps, const Bits *weight, Bits *out, Bits *sum, i32 rows,
     i32 inputs, i32 outputs, i32 split

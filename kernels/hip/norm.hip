@@ -1,7 +1,7 @@
-// Root mean square normalisation of rows, after adding a residual or not: ops_numpy.rms_norm.
+// Root mean square normalisation of rows, optionally after adding a residual: ops_numpy.rms_norm.
 //
-// A block takes a row: grid rows, block any whole number of waves, best one thread for each 16 or 32 bytes of the row,
-// and chosen by the width alone, so that a row's bits depend on nothing else.
+// A block normalises a row: grid rows, block any whole number of waves, best one thread per 16 or 32 bytes of the row,
+// chosen by the width alone, so that a row's bits depend on nothing else.
 //
 // defines: RF_TYPE=F32|F16|BF16
 // variants: RF_TYPE=F32|F16|BF16
@@ -12,7 +12,7 @@
 #endif
 
 typedef RF_TYPE::Bits Bits;
-// Packs of a row that a thread keeps; those beyond are read again.
+// Packs of a row that a thread keeps in registers; the others are read again.
 static const int HELD = 4;
 
 template <int Count> RF_INLINE void scaled(const float *values, float scale, const Bits *weight, i64 at, Bits *out) {
@@ -23,7 +23,7 @@ template <int Count> RF_INLINE void scaled(const float *values, float scale, con
     store_numbers<RF_TYPE, Count>(out + at, results);
 }
 
-// A thread takes packs of `Count` numbers, a block's width apart.
+// A thread processes packs of `Count` numbers, a block's width apart.
 template <int Count>
 RF_INLINE void norm_row(
     const Bits *x, const Bits *residual, const Bits *weight, Bits *out, Bits *sum, i32 width, float eps, float *scratch
@@ -58,14 +58,15 @@ RF_INLINE void norm_row(
     }
     for (i32 pack = HELD * blockDim.x + threadIdx.x; pack < packs; pack += blockDim.x) {
         float values[Count];
-        // What was a residual may be the sum by now.
+        // The residual may already have been overwritten by the sum.
         load_numbers<RF_TYPE, Count>((sum ? sum : x) + (i64)pack * Count, values);
         scaled<Count>(values, scale, weight, (i64)pack * Count, out);
     }
 }
 
-// x, residual, out and sum: [rows, width]. residual and sum are both null or both there, and may be the same memory.
-// weight: [width]. Packs of 16 bytes if all that is given allows it.
+// x, residual, out and sum: [rows, width]. residual and sum are either both null or both given, and may be the same
+// memory.
+// weight: [width]. Uses packs of 16 bytes if the width and all arrays allow it.
 RF_KERNEL rms_norm(
     const Bits *x, const Bits *residual, const Bits *weight, Bits *out, Bits *sum, i32 width, float eps
 ) {

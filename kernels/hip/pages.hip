@@ -1,13 +1,13 @@
-// Whole pages of the arena: copied, set to zero, gathered into one piece and put back. ops_numpy.copy_page, zero_page,
+// Copies, zeroes, packs and unpacks whole pages of the arena. ops_numpy.copy_page, zero_page,
 // pack_pages, unpack_pages.
 //
-// `blocks` blocks share a page: grid pages * blocks, best one block for each 64 bytes a thread. Page p begins at
+// `blocks` blocks share a page: grid pages * blocks, best 64 bytes per thread. Page p begins at
 // p * page_bytes; numbers of pages are not checked.
 //
 // variants:
 #include "common.h"
 
-// Number of the page in the list, and this thread's of those that share it.
+// The index of the page in the list, and of this thread among those that share the page.
 struct Share {
     i64 page, first, threads;
     RF_INLINE Share(i32 blocks)
@@ -23,7 +23,7 @@ RF_KERNEL copy_pages(u8 *pages, const i32 *pairs, i64 page_bytes, i32 blocks) {
     copy_bytes(source, pages + pairs[2 * share.page + 1] * page_bytes, page_bytes, share.first, share.threads);
 }
 
-// numbers: [pages]; one that is there twice is zero all the same.
+// numbers: [pages]; may repeat.
 RF_KERNEL zero_pages(u8 *pages, const i32 *numbers, i64 page_bytes, i32 blocks) {
     const Share share(blocks);
     u8 *page = pages + numbers[share.page] * page_bytes;
@@ -35,14 +35,14 @@ RF_KERNEL zero_pages(u8 *pages, const i32 *numbers, i64 page_bytes, i32 blocks) 
     }
 }
 
-// buffer: [pages, page_bytes], the pages of `numbers` one after another.
+// buffer: [pages, page_bytes], the pages of `numbers`, concatenated.
 RF_KERNEL pack_pages(const u8 *pages, const i32 *numbers, u8 *buffer, i64 page_bytes, i32 blocks) {
     const Share share(blocks);
     const u8 *source = pages + numbers[share.page] * page_bytes;
     copy_bytes(source, buffer + share.page * page_bytes, page_bytes, share.first, share.threads);
 }
 
-// The way back; no number is there twice.
+// The inverse; numbers must be distinct.
 RF_KERNEL unpack_pages(u8 *pages, const i32 *numbers, const u8 *buffer, i64 page_bytes, i32 blocks) {
     const Share share(blocks);
     u8 *target = pages + numbers[share.page] * page_bytes;

@@ -1,8 +1,8 @@
-// What lies between the projection and the attention of a layer: the projection's bias where it has one, the norm of each
-// head of q and k where the model has one, the rotation of q and k (NeoX order), and K and V into their pages.
+// The steps between a layer's projection and its attention: the projection's bias and the norms of the heads of q and k,
+// if the model has them, the rotation of q and k (NeoX order), and the storing of K and V in their pages.
 // ops_numpy.rms_norm of heads, rope, write_kv and write_kv_int8.
 //
-// A head is shared by LANES lanes, each of which takes a pack of its first half and the pack that it is rotated with.
+// LANES lanes share a head; each processes a pack of its first half and the pack that it is rotated with.
 //
 // defines: RF_TYPE=F32|F16|BF16 RF_KV=F32|F16|BF16|INT8 RF_HEAD_DIM=64|80|96|128|256
 // variants: RF_TYPE=F16|BF16 RF_KV=F16|BF16|INT8 RF_HEAD_DIM=128
@@ -19,12 +19,12 @@ static const int DIM = RF_HEAD_DIM;
 static const int HALF = DIM / 2;
 static const int COUNT = 16 / (int)sizeof(Bits);
 static const int PACKS = HALF / COUNT;
-// A power of two, so that the lanes of a head are in one wave: the last of them may have nothing to do.
+// A power of two, so that the lanes of a head are in one wave; the last ones may be idle.
 static const int LANES = PACKS <= 4 ? 4 : PACKS <= 8 ? 8 : PACKS <= 16 ? 16 : 32;
 static_assert(HALF % COUNT == 0 && PACKS <= LANES, "a head is whole packs, and at most 32 in each half");
 static const bool SCALED = sizeof(Stored) == 1;
 
-// The lane's part of a head.
+// A lane's part of a head.
 struct Part {
     float first[COUNT], second[COUNT];
 };
@@ -36,7 +36,7 @@ RF_INLINE Part load_part(const Bits *head, int at) {
     return part;
 }
 
-// With what the projection adds to every token's head; bias may be null.
+// Loads it and adds the projection's bias, which may be null.
 RF_INLINE Part load_part(const Bits *head, const Bits *bias, int at) {
     Part part = load_part(head, at);
     if (bias) {
@@ -69,7 +69,7 @@ RF_INLINE void norm_part(Part &part, const Bits *weight, int at, bool active, fl
     }
 }
 
-// By the angles of a position. cosine and sine: [HALF].
+// Rotates by the angles of a position. cosine and sine: [HALF].
 RF_INLINE void rotate_part(Part &part, const float *cosine, const float *sine, int at) {
     float cosines[COUNT], sines[COUNT];
     load_numbers<F32, COUNT>(cosine + at, cosines);
@@ -82,7 +82,7 @@ RF_INLINE void rotate_part(Part &part, const float *cosine, const float *sine, i
     }
 }
 
-// Numbers before those of K (which = 0) or V (1) of a head in a page.
+// The offset, in numbers, of K (which = 0) or V (1) of a head in a page.
 RF_INLINE i64 values_at(i32 layer, i32 which, i32 kv_heads, i32 kv_head, i32 page_size) {
     return (((i64)layer * 2 + which) * kv_heads + kv_head) * page_size * DIM;
 }
@@ -92,8 +92,9 @@ RF_INLINE i64 values_at(i32 layer, i32 which, i32 kv_heads, i32 kv_head, i32 pag
 // q_weight, k_weight: [DIM], the norm of each head, or null.
 // cosine, sine: [positions, HALF], or [n, HALF] if positions is null. positions, page, slot: [n]. page_bytes is a
 // multiple of 16, unless RF_KV is INT8.
-// With INT8 only q is done here, the rest by write_int8. The K and V of a token whose page is negative go nowhere.
-// Grid (n, ceil(heads * LANES / block)); heads counts those of k and v too, unless RF_KV is INT8.
+// With INT8, only q is processed here; write_int8 does the rest. The K and V of a token whose page is negative are not
+// stored.
+// Grid (n, ceil(heads * LANES / block)); heads includes those of k and v, unless RF_KV is INT8.
 RF_KERNEL rope_write(
     const Bits *qkv, Bits *q, i64 q_stride, const Bits *bias, const Bits *q_weight, const Bits *k_weight, float eps,
     const float *cosine, const float *sine, const i32 *positions, const i32 *page, const i32 *slot, u8 *pages,
@@ -134,15 +135,15 @@ RF_INLINE void store_scaled(i8 *target, const float *values, float inverse) {
     float scaled[COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; i++) scaled[i] = values[i] * inverse;
-    // A page's numbers are aligned to 4 bytes, as its scales are.
+    // The numbers of a page, like its scales, are aligned to 4 bytes.
 #pragma unroll
     for (int i = 0; i < COUNT; i += 4) store_numbers<INT8, 4>(target + i, scaled + i);
 }
 
-// K and V of a launch into INT8 pages. Tokens segments[i] to segments[i + 1] - 1 go into one page, and into slots one
-// after another, behind what is there; the first slot of a page is written first. So a block, which takes K or V of a head
-// for one segment, is alone with its scale. When that grows, what was there before is rounded to it anew.
-// Grid (segments, 2 * kv_heads), block any whole number of waves. For the rest see rope_write; layers: of the model.
+// Stores the K and V of a launch in INT8 pages. Tokens segments[i] to segments[i + 1] - 1 go to consecutive slots of one
+// page, after those already written; slot 0 is written first. A block stores K or V of one head of one segment, so no
+// other block uses its scale. When the scale grows, the existing numbers are requantised.
+// Grid (segments, 2 * kv_heads), block any whole number of waves. Other arguments as in rope_write; layers: the model's.
 RF_KERNEL write_int8(
     const Bits *qkv, const Bits *bias, const Bits *k_weight, float eps, const float *cosine, const float *sine,
     const i32 *positions, const i32 *page, const i32 *slot, const i32 *segments, u8 *pages, i64 page_bytes, i32 layer,
@@ -162,7 +163,7 @@ RF_KERNEL write_int8(
     const Bits *added = bias ? bias + (i64)head * DIM : bias;
 
     Part part;
-    // Twice the same: for the largest, then to store; all threads go round equally often.
+    // Two passes: to find the largest, then to store. All threads make the same number of iterations.
     float most = 0.0f, before = 0.0f, now = 0.0f, inverse = 0.0f;
     for (int storing = 0; storing < 2; storing++) {
         for (i32 first = begin; first < end; first += together) {

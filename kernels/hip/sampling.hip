@@ -1,10 +1,10 @@
-// From rows of logits to tokens. reference.py says what every number means; a token is the same here and there, on
-// every device: what decides over one is compared and summed as integers, so no order of a sum, no width of a wave and
-// no contraction of a product can change it.
+// Draws tokens from rows of logits. reference.py defines every number; both give the same token, on every device: all
+// numbers that decide are compared and summed as integers, so neither the order of a sum, nor the width of a wave, nor
+// the contraction of a product can change it.
 //
-// A block takes a row, in passes over it: the likeliest, then, if top-k or top-p ask for it, a histogram of distances
-// below it, and a finer one of the bin in which the line falls (as often as it takes, most often once), then the sum of
-// what is kept, and the place of one random number in that sum, in the order of ids.
+// A block processes a row in several passes: the likeliest token; for top-k or top-p, a histogram of the distances below
+// it, and finer ones of the bin that contains the cut (usually one is enough); then the sum of what is kept, and the
+// position of one random number in that sum, in order of ids.
 //
 // defines: RF_TYPE=F32|F16|BF16 RF_THREADS=64|128|256|512|1024
 // variants: RF_TYPE=F32|F16|BF16
@@ -20,7 +20,7 @@
 
 typedef RF_TYPE::Bits Bits;
 
-// As sampling.py packs them.
+// As launch.py packs them.
 struct Row {
     u64 top_p;  // of 2^64; 0 is off
     u64 least;  // weight, at least 1
@@ -36,23 +36,23 @@ struct Row {
 };
 struct Entry {
     i32 id;
-    i32 count;   // in the output; -1: neither there nor in the prompt
+    i32 count;   // in the output; -1: neither in the output nor in the prompt
     float bias;  // -infinity: never drawn
-    float raw;   // room for the logit as it was
+    float raw;   // space for the original logit
 };
 enum Error { NONE, NOT_FINITE, NOTHING_LEFT };
 
 static const int THREADS = RF_THREADS;
 static const int WAVES = THREADS / RF_WAVE;
 static const int MOST_TOP = 20;
-static const int LOAD = 4;  // logits that a lane loads together
-// A place is a token's in the order of falling logits, equals by rising id, as one integer: higher is earlier.
+static const int LOAD = 4;  // logits that a lane loads at once
+// A place is a token's position in the order of falling logits, equals by rising id, as one integer: higher is earlier.
 static const int ID_BITS = 18;
 static const u32 LAST_ID = (1u << ID_BITS) - 1;
 static const u64 PLACES = 1ull << (32 + ID_BITS);
-// Steps are a distance below the likeliest: 2^23 of them halve the weight, and FAR of them leave nothing of it.
+// Steps measure the distance below the likeliest: 2^23 of them halve the weight, and FAR of them make it 0.
 static const u32 FAR = 44u << 23;
-static const float STEPS = 12102203.0f;  // of a distance of 1 at temperature 1: 2^23 / ln 2, rounded
+static const float STEPS = 12102203.0f;  // in a distance of 1 at temperature 1: 2^23 / ln 2, rounded
 static const int COARSE_SHIFT = 18;
 static const int FAR_BIN = FAR >> COARSE_SHIFT;
 static const int COARSE = FAR_BIN + 1;
@@ -67,31 +67,31 @@ struct Sum {
     RF_INLINE void operator+=(const Sum &other) { *this = *this + other; }
     RF_INLINE u64 of(bool by_mass) const { return by_mass ? mass : count; }
 };
-// An item of some, and the sums of those before it and of itself.
+// An item, the sum of those before it, and its own.
 struct Found {
     Sum before, in;
     int at;
 };
-// Kept is a token whose coarse bin is at most `bin` and whose place is at least `low`.
+// A token is kept if its coarse bin is at most `bin` and its place at least `low`.
 struct Cut {
     u64 low;
     int bin;
 };
-// The search for a cut: one thread moves it on, between barriers.
+// The search for a cut: one thread advances it, between barriers.
 struct Search {
-    u64 target;  // of tokens, or of mass, that the cut is to keep
+    u64 target;  // number of tokens, or mass, that the cut must keep
     bool by_mass, over;
-    int bin;    // the coarse one in which the cut is
-    Sum above;  // of the bins before it
-    // Candidates are the bin's tokens with a place from `low` to `high`; what is before them in all, and among them.
+    int bin;    // the coarse bin that contains the cut
+    Sum above;  // the sum of the bins before it
+    // Candidates are the bin's tokens with a place from `low` to `high`. The sums before them and of them.
     u64 low, high;
     Sum before, in;
-    // The fine bins' window: from here down, 2^shift places a bin. Beyond it, the outermost bins hold all.
+    // The fine bins' window: from here down, 2^shift places per bin. The outermost bins hold everything beyond it.
     u64 last;
     int shift;
 };
 
-// Counts and masses, added up in any order. Only 32-bit atomics, which every GPU has in shared memory.
+// Counts and masses, summed in any order. Uses only 32-bit atomics, which every GPU has in shared memory.
 template <int Size> struct Bins {
     u32 count[Size], low[Size], high[Size];
 
@@ -147,7 +147,7 @@ RF_INLINE u64 random_bits(u64 seed, u64 position) {
     return (u64)c1 << 32 | c0;
 }
 
-// -0 and what a GPU may flush to it are 0.
+// -0, and what a GPU may flush to -0, count as 0.
 RF_INLINE float plain(float value) { return bits_of(value) & 0x7f800000u ? value : 0.0f; }
 RF_INLINE u32 ordered(float value) {
     u32 bits = bits_of(value);
@@ -160,7 +160,7 @@ RF_INLINE float value_at(u64 place) {
 RF_INLINE u64 place_of(float value, int id) { return (u64)ordered(value) << ID_BITS | (LAST_ID - (u32)id); }
 RF_INLINE int id_at(u64 place) { return (int)(LAST_ID - ((u32)place & LAST_ID)); }
 
-// 2^44 times 2^-(steps / 2^23): the polynomial of reference.py, each product cut off to 30 bits of fraction.
+// 2^44 times 2^-(steps / 2^23): the polynomial of reference.py, each product truncated to 30 fractional bits.
 RF_INLINE u32 multiply_high(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 RF_INLINE u64 weight(u32 steps) {
     u32 x = steps << 9;
@@ -174,7 +174,7 @@ RF_INLINE u64 weight(u32 steps) {
     return (u64)p << 14 >> (steps >> 23);
 }
 
-// What all lanes of a wave have alike; AMD's compiler keeps it in a register for all of them only if it is told.
+// A value that is uniform in a wave; AMD's compiler keeps it in a scalar register only if told so.
 RF_INLINE u32 uniform(u32 value) {
 #if defined(RF_HIP)
     return (u32)__builtin_amdgcn_readfirstlane((int)value);
@@ -192,7 +192,7 @@ struct View {
     int vocab;
     float most, scale;
 
-    // Difference, then product: nothing to contract.
+    // A difference, then a product: they cannot be contracted.
     RF_INLINE u32 steps(float value) const {
         float distance = (most - value) * scale;
         return distance < (float)FAR ? (u32)distance : FAR;
@@ -202,7 +202,7 @@ struct View {
 RF_INLINE int lane() { return threadIdx.x % RF_WAVE; }
 RF_INLINE int wave() { return uniform((int)threadIdx.x / RF_WAVE); }
 
-// The ids that a wave takes: a span of this many, the last of what is left.
+// The ids that a wave processes: a span of this many; the last span is shorter.
 RF_INLINE int span_of(int vocab) {
     int step = RF_WAVE * LOAD, steps = (vocab + step - 1) / step;
     return (steps + WAVES - 1) / WAVES * step;
@@ -220,7 +220,7 @@ RF_INLINE Loaded load(const Bits *row, int at, int end, bool aligned) {
     return pack;
 }
 
-// Call take(id, logit) for every token.
+// Calls take(id, logit) for every token.
 template <class Take> RF_INLINE void each(const Bits *row, int vocab, Take take) {
     const bool aligned = (u64)row % sizeof(Loaded) == 0;
     const int step = RF_WAVE * LOAD, span = span_of(vocab);
@@ -235,7 +235,7 @@ template <class Take> RF_INLINE void each(const Bits *row, int vocab, Take take)
     }
 }
 
-// The likeliest token's place. Counts in `shared` the tokens of -infinity, and those that are no numbers.
+// The likeliest token's place. Counts in `shared` the logits that are -infinity and those that are NaN or +infinity.
 RF_INLINE u64 likeliest(const Bits *row, int vocab, Shared *shared) {
     u64 best = 0;
     u32 barred = 0, damaged = 0;
@@ -260,7 +260,7 @@ RF_INLINE u64 likeliest(const Bits *row, int vocab, Shared *shared) {
     return uniform(best);
 }
 
-// The sum over the block, told to all threads; leaves those of the waves in `shared`.
+// The sum over the block, returned to all threads; leaves the waves' sums in `shared`.
 RF_INLINE u64 block_total(u64 value, Shared *shared) {
 #pragma unroll
     for (int mask = RF_WAVE / 2; mask > 0; mask >>= 1) value += shuffle_xor(value, mask);
@@ -272,8 +272,8 @@ RF_INLINE u64 block_total(u64 value, Shared *shared) {
     return uniform(value);
 }
 
-// Find the first of `size` items at which the running sum, of masses or of counts, is `target` or more; it must get
-// there. Tells it in `shared`.
+// Finds the first of `size` items at which the running sum, of masses or of counts, reaches `target`, which it must.
+// Leaves it in `shared`.
 template <class Item> RF_INLINE void find(int size, u64 target, bool by_mass, Shared *shared, Item item) {
     const int each_thread = (size + THREADS - 1) / THREADS;
     const int begin = min((int)threadIdx.x * each_thread, size), end = min(begin + each_thread, size);
@@ -303,13 +303,13 @@ template <class Item> RF_INLINE void find(int size, u64 target, bool by_mass, Sh
 
 // --- how far down the order the kept tokens go ----------------------------------------------------------------------
 
-// Lay the fine bins over the candidates, unless the search is over.
+// Lays the fine bins over the candidates, unless the search is over.
 RF_INLINE void aim(const View &view, Search &search, bool first) {
     const bool all = !search.by_mass && search.target == search.before.count + search.in.count;
     search.over = all || search.in.count == 1;
     u64 low = search.low, high = search.high;
     if (first && search.bin < FAR_BIN) {
-        // About where the bin's tokens are; a bad guess costs a round, no more.
+        // An estimate of the places of the bin's tokens; a bad one costs only a round.
         float width = (float)(1 << COARSE_SHIFT) / view.scale, top = view.most - (float)search.bin * width;
         u64 from = place_of(plain(top - 1.0625f * width), LAST_ID), to = place_of(plain(top + 0.0625f * width), 0);
         if (low <= from && from < to && to <= high) {
@@ -330,8 +330,8 @@ RF_INLINE void step_into(Search &search, const Found &found) {
     if (found.at > 0) search.high = search.last - ((u64)found.at << search.shift);
 }
 
-// Find where the line falls in the coarse bin `shared->found`, among its tokens from `low` up, when `target` of all
-// tokens, or of all mass, is to be kept. Each round narrows the places down to one of the fine bins.
+// Finds the cut in the coarse bin `shared->found`, among its tokens from `low` up, that keeps `target` of all tokens, or
+// of all mass. Each round narrows the places to one fine bin.
 RF_INLINE Cut narrow(const View &view, u64 target, bool by_mass, u64 low, Shared *shared) {
     Search &search = shared->search;
     if (threadIdx.x == 0) {
@@ -364,7 +364,7 @@ RF_INLINE Cut narrow(const View &view, u64 target, bool by_mass, u64 low, Shared
             step_into(search, shared->found);
             aim(view, search, false);
         }
-        // Without it this block is the loop's back edge: LLVM makes an inner loop of it, which thread 0 alone leaves.
+        // Without it, this block is the loop's back edge: LLVM turns it into an inner loop that only thread 0 leaves.
         __syncthreads();
     }
     return {uniform(search.low), uniform(search.bin)};
@@ -381,21 +381,21 @@ RF_INLINE double limited(double value, double most) {
     value = value > most ? most : value < -most ? -most : value;
     return (value < 0 ? -value : value) < 1.1754943508222875e-38 ? 0.0 : value;
 }
-// In double precision: the products of two floats are exact there, and to contract one with a sum changes nothing.
+// In double precision, products of two floats are exact, so contracting one with a sum changes nothing.
 RF_INLINE float adjusted(float raw, const Row &row, const Entry &entry) {
     double value = (float)limited((double)raw + (double)entry.bias, Largest<F32>::value);
     if (entry.count >= 0) value = value > 0 ? value / (double)row.repetition : value * (double)row.repetition;
     if (entry.count > 0) value = value - (double)row.frequency * (double)entry.count - (double)row.presence;
     return (float)limited(value, Largest<RF_TYPE>::value);
 }
-// Put the adjusted logits of a row's entries in place of the raw, which the entries keep.
+// Replaces the logits of a row's entries by the adjusted ones; the entries keep the original ones.
 RF_INLINE void adjust(Bits *logits, const Row &row, Entry *entries, Shared *shared) {
     for (int i = threadIdx.x; i < row.entries; i += THREADS) {
         Entry &entry = entries[row.first_entry + i];
         float raw = RF_TYPE::load(logits[entry.id]), value;
         entry.raw = raw;
         if ((bits_of(raw) & 0x7f800000u) == 0x7f800000u) {
-            value = float_of(0x7fc00000u);  // damaged, whatever was to become of it
+            value = float_of(0x7fc00000u);  // invalid, whatever the adjustment
         } else if (entry.bias == -RF_INFINITY) {
             value = -RF_INFINITY;
             atomicAdd(&shared->banned, 1u);
@@ -414,7 +414,7 @@ RF_INLINE void restore(Bits *logits, const Row &row, const Entry *entries) {
 
 // --- kernels --------------------------------------------------------------------------------------------------------
 
-// What top-k and top-p keep of a row; without weight, a token may be kept or not.
+// The tokens of a row that top-k and top-p keep; tokens without weight may or may not be among them.
 RF_INLINE Cut filtered(const View &view, const Row &row, Shared *shared) {
     Bins<COARSE> &coarse = shared->coarse;
     coarse.clear();
@@ -423,7 +423,7 @@ RF_INLINE Cut filtered(const View &view, const Row &row, Shared *shared) {
         u32 steps = view.steps(value);
         if (steps < FAR) coarse.add((int)(steps >> COARSE_SHIFT), weight(steps));
     });
-    // Tokens without weight are not counted, but enough of them to end a search.
+    // Tokens without weight are counted only as far as a search needs them to end.
     if (threadIdx.x == 0) coarse.count[FAR_BIN] = (u32)view.vocab;
 
     Cut cut = {0, FAR_BIN};
@@ -443,15 +443,15 @@ RF_INLINE Cut filtered(const View &view, const Row &row, Shared *shared) {
         const int bin = uniform(shared->found.at);
         if (bin == FAR_BIN) continue;
         cut = narrow(view, target, by_mass, bin == cut.bin ? cut.low : 0, shared);
-        // Of the bin that is cut, what is kept.
+        // The part of the cut bin that is kept.
         const Search &search = shared->search;
         if (threadIdx.x == 0) coarse.set(bin, search.before + search.in - search.above);
     }
     return cut;
 }
 
-// A token for each row, gridDim.x of them: out[row], and out[rows + row] the error that it could not be drawn for, then
-// the token is 0. The logits are as they were when this returns. `stride` is from row to row, in logits.
+// Draws a token for each of gridDim.x rows: out[row]; out[rows + row] is the error if none could be drawn, and the token
+// is 0. Restores the logits before it returns. `stride`: logits from one row to the next.
 RF_KERNEL __launch_bounds__(THREADS)
 sample_tokens(Bits *logits, i64 stride, i32 vocab, const Row *__restrict__ rows, Entry *entries, i32 *out) {
     __shared__ Shared shared_;
@@ -464,7 +464,7 @@ sample_tokens(Bits *logits, i64 stride, i32 vocab, const Row *__restrict__ rows,
     __syncthreads();
 
     const u64 best = likeliest(mine, vocab, shared);
-    // Bans alone make -infinity of a logit.
+    // Only bans make a logit -infinity.
     Error error = shared->damaged || shared->barred != shared->banned ? NOT_FINITE : NONE;
     if (error == NONE && (int)shared->banned == vocab) error = NOTHING_LEFT;
     int token = error == NONE ? id_at(best) : 0;
@@ -482,7 +482,7 @@ sample_tokens(Bits *logits, i64 stride, i32 vocab, const Row *__restrict__ rows,
         u64 mass = 0;
         each(mine, vocab, [&](int id, float value) { mass += kept(id, value); });
         const u64 total = block_total(mass, shared);
-        // One of the units of mass, each as likely as the next; then the token that has it.
+        // One of the units of mass, all equally likely; then the token that has it.
         u64 target = multiply_high(random_bits(row.seed, row.position), total) + 1;
         int at = 0;
         while (shared->waves[at].mass < target) target -= shared->waves[at++].mass;
@@ -496,13 +496,12 @@ sample_tokens(Bits *logits, i64 stride, i32 vocab, const Row *__restrict__ rows,
         out[blockIdx.x] = token;
         out[gridDim.x + blockIdx.x] = error;
     }
-    restore(mine, row, entries);  // after a barrier behind the last look at a logit, whatever was done
+    restore(mine, row, entries);  // after the barrier that follows the last read of a logit, on every path
 }
 
-// Of each row that asks: the logarithm of the chance that the softmax of its logits gives the token in out[row], and
-// the token's rank: out[2 rows + row], a float, and out[3 rows + row]. Then the likeliest tokens, as many as the row
-// asks for of `most`: ids [rows, most] and logarithms [rows, most]. With an error in out[rows + row], or where nothing
-// is asked for, NaN, 0 and -1.
+// For each row that requests them: the log probability of the token in out[row], and its rank: out[2 rows + row], a
+// float, and out[3 rows + row]. Then the likeliest tokens, up to `most` as requested: ids [rows, most] and log
+// probabilities [rows, most]. NaN, 0 and -1 where out[rows + row] has an error or nothing is requested.
 RF_KERNEL __launch_bounds__(THREADS)
 token_logprobs(const Bits *logits, i64 stride, i32 vocab, const Row *__restrict__ rows, i32 *out, i32 most) {
     __shared__ Shared shared_;
@@ -531,7 +530,7 @@ token_logprobs(const Bits *logits, i64 stride, i32 vocab, const Row *__restrict_
     const int token = out[mine];
     const float chosen = plain(RF_TYPE::load(of[token]));
     const u64 place = place_of(chosen, token);
-    Sum all = {0, 0};  // and how many are in front of the token
+    Sum all = {0, 0};  // and the number of tokens ranked before it
     each(of, vocab, [&](int id, float value) {
         u32 steps = view.steps(value);
         if (place_of(value, id) > place) all.count++;
