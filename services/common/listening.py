@@ -10,7 +10,7 @@ from typing import Any
 from services.common.errors import InvalidConfiguration
 from services.common.serving import LOG_LEVELS, Listener, Tls, check_exposure
 from services.common.settings import setting
-from services.common.values import Kind, one_of, seconds, switch
+from services.common.values import Kind, one_of, seconds, switch, whole
 
 address = Kind(Listener.parse, "unix:/path or host:port")
 file_path = Kind(Path, "path")
@@ -41,6 +41,12 @@ class Listening:
         file_path, None, "PEM CA certificate that must have signed client certificates", metavar="FILE"
     )
     insecure: bool = setting(switch, False, "allow listening beyond this host without mutual TLS")
+    max_connections: int = setting(
+        whole(1, 1 << 20),
+        1024,
+        "most connections over TCP, and as many over unix sockets; fewer where the limit on open files is low",
+        metavar="N",
+    )
     metrics: Listener | None = setting(
         Kind(Listener.parse_tcp, "host:port"),
         None,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from socketserver import TCPServer
 from typing import Any
@@ -24,8 +26,10 @@ from services.common.serving import Listener
 
 log = structlog.get_logger()
 
-#: Socket timeout in seconds, for reading a request and for each write of the response.
+#: Seconds that a caller has in all, from its connection to the end of the response.
 CALLER_S = 10.0
+#: Callers at a time, a thread each.
+MAX_CALLERS = 32
 
 #: Values by the values of their labels.
 Rows = Mapping[tuple[str, ...], float]
@@ -72,10 +76,12 @@ class Endpoint:
 
 
 class _Server(ThreadingWSGIServer):
-    """One thread per connection, bounded by the socket timeout."""
+    """One thread per connection, at most `MAX_CALLERS`, and each for at most `CALLER_S`, however slowly it talks."""
 
     def __init__(self, family: int, address: tuple[Any, ...], app: Callable[..., Any]) -> None:
         self.address_family = family
+        self._lock = threading.Lock()
+        self._since: dict[socket.socket, float] = {}
         super().__init__(address, _Handler)
         self.set_app(app)
 
@@ -86,13 +92,39 @@ class _Server(ThreadingWSGIServer):
         self.server_name, self.server_port = str(host), int(port)
         self.setup_environ()
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer on a thread of its own, or hang up if too many callers have one."""
+        with self._lock:
+            if len(self._since) < MAX_CALLERS:
+                self._since[request] = time.monotonic()
+        if request in self._since:
+            super().process_request(request, client_address)
+        else:
+            log.info("metrics_caller_refused", caller=str(client_address), limit=MAX_CALLERS)
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close the connection."""
+        with self._lock:
+            self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Hang up on callers whose time is over; called about twice a second."""
+        began = time.monotonic() - CALLER_S
+        with self._lock:
+            over = [request for request, since in self._since.items() if since < began]
+        for request in over:
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)  # its thread reads an end, and closes it
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a connection that was lost or timed out."""
         log.info("metrics_caller_lost", caller=str(client_address), error=repr(sys.exception()))
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = CALLER_S
+    timeout = CALLER_S  # between two bytes, so that a silent caller of a stopped server is let go as well
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do not log every scrape."""

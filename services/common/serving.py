@@ -25,7 +25,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common.access.identity import Identity
 from services.common.call_stats import CallStats
-from services.common.edge import keepalive
+from services.common.edge import descriptors, keepalive
 from services.common.edge.paths import make_directory
 from services.common.edge.reflection import Reflection
 from services.common.errors import InvalidConfiguration
@@ -35,6 +35,9 @@ log = structlog.get_logger()
 
 #: Enough for 4096 demands with prompts; gRPC itself rejects a larger message.
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+
+#: Seconds that a caller has to greet, TLS included.
+HANDSHAKE_S = 20.0
 
 _TCP = "host:port with a port of 0 to 65535"
 _UNIX_PATH_LIMIT = 107  # bytes of sockaddr_un.sun_path, less the terminator
@@ -141,17 +144,25 @@ class Serving:
     """A service with health checking and reflection, from bind to drain.
 
     Every way in has a grpc.aio server of its own, which knows who comes that way: the unix sockets, where only this
-    uid (and root) may connect, and TCP, where a certificate shows it or nothing does. They share the servicers.
+    uid (and root) may connect, and TCP, where a certificate shows it or nothing does. They share the servicers. Each
+    has at most ``max_connections`` connections, and closes further ones.
     Health is NOT_SERVING until ``ready()``; ``drain()`` sets it back, then lets calls in flight end.
     """
 
     def __init__(
-        self, service: str, listeners: Sequence[Listener], *, tls: Tls | None = None, insecure: bool = False
+        self,
+        service: str,
+        listeners: Sequence[Listener],
+        *,
+        tls: Tls | None = None,
+        insecure: bool = False,
+        max_connections: int = 1024,
     ) -> None:
         check_exposure(listeners, tls, insecure)
         self._service = service
         self._listeners = list(listeners)
         self._tls = tls
+        self._max_connections = max_connections
         self._health = health.aio.HealthServicer()
         self._paths: list[tuple[Path, int]] = []
         self._servers: list[grpc.aio.Server] = []
@@ -167,6 +178,7 @@ class Serving:
         await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
         owner, mutual = Identity.of_uid(os.geteuid()), self._tls is not None and self._tls.client_ca is not None
         credentials = self._tls.credentials() if self._tls else None
+        self._connections = descriptors.connections(self._max_connections, descriptors.raise_limit())
         local, remote = None, None
         for listener in self._listeners:
             if listener.path is not None:
@@ -186,6 +198,8 @@ class Serving:
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 *keepalive.SERVER,
+                ("grpc.server_handshake_timeout_ms", round(1000 * HANDSHAKE_S)),
+                ("grpc.max_allowed_incoming_connections", self._connections),
             ]
         )
         self._servers.append(server)

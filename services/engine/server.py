@@ -72,7 +72,13 @@ class Engine:
         self.loop: EngineLoop | None = None
         self.pool_id = ""
         self._make_runner = make_runner
-        self._serving = Serving(SERVICE, config.listeners, tls=config.tls, insecure=config.insecure)
+        self._serving = Serving(
+            SERVICE,
+            config.listeners,
+            tls=config.tls,
+            insecure=config.insecure,
+            max_connections=config.max_connections,
+        )
         self._source: PageSource | None = None  # until the engine's thread takes it over
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()

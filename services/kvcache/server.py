@@ -75,7 +75,13 @@ class Daemon:
         )
         self.calls = CallStats()
         self._servicer = KvCacheServicer(self.cache)
-        self._serving = Serving(SERVICE, config.listeners, tls=config.tls, insecure=config.insecure)
+        self._serving = Serving(
+            SERVICE,
+            config.listeners,
+            tls=config.tls,
+            insecure=config.insecure,
+            max_connections=config.max_connections,
+        )
         self._sweeper: asyncio.Task[None] | None = None
         self._endpoint: Endpoint | None = None
 
