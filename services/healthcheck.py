@@ -14,8 +14,18 @@ _LOOK_S = 0.5
 _DIRECT = ("grpc.enable_http_proxy", 0)
 
 
-def wait_serving(address: str, *, alive: Callable[[], bool], timeout_s: float, service: str = "") -> None:
-    """Return once the service says SERVING.
+Options = list[tuple[str, int]]
+
+
+def wait_serving(
+    address: str,
+    *,
+    alive: Callable[[], bool],
+    timeout_s: float,
+    service: str = "",
+    connect: Callable[[Options], grpc.Channel] | None = None,
+) -> None:
+    """Return once the service says SERVING. ``connect`` makes a channel with some options, by default over plaintext.
 
     ``alive`` is asked about twice a second, so that a process that could not start is noticed at once. Raises
     ChildProcessError when it is false, TimeoutError after ``timeout_s`` seconds, saying what was heard.
@@ -23,7 +33,7 @@ def wait_serving(address: str, *, alive: Callable[[], bool], timeout_s: float, s
     deadline = time.monotonic() + timeout_s
     heard = "nobody answers"
     options = [_DIRECT, ("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)]
-    with grpc.insecure_channel(address, options=options) as channel:
+    with connect(options) if connect else grpc.insecure_channel(address, options=options) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while (left_s := deadline - time.monotonic()) > 0:
             request = health_pb2.HealthCheckRequest(service=service)

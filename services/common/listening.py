@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.common.edge.tls import Tls
 from services.common.errors import InvalidConfiguration
-from services.common.serving import LOG_LEVELS, Listener, Tls, check_exposure
+from services.common.serving import LOG_LEVELS, Listener, check_exposure
 from services.common.settings import setting
 from services.common.values import Kind, one_of, seconds, switch, whole
 

@@ -28,6 +28,7 @@ from services.common.call_stats import CallStats
 from services.common.edge import descriptors, keepalive
 from services.common.edge.paths import make_directory
 from services.common.edge.reflection import Reflection
+from services.common.edge.tls import Certificates, Tls
 from services.common.errors import InvalidConfiguration
 from services.common.rpc import Identify, Readable, certified, unproven
 
@@ -41,28 +42,6 @@ HANDSHAKE_S = 20.0
 
 _TCP = "host:port with a port of 0 to 65535"
 _UNIX_PATH_LIMIT = 107  # bytes of sockaddr_un.sun_path, less the terminator
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """PEM files. With ``client_ca``, every client must present a certificate signed by that CA."""
-
-    cert: Path
-    key: Path
-    client_ca: Path | None = None
-
-    def credentials(self) -> grpc.ServerCredentials:
-        """Read the files. Raises InvalidConfiguration, naming a file that cannot be read."""
-        read: list[bytes] = []
-        for flag, path in (("--tls-cert", self.cert), ("--tls-key", self.key), ("--tls-client-ca", self.client_ca)):
-            if path is None:
-                continue
-            try:
-                read.append(path.read_bytes())
-            except OSError as error:
-                raise InvalidConfiguration(f"{flag}: cannot read {path}: {error.strerror}", field=flag) from error
-        ca = read[2] if self.client_ca else None
-        return grpc.ssl_server_credentials([(read[1], read[0])], ca, require_client_auth=ca is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +142,7 @@ class Serving:
         self._listeners = list(listeners)
         self._tls = tls
         self._max_connections = max_connections
+        self._certificates: Certificates | None = None
         self._health = health.aio.HealthServicer()
         self._paths: list[tuple[Path, int]] = []
         self._servers: list[grpc.aio.Server] = []
@@ -177,7 +157,7 @@ class Serving:
         """Bind and serve. Raises InvalidConfiguration if an address is in use or cannot be bound."""
         await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
         owner, mutual = Identity.of_uid(os.geteuid()), self._tls is not None and self._tls.client_ca is not None
-        credentials = self._tls.credentials() if self._tls else None
+        self._certificates = self._tls.credentials() if self._tls else None
         self._connections = descriptors.connections(self._max_connections, descriptors.raise_limit())
         local, remote = None, None
         for listener in self._listeners:
@@ -186,7 +166,7 @@ class Serving:
                 self.bound.append(self._bind_unix(local, listener.path))
             else:
                 remote = remote or self._server(certified if mutual else unproven)
-                self.bound.append(_bind_tcp(remote, listener, credentials))
+                self.bound.append(_bind_tcp(remote, listener, self._certificates))
         for server in self._servers:
             await server.start()
 
@@ -227,6 +207,11 @@ class Serving:
         for name in ("", self._service):
             await self._health.set(name, status)
 
+    def reload(self) -> None:
+        """Read the certificates again, if there are any; what cannot be used changes nothing and is logged."""
+        if self._certificates is not None:
+            self._certificates.reload()
+
     async def ready(self) -> None:
         """Set health to SERVING."""
         await self._set(health_pb2.HealthCheckResponse.SERVING)
@@ -246,15 +231,15 @@ class Serving:
                     path.unlink()
 
 
-def _bind_tcp(server: grpc.aio.Server, listener: Listener, credentials: grpc.ServerCredentials | None) -> str:
+def _bind_tcp(server: grpc.aio.Server, listener: Listener, certificates: Certificates | None) -> str:
     _check_bindable(listener)
     try:
-        if credentials is not None:
-            port = server.add_secure_port(str(listener), credentials)
+        if certificates is not None:
+            port = server.add_secure_port(str(listener), certificates.server)
         else:
             port = server.add_insecure_port(str(listener))
     except RuntimeError as error:
-        doubt = "" if credentials is None else "; check the TLS files"
+        doubt = "" if certificates is None else "; check the TLS files"
         raise InvalidConfiguration(f"--listen {listener}: cannot bind{doubt}", field="--listen") from error
     return str(Listener(host=listener.host, port=port))
 

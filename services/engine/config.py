@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common import settings
+from services.common.edge.tls import ClientTls, client_tls
 from services.common.errors import InvalidConfiguration, ModelInvalid
 from services.common.listening import Listening, file_path, listen, runtime_dir
 from services.common.serving import Listener
@@ -102,6 +103,22 @@ class Config(Listening):
         None,
         "user that the daemon runs as, if neither this one nor root: who else may own its socket and arenas",
         metavar="USER",
+    )
+    kvcache_ca: Path | None = setting(
+        file_path,
+        None,
+        "PEM CA certificate that must have signed the daemon's: TLS over TCP",
+        metavar="FILE",
+    )
+    kvcache_cert: Path | None = setting(
+        file_path, None, "PEM certificate that the engine shows to the daemon", metavar="FILE"
+    )
+    kvcache_key: Path | None = setting(file_path, None, "PEM private key of --kvcache-cert", metavar="FILE")
+    kvcache_name: str = setting(
+        Kind(str, "host name"),
+        "",
+        "name that the daemon's certificate must have; default: the host in --kvcache",
+        metavar="NAME",
     )
     patience_s: float = setting(
         seconds(0, 86400),
@@ -200,7 +217,19 @@ class Config(Listening):
         config = cls(**values.fields, echo=values.echo())
         _check_budget(config.max_batch, config.max_step_tokens)
         config.check_exposure()
+        _check_tls(config.kvcache, config.kvcache_tls, config)
         return config
+
+    @property
+    def kvcache_tls(self) -> ClientTls | None:
+        """How to speak TLS to the daemon, None without. Raises InvalidConfiguration if a file is missing."""
+        return client_tls(
+            self.kvcache_ca,
+            self.kvcache_cert,
+            self.kvcache_key,
+            self.kvcache_name,
+            flags=("--kvcache-ca", "--kvcache-cert", "--kvcache-key"),
+        )
 
     @property
     def limits(self) -> Limits:
@@ -217,6 +246,13 @@ class Config(Listening):
     def retention(self) -> RegistryLimits:
         """The limits on kept generations."""
         return RegistryLimits(self.generation_ttl_s, self.generation_count, self.generation_memory)
+
+
+def _check_tls(target: str, tls: ClientTls | None, config: Config) -> None:
+    if tls is None and config.kvcache_name:
+        raise InvalidConfiguration("--kvcache-name needs --kvcache-ca", field="--kvcache-name")
+    if tls is not None and (target == LOCAL or target.startswith("unix:")):
+        raise InvalidConfiguration(f"--kvcache-ca: --kvcache {target} is not a TCP address", field="--kvcache-ca")
 
 
 def _check_budget(max_batch: int, max_step_tokens: int) -> None:

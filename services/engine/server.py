@@ -192,6 +192,7 @@ class Engine:
             pool_pages=config.pool_pages,
             gpu=backend.gpu,
             owner=config.kvcache_owner,
+            tls=config.kvcache_tls,
             calls=self.kvcache_calls,
         )
         running = asyncio.get_running_loop()

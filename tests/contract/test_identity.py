@@ -14,7 +14,8 @@ from grpc_health.v1 import health
 
 from services.common.access.identity import ANYONE, CALLER, Identity
 from services.common.call_stats import CallStats
-from services.common.serving import Listener, Serving, Tls
+from services.common.edge.tls import Tls
+from services.common.serving import Listener, Serving
 
 WHO = "test.Who"
 

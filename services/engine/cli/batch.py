@@ -47,7 +47,9 @@ class BatchRun:
     is retried up to ``retries`` times, after the delay that the engine suggests; so is a call that no engine answered.
     """
 
-    def __init__(self, items: Iterator[Item], output: OutputLines, target: str, concurrency: int, retries: int) -> None:
+    def __init__(
+        self, items: Iterator[Item], output: OutputLines, target: client.Target, concurrency: int, retries: int
+    ) -> None:
         self._items = items
         self._output = output
         self._target = target
@@ -179,7 +181,7 @@ def _run(flags: argparse.Namespace) -> int:
         elif path is not None and path.exists():
             raise Unfit(f"{path} already exists; use --resume to continue it")
         try:
-            if not client.await_serving(NAME, flags.target, flags.wait):
+            if not client.await_serving(NAME, client.reached(flags), flags.wait):
                 return 1
         except KeyboardInterrupt:
             return 130
@@ -197,9 +199,10 @@ def _run(flags: argparse.Namespace) -> int:
 
 def _process(flags: argparse.Namespace, source: Any, done: set[int], output: OutputLines) -> int:
     todo = items(source, done, given(flags), output)
-    batch = BatchRun(todo, output, flags.target, flags.concurrency, flags.retries)
+    target = client.reached(flags)
+    batch = BatchRun(todo, output, target, flags.concurrency, flags.retries)
     try:
-        _work(batch, flags.target, output.progress)
+        _work(batch, target, output.progress)
     except KeyboardInterrupt:
         return 130
     if batch.failure is not None:
@@ -207,7 +210,7 @@ def _process(flags: argparse.Namespace, source: Any, done: set[int], output: Out
     return 1 if output.progress.failed else 0
 
 
-def _work(batch: BatchRun, target: str, progress: Progress) -> None:
+def _work(batch: BatchRun, target: client.Target, progress: Progress) -> None:
     """Run the batch's threads until it is done, has failed, or is interrupted."""
     with client.connect(target) as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)

@@ -12,8 +12,6 @@ import threading
 import time
 from typing import Any
 
-import grpc
-
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services.engine.cli import bench_load, client
@@ -44,7 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         progress = Progress(sys.stderr, plan.requests)
         try:
-            samples, seconds = asyncio.run(_run(flags.target, plan, model.vocab_size, _concurrency(flags), progress))
+            samples, seconds = asyncio.run(
+                _run(client.reached(flags), plan, model.vocab_size, _concurrency(flags), progress)
+            )
         except asyncio.CancelledError as error:
             raise KeyboardInterrupt from error
         finally:
@@ -56,11 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
             client.say(NAME, f"{len(failures)} of {len(samples)} failed; the first: {client.describe(failures[0])}")
         return 1 if failures else 0
 
-    return client.run(NAME, flags.target, body, flags.wait)
+    return client.run(NAME, client.reached(flags), body, flags.wait)
 
 
 async def _run(
-    target: str, plan: Plan, vocab_size: int, concurrency: int | None, progress: Progress
+    target: client.Target, plan: Plan, vocab_size: int, concurrency: int | None, progress: Progress
 ) -> tuple[list[Measured], float]:
     samples: list[Measured] = []
     task = asyncio.current_task()
@@ -71,7 +71,7 @@ async def _run(
         samples.append(sample)
         progress.add(failed=sample.error is not None, tokens=sample.tokens, running=True)
 
-    async with grpc.aio.insecure_channel(target, options=client.options()) as channel:
+    async with client.connect_async(target) as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
         arrivals = plan.arrivals(vocab_size)
 

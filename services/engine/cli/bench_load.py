@@ -97,7 +97,9 @@ class Measured:
     error: ServiceError | None = None
 
 
-async def send(stub: Any, request: pb.GenerateRequest, target: str, due: float, clock: Callable[[], float]) -> Measured:
+async def send(
+    stub: Any, request: pb.GenerateRequest, target: client.Target, due: float, clock: Callable[[], float]
+) -> Measured:
     """Send one request and measure it; latencies count from ``due``, a time on ``clock``."""
     sample, last = Measured(), due
     try:

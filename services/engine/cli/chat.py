@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{model.model_id}. {_HELP}", file=sys.stderr)
         return _talk(stub, talk, terminal, flags)
 
-    return client.run(NAME, flags.target, body, flags.wait)
+    return client.run(NAME, client.reached(flags), body, flags.wait)
 
 
 def _put_all(request: pb.GenerateRequest, values: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ def _talk(stub: Any, talk: Conversation, terminal: bool, flags: argparse.Namespa
             if not terminal:
                 raise
         except grpc.RpcError as error:
-            client.say(NAME, client.describe(client.failure(error, flags.target)))
+            client.say(NAME, client.describe(client.failure(error, client.reached(flags))))
             if not terminal:
                 return 1
         except UnicodeError:

@@ -7,7 +7,8 @@ import io
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from services import healthcheck
 from services.common import rpc
 from services.common.edge import keepalive
 from services.common.edge.paths import check_socket
-from services.common.errors import ServiceError
+from services.common.edge.tls import ClientTls, client_tls
+from services.common.errors import InvalidConfiguration, ServiceError
 from services.common.listening import runtime_dir
 from services.common.parser import Parser
 from services.common.serving import MAX_MESSAGE_BYTES
@@ -35,6 +37,18 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
         default=_default(),
         metavar="ADDR",
         help="address of the engine: unix:/path or host:port (default %(default)s)",
+    )
+    for flag, what in (
+        ("--ca", "PEM CA certificate that must have signed the engine's: TLS"),
+        ("--cert", "PEM certificate to show to the engine"),
+        ("--key", "PEM private key of --cert"),
+    ):
+        made.add_argument(flag, type=Path, default=None, metavar="FILE", help=what)
+    made.add_argument(
+        "--name",
+        default="",
+        metavar="NAME",
+        help="name that the engine's certificate must have (default: the host in --target)",
     )
     made.add_argument(
         "--wait",
@@ -70,7 +84,7 @@ def describe(error: ServiceError) -> str:
     return f"{error.reason}: {error.message}"
 
 
-def failure(error: grpc.RpcError, target: str) -> ServiceError:
+def failure(error: grpc.RpcError, target: Target) -> ServiceError:
     """The error of a failed call. If no engine could be reached, the message says so."""
     found = rpc.error_from(error)
     if found.reason == "UNKNOWN":
@@ -81,6 +95,26 @@ def failure(error: grpc.RpcError, target: str) -> ServiceError:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An engine: its address, and the files with which it and this client show who they are, None without TLS."""
+
+    address: str
+    tls: ClientTls | None = None
+
+    def __str__(self) -> str:
+        return self.address
+
+
+def reached(flags: argparse.Namespace, address: str = "") -> Target:
+    """The engine that the flags name, or the one at ``address`` with the other flags. Raises InvalidConfiguration."""
+    tls = client_tls(flags.ca, flags.cert, flags.key, flags.name, flags=("--ca", "--cert", "--key"))
+    address = address or flags.target
+    if tls is not None and address.startswith("unix:"):
+        raise InvalidConfiguration(f"--ca: --target {address} is not a TCP address", field="--ca")
+    return Target(address, tls)
+
+
 def options() -> list[tuple[str, int]]:
     """Channel options: ignore proxies set in the environment, accept the largest message an engine may send, and notice
     an engine that is gone without a word.
@@ -89,14 +123,27 @@ def options() -> list[tuple[str, int]]:
     return [*own, *keepalive.CLIENT]
 
 
-def connect(target: str) -> grpc.Channel:
-    """A channel to an engine. Raises InvalidConfiguration for the default socket if others could have put it there."""
-    if target == _default():
-        check_socket(Path(target.removeprefix("unix:")), "--target")
-    return grpc.insecure_channel(target, options=options())
+def connect(target: Target, more: Sequence[tuple[str, int]] = ()) -> grpc.Channel:
+    """A channel to an engine, with ``more`` options. Raises InvalidConfiguration for the default socket if others could
+    have put it there.
+    """
+    if target.address == _default():
+        check_socket(Path(target.address.removeprefix("unix:")), "--target")
+    if target.tls is None:
+        return grpc.insecure_channel(target.address, options=[*options(), *more])
+    return grpc.secure_channel(
+        target.address, target.tls.credentials(), options=[*options(), *more, *target.tls.options]
+    )
 
 
-def await_serving(command: str, target: str, wait_s: float) -> bool:
+def connect_async(target: Target) -> grpc.aio.Channel:
+    """The same for asyncio."""
+    if target.tls is None:
+        return grpc.aio.insecure_channel(target.address, options=options())
+    return grpc.aio.secure_channel(target.address, target.tls.credentials(), options=[*options(), *target.tls.options])
+
+
+def await_serving(command: str, target: Target, wait_s: float) -> bool:
     """Wait up to ``wait_s`` seconds for the engine to report SERVING; 0 does not wait.
 
     Returns True if it is serving, or without waiting. Otherwise prints the reason to standard error and returns False.
@@ -114,14 +161,20 @@ def await_serving(command: str, target: str, wait_s: float) -> bool:
         return True
 
     try:
-        healthcheck.wait_serving(target, alive=still, timeout_s=wait_s, service=SERVICE)
+        healthcheck.wait_serving(
+            target.address,
+            alive=still,
+            timeout_s=wait_s,
+            service=SERVICE,
+            connect=lambda more: connect(target, more),
+        )
     except TimeoutError as error:
         say(command, f"NOT_READY: {error}")
         return False
     return True
 
 
-def run(command: str, target: str, body: Callable[[Any], int], wait_s: float = 0.0) -> int:
+def run(command: str, target: Target, body: Callable[[Any], int], wait_s: float = 0.0) -> int:
     """Call ``body`` with a stub. Returns its exit status, or that of its failure.
 
     Waits up to ``wait_s`` seconds for the engine to be serving first. An interrupt, or a closed standard output,
@@ -155,17 +208,19 @@ def each_id(command: str, flags: argparse.Namespace, method: str, message: Calla
         say(command, "ID must be UTF-8")
         return 2
 
+    target = reached(flags)
+
     def body(stub: Any) -> int:
         status = 0
         for one in messages:
             try:
                 getattr(stub, method)(one)
             except grpc.RpcError as error:
-                say(command, describe(failure(error, flags.target)))
+                say(command, describe(failure(error, target)))
                 status = 1
         return status
 
-    return run(command, flags.target, body, flags.wait)
+    return run(command, target, body, flags.wait)
 
 
 def drop_output() -> None:

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
                 client.say(NAME, f"not done: {tokens} tokens so far")
         return 1 if failed else 0
 
-    return client.run(NAME, flags.target, body, flags.wait)
+    return client.run(NAME, client.reached(flags), body, flags.wait)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,10 +23,10 @@ _COLUMNS = ("TARGET", "MODEL", "ARCHITECTURE", "PARAMETERS", "CONTEXT", "VOCABUL
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status; 1 if any engine did not answer."""
     flags = _parser().parse_args(arguments)
-    targets = flags.targets or [flags.target]
+    targets = [client.reached(flags, address) for address in flags.targets or [flags.target]]
 
     def body(stub: Any) -> int:
-        found: list[tuple[str, pb.GetModelResponse]] = []
+        found: list[tuple[client.Target, pb.GetModelResponse]] = []
         for target in targets:
             if not client.await_serving(NAME, target, flags.wait):
                 continue
@@ -36,18 +36,18 @@ def main(arguments: list[str] | None = None) -> int:
                 client.say(NAME, client.describe(client.failure(error, target)))
         if flags.json:
             told = [
-                {"target": target, **json_format.MessageToDict(model, preserving_proto_field_name=True)}
+                {"target": str(target), **json_format.MessageToDict(model, preserving_proto_field_name=True)}
                 for target, model in found
             ]
             print(json.dumps(told, indent=2))
         elif found:
-            print("\n".join(table([row(target, model) for target, model in found])))
+            print("\n".join(table([row(str(target), model) for target, model in found])))
         return 0 if len(found) == len(targets) else 1
 
     return client.run(NAME, targets[0], body)
 
 
-def _ask(target: str) -> pb.GetModelResponse:
+def _ask(target: client.Target) -> pb.GetModelResponse:
     with client.connect(target) as channel:
         return engine_pb2_grpc.EngineServiceStub(channel).GetModel(pb.GetModelRequest(), timeout=TIMEOUT_S)
 

@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(stub.PurgeGenerations(message).purged)
         return 0
 
-    return client.run(NAME, flags.target, body, flags.wait)
+    return client.run(NAME, client.reached(flags), body, flags.wait)
 
 
 def _parser() -> argparse.ArgumentParser:

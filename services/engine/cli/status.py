@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(lines))
         return 0
 
-    return client.run(NAME, flags.target, body, flags.wait)
+    return client.run(NAME, client.reached(flags), body, flags.wait)
 
 
 def of_generation(generation: pb.Generation, now: float) -> list[str]:

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(stub.SubmitGeneration(message).generation.request_id)
         return 0
 
-    return client.run(NAME, flags.target, body, flags.wait)
+    return client.run(NAME, client.reached(flags), body, flags.wait)
 
 
 def _put_span(message: pb.SubmitGenerationRequest, name: str, seconds: float | None) -> None:

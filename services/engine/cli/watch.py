@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(summary(finish), file=sys.stderr)
         return 1 if failures else 0
 
-    return client.run(NAME, flags.target, body, flags.wait)
+    return client.run(NAME, client.reached(flags), body, flags.wait)
 
 
 def _parser() -> argparse.ArgumentParser:

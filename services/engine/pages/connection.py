@@ -13,6 +13,11 @@ from threading import Lock
 from typing import Any
 
 import grpc
+import structlog
+
+from services.common.errors import InvalidConfiguration
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +30,22 @@ class Connection:
     """Calls the methods of a stub on a channel. Threads share it.
 
     ``connect`` makes a channel, which must not share its sockets with other channels, and ``stub_of`` a channel's stub.
+    With ``replace_lost`` a channel that has lost its connection is replaced as well, so that the next one may come with
+    certificates that have been renewed. ``connect`` may raise InvalidConfiguration then: the old channel stays.
     """
 
-    def __init__(self, connect: Callable[[], grpc.Channel], stub_of: Callable[[grpc.Channel], Any]) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], grpc.Channel],
+        stub_of: Callable[[grpc.Channel], Any],
+        *,
+        replace_lost: bool = False,
+    ) -> None:
         self._connect = connect
         self._stub_of = stub_of
         self._lock = Lock()
+        codes = grpc.StatusCode
+        self._silent = {codes.DEADLINE_EXCEEDED, codes.UNAVAILABLE} if replace_lost else {codes.DEADLINE_EXCEEDED}
         self._closed = False
         self._current = self._made()
 
@@ -52,7 +67,7 @@ class Connection:
                 if current is self._current:  # closed for good
                     raise
             except grpc.RpcError as failure:
-                if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                if failure.code() in self._silent:
                     self._replace(current)
                 raise
 
@@ -60,7 +75,11 @@ class Connection:
         with self._lock:
             if self._closed or silent is not self._current:
                 return
-            self._current = self._made()
+            try:
+                self._current = self._made()
+            except InvalidConfiguration as error:
+                log.error("kvcache_channel_kept", reason=error.reason, detail=error.message)
+                return
         silent.channel.close()
 
     def close(self) -> None:

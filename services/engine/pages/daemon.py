@@ -27,6 +27,7 @@ from services.common import rpc
 from services.common.call_stats import CallStats
 from services.common.edge import keepalive
 from services.common.edge.paths import check_socket
+from services.common.edge.tls import ClientTls
 from services.common.errors import AttachMismatch, InvalidConfiguration, KvCacheDown, ServiceError, SessionExpired
 from services.common.gpu_ipc import Gpu
 from services.common.serving import MAX_MESSAGE_BYTES
@@ -81,8 +82,8 @@ class GrpcPageSource:
     Engines with the same ``pool_id`` share K and V, so they must have the same weights. The lease lasts ``ttl_s``
     seconds, and a pool created by this session has ``pool_pages`` pages; None takes the daemon's default. With ``gpu``
     the pages are in its memory, otherwise in host memory. ``owner`` is the uid that the daemon runs as, None if it is
-    this one or root. ``calls`` counts the RPCs. Raises InvalidConfiguration for a page dtype that the backend does not
-    support.
+    this one or root; ``tls`` is how it shows who it is over TCP. ``calls`` counts the RPCs. Raises InvalidConfiguration
+    for a page dtype that the backend does not support.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class GrpcPageSource:
         ttl_s: float | None = None,
         gpu: Gpu | None = None,
         owner: int | None = None,
+        tls: ClientTls | None = None,
         calls: CallStats | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -111,7 +113,8 @@ class GrpcPageSource:
         self._owner = owner
         self._clock = clock
         self.calls = CallStats() if calls is None else calls
-        self._connection = Connection(self._connect, kvcache_pb2_grpc.KvCacheServiceStub)
+        self._tls = tls
+        self._connection = Connection(self._connect, kvcache_pb2_grpc.KvCacheServiceStub, replace_lost=tls is not None)
         # gRPC's own futures start a thread for each call, and contend with the step for the interpreter all the while.
         self._caller = ThreadPoolExecutor(1, thread_name_prefix="kvcache-call")
         self._session: _Session | None = None
@@ -119,7 +122,10 @@ class GrpcPageSource:
         self._keeper = LeaseKeeper(lambda: self._session.lease if self._session else None, self._renew, clock)
 
     def _connect(self) -> grpc.Channel:
-        return grpc.insecure_channel(self.target, options=[*_CHANNEL_OPTIONS, *keepalive.CLIENT])
+        options = [*_CHANNEL_OPTIONS, *keepalive.CLIENT]
+        if self._tls is None:
+            return grpc.insecure_channel(self.target, options=options)
+        return grpc.secure_channel(self.target, self._tls.credentials(), options=[*options, *self._tls.options])
 
     @property
     def retains(self) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.common.errors import QueueFull
 from services.engine import cli
-from services.engine.cli import bench_load
+from services.engine.cli import bench_load, client
 from services.engine.cli.bench_load import Lengths, Measured, Plan
 from services.engine.cli.bench_report import lines, percentile, report, spread
 from tests.engine.running import RunningEngine
@@ -143,7 +143,7 @@ class Said:
 def test_times_of_a_request() -> None:
     clock = Clock()
     stub = Said(clock, (101.0, 1), (101.5, 1), (103.5, 4))
-    sample = asyncio.run(bench_load.send(stub, pb.GenerateRequest(), "there", 99.0, clock))
+    sample = asyncio.run(bench_load.send(stub, pb.GenerateRequest(), client.Target("there"), 99.0, clock))
     assert sample.first_token_s == 2.0 and sample.total_s == 4.5 and sample.tokens == 6
     assert sample.gaps == [0.5, 0.5, 0.5, 0.5, 0.5] and sample.usage is not None and sample.error is None
 
