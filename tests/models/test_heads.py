@@ -124,7 +124,7 @@ def test_comparing_takes_little_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < size * 0.3
         tracemalloc.reset_peak()
         Model(checkpoint)
-        assert tracemalloc.get_traced_memory()[1] < size * 1.5  # what BLAS does is found out with a block, of a size that bounds it
+        assert tracemalloc.get_traced_memory()[1] < size * 1.5
     finally:
         tracemalloc.stop()
 
