@@ -1,4 +1,4 @@
-"""The gain of each optimisation of the engine: one workload with it and without it, alternately.
+"""The gain of each optimisation of the engine: runs of one workload with and without it, alternating.
 
 This file disables an optimisation by building the engine from different parts; the rest is the engine's own code.
 """
@@ -26,13 +26,13 @@ from services.engine.scheduling.step import Chunk
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """An exchange that is over; ``result`` returns or raises what came of it."""
+    """A completed exchange; ``result`` returns its grants or raises its error."""
 
     result: Callable[[], list[Grant]]
 
 
 class Awaited:
-    """A source whose exchanges are waited for before the step, instead of during it."""
+    """A source that waits for each exchange before the step instead of overlapping them."""
 
     def __init__(self, source: PageSource) -> None:
         self._source = source
@@ -48,7 +48,7 @@ class Awaited:
 
 
 class SeparateScheduler(Scheduler):
-    """Steps either of prompts or of decoding requests, prompts first."""
+    """Steps that either prefill or decode, prefill first."""
 
     def schedule(self) -> tuple[Chunk, ...]:
         """The next step."""
@@ -71,9 +71,9 @@ def draw_on_host(logits: Any, batch: Batch) -> Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The engine without one thing, ``off`` saying how, on the workload ``jobs``.
+    """The engine without one optimisation, disabled by ``off``, on the workload ``jobs``.
 
-    What counts are tokens a second, or, with ``gaps``, how long a request waits for its next token.
+    The measure is tokens per second or, with ``gaps``, the time between a request's tokens.
     """
 
     name: str
@@ -109,7 +109,7 @@ ON_DEVICE = (Variant("sampling on the GPU", "logits copied, drawn by NumPy", "sa
 
 
 def workloads(vocab_size: int, context: int, count: int) -> dict[str, list[Job]]:
-    """What the variants run: ``count`` requests in a model's ``context``, scaled to it."""
+    """The workloads of the variants: ``count`` requests, scaled to a model's ``context``."""
     draw = random.Random(1)
 
     def tokens(number: int) -> tuple[int, ...]:
@@ -121,11 +121,11 @@ def workloads(vocab_size: int, context: int, count: int) -> dict[str, list[Job]]
     drawn = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.0, seed=7)
     return {
         "uniform": even,
-        # Few tokens: a host takes long for one.
+        # Few tokens: sampling on the host is slow.
         "sampled": [dataclasses.replace(job, sampling=drawn, tokens=16) for job in even[: max(2, count // 4)]],
-        # A conversation's or a document's many askers: the first one computes it.
+        # Many requests with one conversation or document: the first one computes it.
         "shared": [Job(prefix + tokens(16), max(2, longest // 8), after=int(at > 0)) for at in range(count)],
-        # Long prompts that come while others decode.
+        # Long prompts that arrive while others decode.
         "long": [
             *(Job(tokens(16), longest // 2) for _ in range(count)),
             *(Job(tokens(3 * context // 4), 2, after=count * (at + 1)) for at in range(few)),
@@ -136,14 +136,14 @@ def workloads(vocab_size: int, context: int, count: int) -> dict[str, list[Job]]
 def measure(
     stand: Stand, pages: Pages, limits: Limits, context: int, count: int, pairs: int, variants: Sequence[Variant]
 ) -> Iterator[Row]:
-    """A row for each variant: the ratio of what the engine does with it to without."""
+    """A row per variant: the ratio of the engine's result with the optimisation to that without."""
     jobs = workloads(stand.model.config.vocab_size, context, count)
     number = 0
 
     def once(variant: Variant, off: bool) -> Run:
         nonlocal number
         number += 1
-        # Each run under salts of its own, or the second would find the first one's pages.
+        # Each run has its own salts, or the second would hit the first one's pages.
         own, salt = jobs[variant.jobs], f"{number}"
         own = salted(own, salt) if off and variant.own_pages else [dataclasses.replace(job, salt=salt) for job in own]
         if not off:
@@ -168,7 +168,7 @@ def measure(
 
 
 def row(variant: Variant, on: Run, off: Run) -> Row:
-    """The ratio, more than 1 where the optimisation is worth something."""
+    """The ratio, above 1 if the optimisation helps."""
     if variant.gaps:
         mine, theirs, unit = on.gap_s(0.99) * 1e3, off.gap_s(0.99) * 1e3, "ms"
         detail = f"gap between tokens, 99th of a hundred; off {theirs:.2f}: {variant.off}"
@@ -180,5 +180,5 @@ def row(variant: Variant, on: Run, off: Run) -> Row:
 
 
 def pages_needed(vocab_size: int, context: int, count: int) -> int:
-    """Pages that the largest of the workloads takes."""
+    """The pages that the largest workload needs."""
     return max(pages_for(jobs, PAGE_SIZE) for jobs in workloads(vocab_size, context, count).values())

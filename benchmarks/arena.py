@@ -17,10 +17,10 @@ from benchmarks import steps
 from benchmarks.rows import Row
 from benchmarks.stand import PAGE_SIZE, Stand
 
-#: The daemon's pages are to cost so little, in everything.
+#: Bar: the most that the daemon's pages may cost, in every measurement.
 BAR = 0.98
 BATCHES = (1, 64, 256)
-#: What the arenas are filled with: a small number in every type, the same in both, since time may depend on it.
+#: The byte that fills both arenas: a small number in every type. Times may depend on the values.
 FILLED = 0x3C
 WARM, RUNS = 2, 10
 
@@ -47,7 +47,7 @@ def measure(stand: Stand, name: str, batches: Sequence[int] = BATCHES, keys: int
 
 
 def _copied_per_s(memory: Any) -> float:
-    """Bytes a second that a copy of the first half of pages ``[pages, bytes]`` to the others reads and writes."""
+    """Bytes per second read and written by a copy of the first half of pages ``[pages, bytes]`` to the second."""
     import cupy
 
     memory.fill(FILLED)
@@ -56,7 +56,7 @@ def _copied_per_s(memory: Any) -> float:
 
 
 def _attended_s(stand: Stand, memory: Any, batch: int, keys: int, by_layer: bool) -> float:
-    """Seconds of attention of all layers of ``batch`` rows, whose pages are in no order."""
+    """Seconds of attention in all layers for ``batch`` rows whose pages are shuffled."""
     import cupy
 
     ops, config = stand.backend.ops, stand.model.config
@@ -68,7 +68,7 @@ def _attended_s(stand: Stand, memory: Any, batch: int, keys: int, by_layer: bool
         arena = ops.fitted(memory.reshape(total * layers, -1), 1, config.kv_heads, config.head_dim)
     else:
         arena = ops.fitted(memory, layers, config.kv_heads, config.head_dim)
-    # By layer, the first page of a layer is behind the last of the one before.
+    # By layer, the first page of a layer follows the last page of the previous one.
     plans = [
         ops.attention_plan(tables + at * total, starts, lengths, arena, config.query_heads)
         for at in range(layers if by_layer else 1)
@@ -83,7 +83,7 @@ def _attended_s(stand: Stand, memory: Any, batch: int, keys: int, by_layer: bool
 
 
 def _seconds(queue: Callable[[], None]) -> float:
-    """Median time of the GPU for what ``queue`` queues on the current stream."""
+    """Median GPU time of the work that ``queue`` queues on the current stream."""
     import cupy
 
     start, end = cupy.cuda.Event(), cupy.cuda.Event()

@@ -19,10 +19,10 @@ from kernels.attention.plan import BYTES, Attention, Geometry
 from kernels.device import module
 from kernels.device.gpu import Gpu, this_gpu
 
-#: Bytes that one round of launches reads at least: several times any cache.
+#: The fewest bytes that one round of launches reads: several times any cache.
 ROUND_BYTES = 1 << 29
 REPLAYS = 15
-#: What runs before anything is timed: a GPU that has been idle is slower at first.
+#: The warm-up before anything is timed: an idle GPU is slower at first.
 WARM_MILLISECONDS = 40.0
 
 
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of the two products, of the keys that each query sees."""
+        """Multiplications and additions of the two products, over the keys that each query attends to."""
         seen = self.rows * (self.new * self.cached + self.new * (self.new + 1) // 2)
         return 4 * seen * self.query_heads * self.head_dim
 
@@ -86,7 +86,7 @@ def milliseconds(launch: Callable[[int], None], launches: int) -> float:
     """Return the median time of one of ``launch(0)`` to ``launch(launches - 1)``, replayed as a graph."""
     import cupy
 
-    cupy.cuda.Device().synchronize()  # what other streams still write, this one may read
+    cupy.cuda.Device().synchronize()  # this stream may read what other streams still write
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         for number in range(launches):
@@ -122,7 +122,7 @@ extern "C" __global__ void copy(const uint4 *source, uint4 *target) {
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second that a copy of 2 GiB reads and writes."""
+    """Bytes per second read and written by a copy of 2 GiB."""
     import cupy
 
     source = _random(1 << 30, "BF16")
@@ -157,7 +157,7 @@ class Bench:
         self.replan(load)
 
     def replan(self, load: Callable[[str, Mapping[str, str | int]], Any]) -> None:
-        """Take the kernels that ``load`` compiles, and plan anew: to compare variants over the same memory."""
+        """Switch to the kernels that ``load`` compiles, and plan again: to compare variants on the same memory."""
         import cupy
 
         case = self.case
@@ -188,7 +188,7 @@ class Bench:
         return milliseconds(self.launch, self.layers)
 
     def error(self, queries: int = 24) -> float:
-        """||out - expected|| / ||expected|| of some queries of the last layer, expected in float64."""
+        """||out - expected|| / ||expected|| for some queries of the last layer, computed in float64."""
         import cupy
 
         case, layer = self.case, self.layers - 1
@@ -252,7 +252,7 @@ def _random(count: int, dtype: str) -> Any:
     out = cupy.empty(count, _storage(dtype))
     for at in range(0, count, 1 << 26):
         normal = cupy.random.standard_normal(min(1 << 26, count - at), dtype=cupy.float32)
-        # Rounded down: half a last place does not matter here.
+        # Truncated: half a unit in the last place does not matter here.
         out[at : at + normal.size] = (normal.view(cupy.uint32) >> 16) if dtype == "BF16" else normal
     return out
 
@@ -266,7 +266,7 @@ def _wide(array: Any, dtype: str) -> Any:
 
 
 def torch_milliseconds(case: Case, backend: str) -> float | None:
-    """Time torch's attention of the same shape over contiguous keys and values; None where ``backend`` cannot."""
+    """Time torch's attention of the same shape over contiguous K and V; None if ``backend`` does not support it."""
     import torch
     from torch.nn import attention
     from torch.nn.attention.bias import causal_lower_right
@@ -306,7 +306,7 @@ def torch_milliseconds(case: Case, backend: str) -> float | None:
 
 
 def line(case: Case, milliseconds: float, copy: float) -> str:
-    """What a time means: bytes a second for decode, operations a second for prefill."""
+    """Convert a time to a rate: bytes per second for decode, operations per second for prefill."""
     if case.new <= 16:
         rate = case.kv_bytes / milliseconds * 1e3
         return f"{milliseconds * 1e3:9.1f} us {rate / 1e12:6.2f} TB/s {rate / copy:5.0%} of copy"

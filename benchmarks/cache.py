@@ -65,7 +65,7 @@ class CallRow:
 
 @dataclasses.dataclass(frozen=True)
 class PageRow:
-    """Cost of opening, filling and removing, per page; resident bytes per cached page, its tokens included."""
+    """The cost per page of opening, filling and removing; resident bytes per cached page, including its tokens."""
 
     pages: int
     us_per_page: float
@@ -76,7 +76,7 @@ class PageRow:
 
 
 async def serve_echo(address: str) -> None:
-    """Answer each op with the response that ``Prime<op>`` was last sent."""
+    """Answers each op with the response last sent to ``Prime<op>``."""
     primed: dict[str, Message] = {}
     handlers: dict[str, grpc.RpcMethodHandler] = {}
 
@@ -118,7 +118,7 @@ class Echo:
         }
 
     def prime(self, op: str, response: Message) -> None:
-        """Have calls of an op answered with this."""
+        """Set the response to calls of an op."""
         self._calls[f"Prime{op}"](response)
 
     def call(self, op: str, request: Message) -> None:
@@ -128,7 +128,7 @@ class Echo:
 
 @contextlib.contextmanager
 def servers() -> Iterator[tuple[Any, Echo]]:
-    """The daemon's stub and the echo's client, each server a process."""
+    """The daemon's stub and the echo's client; each server is a process."""
     shm = default_directory().parent
     with tempfile.TemporaryDirectory(prefix="rf-bench-", dir=shm) as name, contextlib.ExitStack() as stack:
         cache, echo = stack.enter_context(daemon()), f"unix:{name}/e.sock"
@@ -142,7 +142,7 @@ def servers() -> Iterator[tuple[Any, Echo]]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a child."""
+    """Terminate a child process."""
     process.terminate()
     process.wait(30)
 
@@ -151,8 +151,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 class Session:
-    """An attached session whose sequences step as an engine's do: each reports the token it ran, and grows when the
-    next one needs a page. They are out of step with each other, so that in every call one in sixteen completes one.
+    """An attached session whose sequences step like an engine's: each reports the token it computed, and grows when the
+    next one needs a page. They are staggered, so that in every call one in sixteen completes a page.
     """
 
     def __init__(self, stub: Any) -> None:
@@ -171,7 +171,7 @@ class Session:
         self._step = 0
 
     def open(self, batch: int, pages: int = 0) -> None:
-        """A fresh batch of sequences with so many pages each, or as many as their first step needs."""
+        """Open a new batch of sequences with this many pages each, or as many as their first step needs."""
         number = next(self._numbers)
         self.names = [f"{number}-{at}" for at in range(batch)]
         openings = [
@@ -194,7 +194,7 @@ class Session:
         self._step = 0
 
     def remove(self) -> None:
-        """Let the batch go, and its cached pages too, which the next batch should not have to evict."""
+        """Remove the batch and its cached pages, so that the next batch need not evict them."""
         self.stub.RemoveSequences(pb.RemoveSequencesRequest(session_id=self.id, sequence_ids=self.names))
         self.stub.EvictPages(pb.EvictPagesRequest(pool_id="bench"))
 
@@ -214,14 +214,14 @@ class Session:
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Microseconds, and what the call returned."""
+    """Returns microseconds, and the call's result."""
     began = time.perf_counter_ns()
     result = call()
     return (time.perf_counter_ns() - began) / 1e3, result
 
 
 def measure_call(session: Session, echo: Echo, op: str, batch: int, calls: int) -> CallRow:
-    """Alternate the daemon and the echo on the same requests, each the first one as often as the other."""
+    """Alternate the daemon and the echo on the same requests; each goes first equally often."""
     ours, theirs = list[float](), list[float]()
 
     def their_turn(request: Message) -> None:
@@ -251,7 +251,7 @@ def measure_call(session: Session, echo: Echo, op: str, batch: int, calls: int) 
 
 
 class NoArena:
-    """An arena of a pool whose pages nobody touches."""
+    """An arena whose pages are never accessed."""
 
     file_path = ""
     device = None
@@ -280,7 +280,7 @@ def resident_bytes() -> int:
 
 
 def measure_pages(pages: int) -> PageRow:
-    """Fill a pool with cached pages, then time allocations that evict. Run in a process of its own."""
+    """Fill a pool with cached pages, then time allocations that evict. Run it in its own process."""
     empty = resident_bytes()
     cache = KvCache(
         Limits(budget_bytes=1 << 60, pool_pages=pages, default_ttl_s=600.0),
@@ -296,7 +296,7 @@ def measure_pages(pages: int) -> PageRow:
     numbers, chunk = itertools.count(), 50
 
     def request() -> None:
-        """One sequence of ``chunk`` pages: opened, filled, removed."""
+        """Open, fill and remove a sequence of ``chunk`` pages."""
         number = next(numbers)
         name, tokens = str(number), array("I", (number & 0xFFFFFFFF, *range(chunk * PAGE - 1)))
         cache.allocate(session.id, [Opening(name, Prompt(tokens[:1]), chunk)], [])
@@ -304,7 +304,7 @@ def measure_pages(pages: int) -> PageRow:
         cache.remove(session.id, [name])
 
     def five() -> None:
-        """Enough at a time for the clock."""
+        """Time enough of them at once for the clock's resolution."""
         for _ in range(5):
             request()
 
@@ -377,7 +377,7 @@ def main() -> int:
     if flags.pages and not flags.json:
         print(f"\n{'pages':>9} {'us/page':>8} {'bytes/page':>11}")
     for pages in flags.pages:
-        # A process each: memory that an earlier pool returned would be counted as nobody's.
+        # One process each: memory that an earlier pool freed would not be counted.
         command = [sys.executable, "-m", "benchmarks.cache", "--one-pool", str(pages)]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
         costs.append(PageRow(**json.loads(done.stdout)))

@@ -35,14 +35,14 @@ PARTS = {
     CPU: ("workload", "ablation", "prefix", "streams"),
     GPU: ("steps", "arena", "workload", "transformers", "prefix", "streams", "ablation", "flips"),
 }
-#: So many times transformers, at least.
+#: Bar: the least speedup over transformers.
 PEER_BAR = 2.0
 BUNDLED = ROOT / "models" / "shakespeare"
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large things are. ``context`` bounds the requests of the ablations; ``prompts`` are those of part prefix."""
+    """The sizes of workloads. ``context`` limits the requests of the ablations; ``prompts`` are for the part prefix."""
 
     count: int
     shortest: int
@@ -55,7 +55,7 @@ class Scale:
 
     @classmethod
     def of(cls, device: str, requests: int | None, divisor: int | None, pairs: int | None) -> Scale:
-        """Whole on a GPU; on a CPU an eighth of the lengths, which is what the bundled model's context has room for."""
+        """Full size on a GPU; on a CPU an eighth of the lengths, which fits the bundled model's context."""
         small = device == CPU
         divisor = divisor or (8 if small else 1)
         count = requests or (64 if small else workload.REQUESTS)
@@ -82,7 +82,7 @@ class Scale:
 
 
 def workload_rows(stand: Stand, name: str, scale: Scale) -> Iterator[Row]:
-    """The workload on the daemon's pages and on the engine's own, alternately."""
+    """Alternate the workload on the daemon's pages and on the engine's own."""
     jobs = scale.jobs(stand.model.config.vocab_size)
     total = workload.pages_for(jobs, PAGE_SIZE) * 9 // 8
     sides: tuple[list[Run], list[Run]] = ([], [])
@@ -113,18 +113,18 @@ def workload_rows(stand: Stand, name: str, scale: Scale) -> Iterator[Row]:
 
 
 def steps_of(run: Run) -> str:
-    """How many steps, and how long."""
+    """The number of steps, and their time."""
     compute = run.compute_s / run.steps * 1e3
     return f"{run.steps} steps of {run.took_s / run.steps * 1e3:.2f} ms, {compute:.2f} of them compute"
 
 
 def once(stand: Stand, pages: Pages, jobs: list[Job], scale: Scale, name: str) -> Run:
-    """One run that finds nothing of an earlier one cached."""
+    """One run without prefix cache hits from earlier ones."""
     return workload.run(stand, pages, workload.salted(jobs, name), scale.limits, name=name)
 
 
 def transformers_rows(stand: Stand, name: str, scale: Scale, limit_s: float) -> Iterator[Row]:
-    """The same requests through both. Raises RuntimeError where the two do not compute the same."""
+    """Run the same requests through both. Raises RuntimeError if their results differ by more than rounding."""
     jobs = scale.jobs(stand.model.config.vocab_size)
     with stand.local(workload.pages_for(jobs, PAGE_SIZE)) as pages:
         once(stand, pages, jobs[:8], scale, "warm")
@@ -158,7 +158,7 @@ def prefix_rows(device: str, shape: ModelConfig | None, scale: Scale, replay: st
 
 
 def ablation_rows(stand: Stand, scale: Scale) -> Iterator[Row]:
-    """What each optimisation is worth, on the daemon's pages."""
+    """The gain of each optimisation, on the daemon's pages."""
     vocab_size, count = stand.model.config.vocab_size, scale.ablation_count
     variants = (*ablation.VARIANTS, *(ablation.ON_DEVICE if stand.on_device else ()))
     total = ablation.pages_needed(vocab_size, scale.context, count) * 9 // 8
@@ -168,7 +168,7 @@ def ablation_rows(stand: Stand, scale: Scale) -> Iterator[Row]:
 
 
 def device_ablation_rows(stand: Stand, name: str) -> Iterator[Row]:
-    """What is switched where the model is made: graphs, and the keys of a long row shared out."""
+    """The optimisations that are chosen when the model is created: graphs, and split keys for long rows."""
     shape = shapes.SHAPES[name]
     graphed = [(batch, steps.CONTEXT) for batch in steps.BATCHES]
     eager = Stand.on_gpu(shape, replay=OFF)
@@ -179,7 +179,7 @@ def device_ablation_rows(stand: Stand, name: str) -> Iterator[Row]:
 
 
 def ablated_steps(having: Stand, lacking: Stand, cases: Sequence[tuple[int, int]], name: str) -> Iterator[Row]:
-    """Decoding steps of (rows, keys) by both."""
+    """Decode steps of (rows, keys) with both."""
     for batch, keys in cases:
         took = []
         for stand in (having, lacking):
@@ -208,7 +208,7 @@ def on_cpu(parts: list[str], scale: Scale, model: Path) -> Iterator[tuple[str, I
 def on_gpu(
     parts: list[str], scale: Scale, names: list[str], limit_s: float, replay: str | None
 ) -> Iterator[tuple[str, Iterator[Row]]]:
-    """The parts' rows, shape by shape; ``prefix`` and ``transformers`` on the first alone."""
+    """The parts' rows, shape by shape; ``prefix`` and ``transformers`` only for the first."""
     from benchmarks.attention import copy_bandwidth
 
     copy = max(copy_bandwidth() for _ in range(3))
@@ -237,13 +237,13 @@ def on_gpu(
 
 
 def steps_rows(stand: Stand, name: str, copy: float) -> Iterator[Row]:
-    """Single steps on pages of this process."""
+    """Single steps on local pages."""
     with stand.local(steps.pages_needed()) as pages:
         yield from steps.measure(stand, pages, name, copy)
 
 
 def flips_rows(stand: Stand, name: str, scale: Scale, trained: Path | None, replay: str | None = None) -> Iterator[Row]:
-    """Greedy tokens in company against alone, as the engine computes and invariantly, and what the latter costs."""
+    """Greedy tokens in a batch against alone, with and without batch invariance, and the cost of the latter."""
     count = scale.count
     batches = [batch for batch in flips.BATCHES if batch <= count]
     prompts = flips.arbitrary(stand, count, flips.PROMPT)
@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
         for row in found:
             print(rows.line(row))
     else:
-        # What every request and session logs is of no interest here, and costs time.
+        # Logging every request and session would only cost time.
         before = structlog.get_config()["wrapper_class"]
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
         try:
@@ -303,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_parts(flags: argparse.Namespace, parts: list[str], found: list[Row]) -> bool:
-    """Run the parts, print their rows and append them to ``found``; whether one failed."""
+    """Run the parts, print their rows and append them to ``found``. Returns whether one failed."""
     scale = Scale.of(flags.device, flags.requests, flags.divisor, flags.pairs)
     began, failed = time.monotonic(), False
     if flags.device == CPU:
@@ -319,7 +319,7 @@ def run_parts(flags: argparse.Namespace, parts: list[str], found: list[Row]) -> 
                 found.append(row)
                 print(rows.as_json(row) if flags.json else rows.line(row), flush=True)
         except Exception:
-            # What the other parts measure is worth having all the same.
+            # The other parts are still worth measuring.
             failed = True
             print(f"part {part} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
     return failed

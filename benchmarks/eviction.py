@@ -64,7 +64,7 @@ def read_trace(path: Path) -> Trace:
 
 
 class _NoArena:
-    """Pages nowhere: the replay is of decisions, and nothing is ever written in a page."""
+    """An arena without memory: only decisions are replayed, and no page is ever written."""
 
     file_path = ""
     device = None
@@ -82,7 +82,7 @@ class _NoArena:
         self._canary = canary
 
     def read_answer(self, slot: int) -> bytes:
-        """Overrides; the engine here has seen every canary."""
+        """Overrides; pretends that the engine saw every canary."""
         return bytes(byte ^ 0xFF for byte in self._canary)
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ def replay(trace: Trace, pages: int, policy: str) -> int:
 
 def hits(trace: Trace, pages: int, policy: str) -> Iterator[int]:
     """Blocks of each request that hit, through the state object."""
-    # A page of one token, which is the block's id: small numbers, whatever ids the trace uses.
+    # A page holds one token, the block's id renumbered: the trace's ids may be of any size.
     layout = PageLayout(page_size=1, layers=1, kv_heads=1, head_dim=1, dtype="f32")
     cache = KvCache(
         Limits(budget_bytes=1 << 62, eviction=policy),
@@ -112,7 +112,7 @@ def hits(trace: Trace, pages: int, policy: str) -> Iterator[int]:
     for number, request in enumerate(trace):
         blocks = [tokens.setdefault(block, len(tokens)) for block in request[:pages]]
         name = str(number)
-        # One more token, because the last one of a prompt is never matched.
+        # One more token, because a prompt's last token is never matched.
         prompt = array("I", (*blocks, 0))
         [(_, grant)], _ = cache.allocate(session.id, [Opening(name, Prompt(prompt), len(blocks))], [])
         if not isinstance(grant, Grant):
@@ -134,7 +134,7 @@ def unbounded(trace: Trace, pages: int, policy: str) -> int:
 
 
 def belady(trace: Trace, pages: int, policy: str) -> int:
-    """Blocks that hit when the future is known."""
+    """Blocks that hit with knowledge of the future."""
     never = len(trace)
     upcoming: list[list[int]] = []
     seen_at: dict[int, int] = {}
@@ -143,7 +143,7 @@ def belady(trace: Trace, pages: int, policy: str) -> int:
         seen_at.update(dict.fromkeys(trace[number], number))
     upcoming.reverse()
 
-    # The next use of what is cached. The heap may still hold earlier ones of a block; they count for nothing.
+    # The next use of each cached block. The heap may also hold outdated entries, which are ignored.
     cached: dict[int, int] = {}
     heap: list[tuple[int, int, int]] = []
     hits = 0
@@ -152,7 +152,7 @@ def belady(trace: Trace, pages: int, policy: str) -> int:
         matched = sum(1 for _ in itertools.takewhile(cached.__contains__, blocks))
         hits += matched
         for block in blocks[:matched]:
-            del cached[block]  # held now
+            del cached[block]  # held by the current request
         while len(cached) + len(blocks) > pages:
             use, _, block = heapq.heappop(heap)
             if cached.get(block) == -use:

@@ -29,13 +29,13 @@ from kernels.ops_cupy import Angles, Arena, CupyOps, Places
 from kernels.sampling import launch as sampling
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Bytes that one round of launches moves at least.
+#: The fewest bytes that one round of launches moves.
 ROUND_BYTES = 1 << 30
 HIDDEN, INNER, QUERY_HEADS, KV_HEADS, HEAD_DIM, LAYERS, PAGE_SIZE = 4096, 14336, 32, 8, 128, 32, 16
 TOKENS = 8192
 ATTACHES = 20
 
-#: Share of the ceiling that a row must reach; of copy bandwidth, or of torch's time.
+#: Bars: the share of the ceiling, copy bandwidth or torch's time, that a row must reach.
 MOVING, DECODE, OTHER_DECODE, PRODUCT = 0.85, 0.85, 0.75, 0.80
 BARS = {"decode": DECODE, "decode, one long row": OTHER_DECODE, "decode, many short rows": OTHER_DECODE,
         "decode, no groups": OTHER_DECODE, "decode, int8 pages": OTHER_DECODE}  # fmt: skip
@@ -43,9 +43,9 @@ BARS = {"decode": DECODE, "decode, one long row": OTHER_DECODE, "decode, many sh
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """``us`` of device time; ``tbps`` of the bytes that must move, and ``share`` of what a copy reaches.
+    """``us`` of device time; ``tbps``: TB/s of the minimum bytes, and ``share`` of a copy's bandwidth.
 
-    ``tflops`` where operations are what takes the time. ``bar`` is what ``share`` should be at least, if anything.
+    ``tflops`` where the kernel is compute-bound. ``bar``: the least ``share`` required, if any.
     """
 
     kernel: str
@@ -63,7 +63,7 @@ class Row:
 
 
 class Elementwise:
-    """Kernels that move bytes, on shapes of a model of 8 G parameters, in bfloat16."""
+    """Bandwidth-bound kernels, on the shapes of a model of 8 billion parameters, in bfloat16."""
 
     def __init__(self, copy: float) -> None:
         self._copy = copy
@@ -87,7 +87,7 @@ class Elementwise:
         kept: dict[int, Any] = {}
 
         def held(number: int) -> None:
-            # A result that is let go of would be the memory of the next: what is written must go round as well.
+            # A freed result's memory would be reused at once: outputs must cycle through memory, too.
             kept[number] = launch(number)
 
         took = milliseconds(held, sets)
@@ -96,7 +96,7 @@ class Elementwise:
 
     @staticmethod
     def _filled(shape: tuple[int, ...]) -> Any:
-        """Bits of bfloat16 between 1 and 2: what they are does not matter, that they are finite does."""
+        """Bits of bfloat16 between 1 and 2: any finite values will do."""
         import cupy
 
         return cupy.random.randint(0x3F80, 0x3FFF, shape, dtype=cupy.uint16)
@@ -216,13 +216,13 @@ class Elementwise:
 
 
 def sampling_rows(copy: float) -> Iterator[Row]:
-    """Drawing a token from each row of logits, which are read once at least."""
+    """Drawing a token from each row of logits; counts one read of them."""
     import cupy
 
     from kernels.device import module
 
     class Device:
-        """CuPy, as sampling wants it."""
+        """CuPy, as the sampler expects it."""
 
         def compile(self, name: str, defines: Any) -> Any:
             return module.load(name, defines)
@@ -263,7 +263,7 @@ def sampling_rows(copy: float) -> Iterator[Row]:
 
 
 def attention_row(name: str, case: Case, took: float, copy: float, *, barred: bool) -> Row:
-    """A time as a row: bytes where there are few new tokens, operations otherwise."""
+    """A time as a row: with bytes for few new tokens, with operations otherwise."""
     shape = f"{case.rows} x ({case.new} on {case.cached}), {case.query_heads}/{case.kv_heads} x {case.head_dim}"
     shape += f", {case.kv_dtype.lower()} pages of {case.page_size}"
     if case.new > 16:
@@ -274,7 +274,7 @@ def attention_row(name: str, case: Case, took: float, copy: float, *, barred: bo
 
 
 def attention_rows(copy: float) -> Iterator[Row]:
-    """Ours, and torch's over K and V that lie together, where torch is installed."""
+    """Our attention, and torch's over contiguous K and V if torch is installed."""
     import cupy
 
     try:
@@ -296,7 +296,7 @@ def attention_rows(copy: float) -> Iterator[Row]:
 
 
 def attach_rows() -> Iterator[Row]:
-    """Milliseconds from a session's opening until its memory is proven, and of the first launch on it."""
+    """Milliseconds from opening a session until its memory is verified, and of the first launch on it."""
     import cupy
 
     from services.common.gpu_ipc import Runtime
@@ -330,14 +330,14 @@ def attach_rows() -> Iterator[Row]:
             daemon.terminate()
             daemon.wait(30)
     shape = "4 GiB of pages, daemon in another process"
-    # The very first one loads libraries and makes the arena.
+    # The first one loads libraries and creates the arena.
     yield Row("attach, the first", shape, round(attaches[0] * 1e6, 1))
     yield Row("attach, later ones", shape, round(statistics.median(attaches[1:]) * 1e6, 1))
     yield Row("first launch after it", "zero_page, host time", round(statistics.median(firsts[1:]) * 1e6, 1))
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw the shares with their bars, and operations a second. Needs matplotlib, which is in the extra ``bench``."""
+    """Plot the shares with their bars, and operations per second. Needs matplotlib, which is in the extra ``bench``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -370,7 +370,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object a row instead of a table")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the rows too")
     flags = parser.parse_args()
-    # Clocks need a moment to rise; the ceiling is the best that was seen.
+    # Clocks take a moment to rise; the ceiling is the best rate observed.
     copy = max(copy_bandwidth() for _ in range(4))
     rows = [Row("copy", "2 GiB, read and written", 0.0, round(copy / 1e12, 3), 1.0)]
     print_row(rows[0], as_json=flags.json, first=True)

@@ -43,7 +43,7 @@ VOCAB_SIZE = 8192
 
 
 class TimedOps(shapes.RandomOps):
-    """A backend that tells how long the host took to queue the layers of the last step."""
+    """A backend that measures the host's time to queue the layers of the last step."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -60,14 +60,14 @@ class TimedOps(shapes.RandomOps):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Took:
-    """Medians of steps, in seconds: to queue the layers, and all until there are tokens."""
+    """Medians of steps, in seconds: to queue the layers, and in all until the tokens are known."""
 
     queued_s: float
     step_s: float
 
 
 class Steps:
-    """Steps of ``batch`` rows of ``tokens`` each, behind `CONTEXT` keys and more: ``steps`` of them at most."""
+    """At most ``steps`` steps of ``batch`` rows of ``tokens`` each, after at least `CONTEXT` keys."""
 
     def __init__(self, stand: Stand, pages: Pages, batch: int, tokens: int, steps: int) -> None:
         """``stand`` is of `TimedOps`."""
@@ -89,7 +89,7 @@ class Steps:
         return Took(self._ops.queued_s, time.thread_time() - began)
 
     def steps(self, count: int) -> Took:
-        """The medians of so many."""
+        """The medians of this many steps."""
         took = [self.step() for _ in range(count)]
         return Took(statistics.median(one.queued_s for one in took), statistics.median(one.step_s for one in took))
 
@@ -100,7 +100,7 @@ def pages_of(batch: int, tokens: int, steps: int) -> int:
 
 
 def operations(steps: Steps) -> int:
-    """Kernels and products of a step that is queued one by one: of its layers, the logits and the drawing."""
+    """The numbers of kernels and products that a step queues: for its layers, for the logits and for sampling."""
     writing.tape = Tape()
     try:
         steps.step()
@@ -110,7 +110,7 @@ def operations(steps: Steps) -> int:
 
 
 def bare() -> Iterator[Found]:
-    """A kernel and a product by themselves, as eager steps start them."""
+    """Single kernels and products, launched as in eager steps."""
     import cupy
 
     x, weight, out = (cupy.empty(shape, cupy.uint16) for shape in ((1, 2048), (1024, 1024), (1, 1024)))
@@ -134,7 +134,7 @@ def _least(call: Callable[[], None], times: int = 500, runs: int = 9) -> float:
 
 
 def measure(layers: int, steps: int, profile: cProfile.Profile | None = None) -> Iterator[Found]:
-    """Rows of each of `KINDS`: steps one by one and from tapes, alternately. ``profile`` is of those from tapes."""
+    """Rows for each of `KINDS`: eager steps and steps from tapes, alternating. ``profile`` profiles the latter."""
     shape = dataclasses.replace(shapes.QWEN3_600M, layers=layers, vocab_size=VOCAB_SIZE)
     eager, taped = (Stand.on_gpu(shape, replay=how, make_ops=TimedOps) for how in (OFF, TAPES))
     each = -(-steps // ROUNDS)

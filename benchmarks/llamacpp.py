@@ -28,7 +28,7 @@ PAGE_SIZE = 16
 
 
 class Engine:
-    """The engine's forward pass over one sequence, in pages of its own."""
+    """The engine's forward pass over one sequence, in its own pages."""
 
     def __init__(self, path: Path, context: int) -> None:
         """Load the model; raises as `Model.load` does."""
@@ -53,7 +53,7 @@ class LlamaCpp:
     """The same by llama.cpp."""
 
     def __init__(self, path: Path, context: int, threads: int) -> None:
-        """Load the model; raises ImportError where llama-cpp-python is not installed."""
+        """Load the model; raises ImportError if llama-cpp-python is not installed."""
         import llama_cpp  # an optional dependency
 
         self._model: Any = llama_cpp.Llama(
@@ -71,7 +71,7 @@ class LlamaCpp:
 
 
 def timed(call: Callable[[], int]) -> tuple[float, int]:
-    """Seconds of the processor that a call takes, and what it returns."""
+    """CPU seconds of a call, and its result."""
     begun = time.process_time()
     token = call()
     return time.process_time() - begun, token
@@ -80,7 +80,7 @@ def timed(call: Callable[[], int]) -> tuple[float, int]:
 def measured(
     sides: dict[str, Engine | LlamaCpp], prompt: list[int], tokens: int, rounds: int
 ) -> dict[str, tuple[float, float]]:
-    """Seconds of the prefill of ``prompt`` and of a decoded token, by side: the medians over the rounds."""
+    """Seconds to prefill ``prompt`` and to decode a token, by side: medians over the rounds."""
     prefills: dict[str, list[float]] = {name: [] for name in sides}
     decodes: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
@@ -97,7 +97,7 @@ def measured(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; 2 where llama-cpp-python or the model is missing."""
+    """Measure and print. Returns 2 if llama-cpp-python or the model is missing."""
     parser = argparse.ArgumentParser(prog="benchmarks.llamacpp", description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL, help="a GGUF file (default: what make smollm2 fetches)")
     parser.add_argument("--cpu-threads", type=int, default=1, help="threads of both (default 1)")

@@ -38,22 +38,22 @@ PAGES = 1 << 14
 
 
 class NoModel:
-    """Every token is a 1."""
+    """Samples token 1 everywhere."""
 
     def run(self, step: Items[Chunk]) -> list[Result]:
-        """At once."""
+        """Returns immediately."""
         return [1 if chunk.samples else None for chunk in step]
 
     def copy_pages(self, copies: Items[PageCopy]) -> None:
-        """Nothing is in them."""
+        """Does nothing: the pages hold nothing."""
 
 
 def drop(self: Histogram, value: float, times: int = 1) -> None:
-    """Stands for ``observe``."""
+    """Replaces ``observe``."""
 
 
 def run(batch: int, tokens: int) -> tuple[float, EngineLoop]:
-    """Microseconds of a step of so many requests, and the loop that made them."""
+    """Microseconds of a step of this many requests, and the loop that ran them."""
     ended: list[Event] = []
 
     def outbox(events: list[Event]) -> None:
@@ -79,7 +79,7 @@ def observe_ns(count: int = 200_000) -> float:
 
 
 def scrape_ms(loop: EngineLoop, count: int = 50) -> float:
-    """Milliseconds of one scrape of an engine, its text included; it is no thread's of the engine."""
+    """Milliseconds of one scrape of an engine, including its text; it runs on none of the engine's threads."""
     served = mock.create_autospec(Served, instance=True, model_id="none", backend="none", loop=loop)
     served.limits, served.epoch = Limits(1, 2, 1), lambda: 0
     metrics = EngineMetrics(GenerationRegistry(RegistryLimits()), CallStats(), CallStats(), lambda: False)

@@ -12,12 +12,12 @@ from services.engine.checkpoint.config import ModelConfig
 from services.engine.model.batch import Row
 from services.engine.model.decoder import Model
 
-#: Tokens of a page of theirs, and of a step.
+#: Tokens per page of transformers, and per step.
 BLOCK, STEP_TOKENS = 64, 2048
 
 
 def _tensor(array: Any) -> Any:
-    """A bfloat16 tensor over the bits of an array, uint16 on the device."""
+    """A bfloat16 tensor that views a uint16 array on the device."""
     import numpy as np
     import torch
 
@@ -52,7 +52,7 @@ def state_of(model: Model) -> dict[str, Any]:
 
 
 def adopted(model: Model) -> Any:
-    """The model as transformers has it, on our weights."""
+    """transformers' model on our weights."""
     import torch
     import transformers
 
@@ -62,7 +62,7 @@ def adopted(model: Model) -> Any:
         theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     theirs.load_state_dict(state_of(model), strict=True, assign=True)
     theirs.tie_weights()
-    # The frequencies are in no checkpoint, and were made without memory.
+    # The frequencies are in no checkpoint, and were created on the meta device.
     theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config).to("cuda")
     theirs.eval()
     return theirs
@@ -89,7 +89,7 @@ def _config_of(config: ModelConfig, transformers: Any) -> Any:
 
 
 def agreement(stand: Stand, theirs: Any, prompts: Sequence[Sequence[int]]) -> str:
-    """In words, how far the logits of ours and theirs are apart. Raises RuntimeError where that is no rounding."""
+    """Describe the difference between both sides' logits. Raises RuntimeError if it exceeds rounding."""
     import torch
 
     rows = [(list(prompt), -(-len(prompt) // PAGE_SIZE)) for prompt in prompts]
@@ -110,9 +110,9 @@ def agreement(stand: Stand, theirs: Any, prompts: Sequence[Sequence[int]]) -> st
 
 
 def generate(theirs: Any, jobs: Sequence[Job], limit_s: float) -> tuple[int, float]:
-    """Run the jobs greedily; tokens of those that ended, and seconds since all were submitted.
+    """Run the jobs greedily. Returns the tokens of those that ended, and the seconds since all were submitted.
 
-    After ``limit_s`` the others are given up.
+    Gives up on the others after ``limit_s`` seconds.
     """
     import torch
     from transformers import GenerationConfig
@@ -120,7 +120,7 @@ def generate(theirs: Any, jobs: Sequence[Job], limit_s: float) -> tuple[int, flo
 
     longest = max(job.tokens for job in jobs)
     generation = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    # Its own guesses fill the memory that is left with a mask of all keys that could be.
+    # Its defaults fill the remaining memory with a mask of all possible keys.
     blocks = sum(-(-(len(job.prompt) + job.tokens) // BLOCK) + 1 for job in jobs)
     batching = ContinuousBatchingConfig(
         block_size=BLOCK,
@@ -158,7 +158,7 @@ def generate(theirs: Any, jobs: Sequence[Job], limit_s: float) -> tuple[int, flo
 
 
 def release() -> None:
-    """Give back the memory that torch keeps."""
+    """Free the memory that torch caches."""
     import gc
 
     import torch

@@ -28,7 +28,7 @@ from services.kvcache.arena.host import default_directory
 
 BAR = 0.1
 WARM_UP_TOKENS = 40
-#: Tokens of a cached prompt that are computed all the same, at most: its last page, and what is behind it.
+#: Most tokens of a cached prompt that are still computed: its last page, and the tokens after it.
 MOST_LEFT = 64
 
 
@@ -36,7 +36,7 @@ class Client:
     """Calls one engine."""
 
     def __init__(self, address: str) -> None:
-        # Responses are read on the thread that waits for them: another one, woken for each, is the client's own delay.
+        # Responses are read on the waiting thread: waking another one for each would add the client's own delay.
         options = [
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
@@ -45,7 +45,7 @@ class Client:
         self._stub = engine_pb2_grpc.EngineServiceStub(self._channel)
 
     def first_token(self, prompt: list[int]) -> tuple[float, int, int]:
-        """Seconds until the first token, the token, and how many of the prompt's tokens were cached."""
+        """Seconds until the first token, the token, and the number of cached prompt tokens."""
         request = pb.GenerateRequest(
             prompt=pb.Prompt(tokens=pb.TokenIds(ids=prompt)),
             sampling=pb.Sampling(temperature=0),
@@ -61,12 +61,12 @@ class Client:
         return took, token, cached
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the channel."""
         self._channel.close()
 
 
 class Asking:
-    """Prompts of some lengths, and how long their first tokens took, by where."""
+    """Prompts of several lengths, and their times to first token by engine."""
 
     def __init__(self, vocab_size: int, lengths: Sequence[int], prompts: int, exact: bool) -> None:
         self._draw = random.Random(0)
@@ -82,16 +82,16 @@ class Asking:
         return [self._draw.randrange(1, self._vocab_size) for _ in range(length)]
 
     def warm_up(self, client: Client) -> None:
-        """An engine's first requests load what later ones find; these share no page with any other."""
+        """Send an engine's first requests, which load what later ones use; they share no page with others."""
         for length in (WARM_UP_TOKENS, *self._lengths):
             text = self._text(length)
             client.first_token(text)
             client.first_token(text)
 
     def ask(self, where: str, client: Client) -> None:
-        """Time every prompt. The first time none may be cached, later all must be, and give the same tokens as then.
+        """Time every prompt. The first time, none may be cached; later, all must be, and yield the same tokens.
 
-        Raises RuntimeError where that is not so; without ``exact``, other tokens are counted.
+        Raises RuntimeError otherwise; without ``exact``, different tokens are only counted.
         """
         cold = not self._expected
         found = []
@@ -121,8 +121,8 @@ def measure(
 ) -> Iterator[Row]:
     """Rows for ``prompts`` different prompts of each of ``lengths``.
 
-    Raises RuntimeError where a token differs, unless what computes is not ``exact``: a near tie may fall the other way
-    when a prompt's last tokens are computed alone.
+    Raises RuntimeError if a token differs and the backend is ``exact``. With other backends, a near tie may resolve
+    differently when a prompt's last tokens are computed alone.
     """
     asking = Asking(vocab_size, lengths, prompts, exact)
     with contextlib.ExitStack() as stack:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """``value`` in ``unit`` of what ``name`` says, in ``part``.
+    """The measurement ``name`` of ``part``: ``value`` in ``unit``.
 
-    ``ratio`` is to what ``detail`` names; ``bar`` what it should be at least, or, with ``most``, at most.
+    ``ratio`` is relative to what ``detail`` names; ``bar`` is its required minimum or, with ``most``, maximum.
     """
 
     part: str
@@ -46,15 +46,15 @@ def as_json(row: Row) -> str:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows that ``--json`` wrote to a file; other lines are left out."""
+    """The rows that ``--json`` wrote to a file; other lines are ignored."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [Row(**json.loads(one)) for one in lines if one.startswith('{"part"')]
 
 
 def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw each part's rows into a PNG of its own below ``folder``. Needs matplotlib, which is in the extra ``bench``.
+    """Plot each part's rows in a PNG file in ``folder``. Needs matplotlib, which is in the extra ``bench``.
 
-    Ratios where all of a part's rows have one, else values; grouped by unit.
+    Plots ratios if all of a part's rows have one, else values; grouped by unit.
     """
     import matplotlib
 

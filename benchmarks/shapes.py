@@ -18,7 +18,7 @@ from services.engine.checkpoint.tensor import BF16, StoredTensor
 from services.engine.checkpoint.weights import HEAD, Weights, shapes
 from services.engine.model.checkpoint import Checkpoint
 
-#: Random numbers that all tensors are cut from; prime, so that rows of a matrix are not alike.
+#: The count of random numbers that all tensors repeat; prime, so that the rows of a matrix differ.
 BLOCK = 4_194_301
 _ONE = 0x3F80  # of bfloat16
 
@@ -36,7 +36,7 @@ QWEN3_600M = _config(
     "Qwen3ForCausalLM", vocab_size=151936, hidden_size=1024, layers=28, query_heads=16, kv_heads=8, head_dim=128,
     intermediate_size=3072, max_context=40960, rope_theta=1e6, tied_embeddings=True,
 )  # fmt: skip
-#: For tests: every part of the decoder, and next to no work.
+#: For tests: every part of the decoder, with very little work.
 TINY = _config(
     "Qwen3ForCausalLM", vocab_size=1024, hidden_size=128, layers=2, query_heads=4, kv_heads=2, head_dim=64,
     intermediate_size=256, max_context=1024, rope_theta=1e4, tied_embeddings=True,
@@ -45,22 +45,22 @@ SHAPES = {"llama-8b": LLAMA_8B, "qwen3-0.6b": QWEN3_600M, "tiny": TINY}
 
 
 def _bits(scale: float) -> NDArray[np.uint16]:
-    """`BLOCK` normal numbers times ``scale``, as bfloat16's bits, rounded down."""
+    """`BLOCK` normal numbers times ``scale``, as bits of bfloat16, truncated."""
     normal = np.random.default_rng(0).standard_normal(BLOCK, np.float32) * np.float32(scale)
     bits: NDArray[np.uint16] = (normal.view(np.uint32) >> 16).astype(np.uint16)
     return bits
 
 
 def _tile(out: Any, bits: Any) -> None:
-    """Fill a flat array, of the host or a device."""
+    """Fill a flat array on the host or a device."""
     for at in range(0, out.size, bits.size):
         out[at : at + bits.size] = bits[: min(bits.size, out.size - at)]
 
 
 class RandomTensor(StoredTensor):
-    """A tensor that is in no file: a norm's numbers are 1, a matrix keeps the size of what it multiplies.
+    """A tensor without a file: a norm's weights are 1; a matrix preserves the magnitude of its input.
 
-    A head begins with a 1, so that it is not the embedding.
+    A head starts with a 1, so that it differs from the embedding.
     """
 
     def read_into(self, out: NDArray[Any], progress: Callable[[int], None] = lambda size: None) -> None:
@@ -73,15 +73,15 @@ class RandomTensor(StoredTensor):
         progress(self.stored_bytes)
 
     def equals(self, other: StoredTensor) -> bool:
-        """No two are, least of all a head and its embedding."""
+        """Always false: no two tensors are equal, in particular a head and its embedding."""
         return False
 
 
 class UnreadTensor(RandomTensor):
-    """A tensor for `RandomOps`, which looks at its shape alone: its memory is never touched."""
+    """A tensor for `RandomOps`, which uses only its shape: its memory is never accessed."""
 
     def read_into(self, out: NDArray[Any], progress: Callable[[int], None] = lambda size: None) -> None:
-        """Leave ``out`` as it is."""
+        """Does nothing."""
         progress(self.stored_bytes)
 
 
@@ -103,7 +103,7 @@ class RandomCheckpoint(Checkpoint):
 
 
 class RandomOps(CupyOps):
-    """A backend whose weights are random numbers made on the device, whatever they were on the host: bfloat16 alone."""
+    """A backend that replaces weights by random numbers made on the device; bfloat16 only."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -129,7 +129,7 @@ class RandomOps(CupyOps):
 
 
 class UncutOps(RandomOps):
-    """The same, whose attention leaves all keys of a row to one block for each head, as for a very small GPU."""
+    """`RandomOps` whose attention gives all keys of a row and head to one block, as on a very small GPU."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -31,7 +31,7 @@ PAGE_SIZE = 16
 
 @dataclass
 class Pages:
-    """A source of pages, and the memory that they are in."""
+    """A page source, and its memory."""
 
     source: PageSource
     memory: Callable[[], Any]
@@ -39,7 +39,7 @@ class Pages:
 
 @dataclass
 class Stand:
-    """A model, loaded and compiled. ``daemon_flags`` are what a daemon needs to serve it."""
+    """A model, loaded and compiled. ``daemon_flags`` are the flags of a daemon that serves it."""
 
     model: Model
     backend: Backend
@@ -48,7 +48,7 @@ class Stand:
 
     @classmethod
     def on_cpu(cls, model: Path | ModelConfig) -> Stand:
-        """NumPy, in f32; a checkpoint or a shape."""
+        """NumPy, in f32, with a checkpoint or a shape."""
         checkpoint = RandomCheckpoint.of(model) if isinstance(model, ModelConfig) else Checkpoint.open(model)
         backend = on_host(None, None)
         return cls(Model(checkpoint, backend.ops, backend.dtype), backend, backend.prepare(checkpoint.config))
@@ -61,9 +61,9 @@ class Stand:
         replay: str | None = None,
         make_ops: Callable[..., Any] | None = None,
     ) -> Stand:
-        """GPU 0, in bfloat16: a checkpoint, or a shape, whose random weights its ops make there.
+        """GPU 0, in bfloat16, with a checkpoint, or a shape whose random weights are made on the GPU.
 
-        ``make_ops`` makes a `CupyOps`, of a shape a `RandomOps`. Daemons get so much ``memory``.
+        ``make_ops`` makes a `CupyOps` or, for a shape, a `RandomOps`. Daemons are started with ``memory`` bytes.
         """
         checkpoint, ops = (
             (RandomCheckpoint.of(model, UnreadTensor), RandomOps)
@@ -76,21 +76,21 @@ class Stand:
 
     @property
     def on_device(self) -> bool:
-        """Whether a GPU computes."""
+        """Whether the backend is a GPU."""
         return self.backend.gpu is not None
 
     @property
     def replayed(self) -> tuple[int, int]:
-        """How many steps were recorded to be replayed, and how many were."""
+        """The numbers of steps that were recorded, and that were replayed."""
         replays = self.backend.ops.replays if isinstance(self.backend.ops, CupyOps) else None
         return (replays.recorded, replays.replayed) if replays else (0, 0)
 
     @contextlib.contextmanager
     def local(self, total: int) -> Iterator[Pages]:
-        """Pages of this process's own."""
+        """Local pages."""
         memory = self.backend.private(self.model.geometry(PAGE_SIZE, self.backend.kv_dtype), total)
         if isinstance(memory, DevicePages):
-            # What the memory last held may be NaN in some type; no number of it is ever used, but times may be.
+            # Uninitialised memory may hold NaN in some type; its values are never used, but may affect times.
             view = self.backend.view(memory)
             view[:] = 0
             del view
@@ -103,7 +103,7 @@ class Stand:
 
     @contextlib.contextmanager
     def daemon(self, total: int) -> Iterator[Pages]:
-        """Pages of a daemon, a process of its own."""
+        """Pages of a daemon, which runs as a process."""
         with daemon(*self.daemon_flags) as address:
             source = GrpcPageSource(
                 address,
@@ -124,7 +124,7 @@ class Stand:
 @contextlib.contextmanager
 def daemon(*flags: str) -> Iterator[str]:
     """A KV-cache daemon as a process; its address."""
-    # In memory, as the daemon's own default is: the arena's pages must not wait for a disk.
+    # In memory, like the daemon's default: the arena's pages must not wait for a disk.
     with tempfile.TemporaryDirectory(prefix="rf-bench-", dir=default_directory().parent) as name:
         address = f"unix:{name}/k.sock"
         words = ["--listen", address, "--arena-dir", f"{name}/arena", *flags]
@@ -134,7 +134,7 @@ def daemon(*flags: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def process(module: str, address: str, *words: str, log: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A service as a process, once it serves; ended when the block is left, unless it has ended by then."""
+    """A service as a process, once it serves; terminated at the end of the block if it still runs."""
     with contextlib.ExitStack() as stack:
         said: Any = stack.enter_context(log.open("ab")) if log else subprocess.DEVNULL
         command = [sys.executable, "-m", module, *words]

@@ -41,7 +41,7 @@ GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 class NoText:
-    """A request whose text nobody wants."""
+    """A request without text."""
 
     stopped: str | None = None
 
@@ -91,7 +91,7 @@ def run(model: Model, source: PageSource, memory: Callable[[], Any], batch: int,
     began = time.perf_counter()
     while True:
         idle_s = loop.iterate()
-        if len(ended) == batch:  # before the loop would wait for more work
+        if len(ended) == batch:  # never let the loop wait for more work
             break
         loop.wait(idle_s)
     took = time.perf_counter() - began
@@ -104,7 +104,7 @@ def run(model: Model, source: PageSource, memory: Callable[[], Any], batch: int,
 
 
 def measure(model: Model, address: str, batch: int, tokens: int, pairs: int) -> Row:
-    """Alternate local and gRPC runs; the first pair warms up and does not count."""
+    """Alternate local and gRPC runs; the first pair is a warm-up and is not counted."""
     geometry = model.geometry(PAGE_SIZE)
     remote = GrpcPageSource(address, "bench-step", geometry, client_name="bench-step")
     remote.reopen()
@@ -113,7 +113,7 @@ def measure(model: Model, address: str, batch: int, tokens: int, pairs: int) -> 
     sides: tuple[list[Run], list[Run]] = ([], [])
     try:
         for pair in range(pairs + 1):
-            # Whoever goes second finds warmer caches: take turns.
+            # The second run finds warmer caches: take turns.
             order = ((0, local, lambda: pages), (1, remote, lambda: remote.memory))
             for side, source, memory in order if pair % 2 else order[::-1]:
                 sides[side].append(run(model, source, memory, batch, tokens if pair else 8, seed=1000 * batch + pair))
@@ -140,7 +140,7 @@ def main() -> int:
     parser.add_argument("--cpu-threads", type=int, default=1, help="BLAS threads (default 1, as the engine's)")
     parser.add_argument("--json", action="store_true", help="one JSON object a row instead of a table")
     flags = parser.parse_args()
-    # What every request and session logs is of no interest here, and costs time.
+    # Logging every request and session would only cost time.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     threadpool_limits(flags.cpu_threads, user_api="blas")
     model = Model.load(flags.model)

@@ -20,19 +20,19 @@ from services.engine.sampling.params import sample
 WARM, STEPS = 5, 30
 BATCHES, CONTEXT = (1, 16, 64, 256), 1024
 PROMPTS = ((1, 512), (1, 2048), (1, 8192), (8, 1024))
-#: Share of the bandwidth that a step must reach, by its batch.
+#: Bars: the share of the bandwidth that a step must reach, by its batch.
 BARS = {1: 0.60, 64: 0.55}
 
 
 def weight_bytes(stand: Stand) -> int:
-    """Bytes of all weights that a decoding step reads: of an embedding that is not the head too, only some rows."""
+    """Bytes of the weights that a decode step reads; of an embedding that is not also the head, only some rows."""
     config = stand.model.config
     embedding = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
     return 2 * (stand.model.parameters - embedding)
 
 
 def kv_bytes(stand: Stand, tokens: int) -> int:
-    """Bytes of K and V of so many tokens."""
+    """Bytes of the K and V of this many tokens."""
     geometry = stand.model.geometry(PAGE_SIZE, stand.backend.kv_dtype)
     return tokens * page_bytes_of(geometry) // PAGE_SIZE
 
@@ -48,7 +48,7 @@ def pages_needed() -> int:
 
 
 def decode_seconds(stand: Stand, pages: Pages, batch: int, context: int = CONTEXT) -> tuple[float, float]:
-    """Median seconds of a step of ``batch`` rows with ``context`` keys, result included, and of what the host does."""
+    """Median seconds of a step of ``batch`` rows with ``context`` keys, including its result, and of the host part."""
     each = -(-(context + WARM + STEPS) // PAGE_SIZE)
     tables = [range(row * each, (row + 1) * each) for row in range(batch)]
     took, launched = list[float](), list[float]()
@@ -85,7 +85,7 @@ def prefill_seconds(stand: Stand, pages: Pages, rows: int, tokens: int, times: i
 
 
 def operations(stand: Stand, rows: int, tokens: int) -> float:
-    """Multiplications and additions of such a step: products of every token, the head's of a row's last, attention."""
+    """Multiplications and additions of such a step: every token's products, the head's per row, and attention."""
     config = stand.model.config
     table = config.vocab_size * config.hidden_size
     products = stand.model.parameters - table * (1 if config.tied_embeddings else 2)
@@ -94,7 +94,7 @@ def operations(stand: Stand, rows: int, tokens: int) -> float:
 
 
 def measure(stand: Stand, pages: Pages, name: str, bandwidth: float) -> Iterator[Found]:
-    """Rows of a shape; ``bandwidth`` in bytes a second."""
+    """Rows of a shape; ``bandwidth`` in bytes per second."""
     for batch in BATCHES:
         took, host = decode_seconds(stand, pages, batch)
         least = (weight_bytes(stand) + kv_bytes(stand, batch * CONTEXT)) / bandwidth

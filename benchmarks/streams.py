@@ -34,28 +34,28 @@ from services.engine.scheduling.step import Chunk
 from services.kvcache.arena.host import default_directory
 
 STREAMS, TOKENS, PROMPT, STEP_MS = 256, 400, 64, 10.0
-#: More messages than there are tokens, so that each has its own.
+#: More messages than tokens, so that each token has its own.
 ALL = 1 << 20
 
 
 class TimedRunner:
-    """Takes ``step_s`` for a step and makes its tokens up."""
+    """Takes ``step_s`` for a step and returns made-up tokens."""
 
     def __init__(self, step_s: float, *_: Any) -> None:
         self._step_s = step_s
         self._draw = random.Random(0)
 
     def run(self, step: Sequence[Chunk]) -> list[Result]:
-        """A token for each chunk that wants one."""
+        """Returns a token for each chunk that needs one."""
         time.sleep(self._step_s)
         return [self._draw.randrange(300, 900) if chunk.samples else None for chunk in step]
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """There is nothing in them."""
+        """Does nothing: the pages hold nothing."""
 
 
 def measure(streams: int = STREAMS, tokens: int = TOKENS, step_ms: float = STEP_MS, pairs: int = 3) -> Iterator[Row]:
-    """Each of the three ways ``pairs`` times, alternately; their medians. Raises RuntimeError where a request fails."""
+    """Run the three ways ``pairs`` times each, alternating. Returns medians; raises RuntimeError if a request fails."""
     ways: dict[str, tuple[int | None, Callable[[str, int, int], float]]] = {
         "submitted, read by nobody": (None, submitted),
         "streamed": (None, streamed),
@@ -78,7 +78,7 @@ def measure(streams: int = STREAMS, tokens: int = TOKENS, step_ms: float = STEP_
 
 @contextlib.contextmanager
 def timed_engine(cache: str, streams: int, step_ms: float, messages_per_s: int | None) -> Iterator[str]:
-    """The address of an engine of such steps."""
+    """The address of an engine that runs such steps."""
     with tempfile.TemporaryDirectory(prefix="rf-bench-", dir=default_directory().parent) as folder:
         address = f"unix:{folder}/engine.sock"
         words = [f"{step_ms:g}", "--listen", address, "--model", str(BUNDLED_MODEL), "--kvcache", cache]
@@ -89,7 +89,7 @@ def timed_engine(cache: str, streams: int, step_ms: float, messages_per_s: int |
 
 
 def streamed(address: str, streams: int, tokens: int) -> float:
-    """Seconds until each of so many calls has had its tokens."""
+    """Seconds until each of this many calls has received its tokens."""
     words = ["--requests", str(streams), "--concurrency", str(streams), "--input-len", str(PROMPT)]
     command = [sys.executable, "-m", "services.engine", "bench", "--target", address, "--json", *words]
     done = subprocess.run([*command, "--output-len", str(tokens)], cwd=ROOT, capture_output=True, text=True)
@@ -99,8 +99,8 @@ def streamed(address: str, streams: int, tokens: int) -> float:
 
 
 def submitted(address: str, streams: int, tokens: int) -> float:
-    """Seconds until each of so many submitted generations is over. They run side by side and one is watched after the
-    other, the last first: the others are over by then, or nearly.
+    """Seconds until each of this many submitted generations has ended. They run concurrently and are watched one after
+    another, the last one first: by then the others have ended, or nearly so.
     """
     with grpc.insecure_channel(address) as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
