@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -25,7 +24,7 @@ from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.scheduler import Advance, Scheduler
 from services.engine.scheduling.sequence import FinishReason, Outcome, Request, Sequence, State
-from services.engine.scheduling.stats import EngineStats, Snapshot
+from services.engine.scheduling.stats import EngineStats, Snapshot, Totals
 from services.engine.scheduling.step import Chunk
 from services.engine.scheduling.watchdog import Watchdog
 
@@ -44,39 +43,6 @@ class StepRunner(Protocol):
 
     def copy_pages(self, copies: Items[PageCopy]) -> None:
         """Copy each source page to its target, between two steps. Raises when a copy fails."""
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counts since the start, written by the engine's thread only; ``page_wait_s`` in seconds.
-
-    ``errors`` counts failures of queued requests by reason, ``refused`` requests rejected before they were queued.
-    """
-
-    ended: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
-    errors: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-    page_calls: int = 0
-    page_wait_s: float = 0.0
-    recoveries: int = 0
-
-    @property
-    def finished_requests(self) -> int:
-        """Requests that finished: neither cancelled nor failed."""
-        return sum(self.ended.values()) - self.cancelled_requests
-
-    @property
-    def cancelled_requests(self) -> int:
-        """Requests that were cancelled."""
-        return self.ended[FinishReason.CANCELLED]
-
-    @property
-    def failed_requests(self) -> int:
-        """Requests that ended with an error."""
-        return sum(dict(self.errors).values())
 
 
 class EngineLoop:

@@ -1,11 +1,12 @@
-"""Histograms of the engine's requests and steps. Times in seconds."""
+"""What the engine counts: its state at one moment, totals since the start, and histograms. Times in seconds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from services.common.histogram import Histogram
-from services.engine.scheduling.sequence import Usage
+from services.engine.scheduling.sequence import FinishReason, Usage
 
 TOKENS = tuple(float(2**power) for power in range(18))
 #: Buckets for requests: from a prefix cache hit on a small model to minutes of queueing.
@@ -45,6 +46,39 @@ class Snapshot:
     looked_up_tokens: int
     cached_tokens: int
     stalled_s: float
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start, written by the engine's thread only; ``page_wait_s`` in seconds.
+
+    ``errors`` counts failures of queued requests by reason, ``refused`` requests rejected before they were queued.
+    """
+
+    ended: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+    errors: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    page_calls: int = 0
+    page_wait_s: float = 0.0
+    recoveries: int = 0
+
+    @property
+    def finished_requests(self) -> int:
+        """Requests that finished: neither cancelled nor failed."""
+        return sum(self.ended.values()) - self.cancelled_requests
+
+    @property
+    def cancelled_requests(self) -> int:
+        """Requests that were cancelled."""
+        return self.ended[FinishReason.CANCELLED]
+
+    @property
+    def failed_requests(self) -> int:
+        """Requests that ended with an error."""
+        return sum(dict(self.errors).values())
 
 
 class EngineStats:

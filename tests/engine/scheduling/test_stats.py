@@ -1,4 +1,4 @@
-"""Distributions and counts of calls: what Prometheus will be told is what was observed."""
+"""Histograms and counts: what is exported to Prometheus is what was observed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from services.common.call_stats import CallStats
 from services.common.histogram import Histogram
-from services.engine.scheduling.sequence import Usage
-from services.engine.scheduling.stats import EngineStats
+from services.engine.scheduling.sequence import FinishReason, Usage
+from services.engine.scheduling.stats import EngineStats, Totals
 
 
 def test_a_bound_belongs_to_the_range_that_it_ends() -> None:
@@ -54,6 +54,17 @@ def test_calls_are_counted_by_method_and_code() -> None:
         calls.done(method, code, seconds)
     assert calls.handled == {("A", "OK"): 2, ("A", "NOT_FOUND"): 1, ("B", "OK"): 1}
     assert {method: (seen.count, seen.sum) for method, seen in calls.seconds.items()} == {"A": (3, 2.75), "B": (1, 4.0)}
+
+
+def test_a_request_that_ended_finished_or_was_cancelled_or_failed() -> None:
+    totals = Totals()
+    totals.ended[FinishReason.STOP] += 2
+    totals.ended[FinishReason.LENGTH] += 1
+    totals.ended[FinishReason.CANCELLED] += 4
+    totals.errors.update({"INTERNAL": 8, "DEADLINE_EXCEEDED": 16})
+    totals.refused["QUEUE_FULL"] += 32
+    counts = totals.finished_requests, totals.cancelled_requests, totals.failed_requests
+    assert counts == (3, 4, 24)
 
 
 def test_what_a_request_never_came_to_is_not_observed() -> None:
