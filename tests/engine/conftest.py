@@ -26,7 +26,7 @@ def logged() -> Iterator[list[MutableMapping[str, Any]]]:
 
 @pytest.fixture
 def patient_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls to the daemon are waited for however slow this machine is."""
+    """Calls to the daemon have long timeouts, for slow machines."""
     for name in ("MAX_CALL_S", "CLOSE_S"):
         monkeypatch.setattr(daemon, name, 60.0)
 

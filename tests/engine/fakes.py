@@ -25,7 +25,7 @@ FRUITLESS_ROUNDS = 4
 
 
 class Clock:
-    """Seconds that pass only when told to."""
+    """A clock that only tests advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -89,7 +89,7 @@ def next_token(context: Sequence[int], seed: int) -> int:
 
 
 def alone(request: Request) -> list[int]:
-    """What a request generates with the engine to itself and memory without end."""
+    """The output of a request alone on an engine with unlimited memory."""
     tokens = list(request.prompt)
     text = PlainText(request.text.stop)  # type: ignore[attr-defined]
     while True:
@@ -121,7 +121,7 @@ class TokenMemory:
 
     @property
     def computed(self) -> int:
-        """Tokens that were run, all told."""
+        """The total number of tokens computed."""
         return sum(chunk.count for step in self.steps for chunk in step)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
@@ -257,7 +257,7 @@ class _Pending:
 
 
 class Harness:
-    """An engine loop driven by hand, and what came out of it, by request id."""
+    """An engine loop driven by hand, and its output by request id."""
 
     def __init__(
         self,
@@ -329,11 +329,11 @@ class Harness:
 
     @property
     def shared(self) -> bool:
-        """Whether somebody else has pages of the pool."""
+        """Whether another engine holds pages of the pool."""
         return not self.source.names.issuperset(self.local._sequences)
 
     def check(self) -> None:
-        """What holds between any two rounds."""
+        """The invariants between any two rounds."""
         scheduler = self.loop.scheduler
         waiting, running, leaving = list(scheduler.waiting), scheduler.running, list(scheduler.leaving.values())
         everywhere = [*waiting, *running, *leaving]
@@ -361,7 +361,7 @@ class Harness:
         check_local(self.local)
 
     def check_empty(self) -> None:
-        """What holds when nothing is live."""
+        """The invariants when nothing is live."""
         scheduler = self.loop.scheduler
         assert not scheduler.live and not scheduler.waiting and not scheduler.running and not scheduler.leaving
         assert not scheduler.held_pages and not scheduler.take_settled()

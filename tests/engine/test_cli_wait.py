@@ -1,4 +1,4 @@
-"""``--wait``: a command that is typed right behind the engine's own, as the documents have it."""
+"""``--wait``: a command typed right after the one that starts the engine, as in the docs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM to a real engine: those that run have until the grace is over, everybody else is told at once."""
+"""SIGTERM to a real engine: running requests have the grace period, all others end at once."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def submit(service: Service, steps: Steps, name: str, max_tokens: int, live: int
 
 
 def terminate(service: Service) -> None:
-    """SIGTERM, and wait until it says that it takes no more."""
+    """Send SIGTERM, and wait until the engine is draining."""
     statuses = health_pb2_grpc.HealthStub(service.channel).Watch(health_pb2.HealthCheckRequest())
     assert next(statuses).status == health_pb2.HealthCheckResponse.SERVING
     service.process.send_signal(signal.SIGTERM)

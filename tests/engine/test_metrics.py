@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment, return-value"
-"""The engine's metrics: each documented one is there, is fed, and says what GetStats says and what was asked."""
+"""The engine's metrics: each documented one exists, moves, and agrees with GetStats and with the requests made."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Watched:
         return loop
 
     def hold(self) -> None:
-        """Two run, one waits, and nothing moves on until ``let_go``."""
+        """Two run, one waits, and nothing advances until ``let_go``."""
         gate, scheduler = self.engine.steps, self.loop.scheduler
         gate.hold()
         self.held = [self.stub.Generate(request([at] * 20, max_tokens=40)) for at in range(1, 4)]
@@ -83,7 +83,7 @@ class Watched:
         self.engine.idle()
 
     def crowd(self) -> None:
-        """More than may wait come during one step."""
+        """More requests than the queue holds arrive during one step."""
         gate = self.engine.steps
         gate.hold()
         first = self.stub.Generate(request(max_tokens=2))

@@ -42,7 +42,7 @@ def _runs(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Whichever test needs a kernel first compiles it, which takes a busy machine minutes."""
+    """The first test that needs a kernel compiles it, which takes minutes on a busy machine."""
     ours = [item for item in items if item.path.is_relative_to(FOLDER)]
     for item in ours:
         item.add_marker(pytest.mark.timeout(600))

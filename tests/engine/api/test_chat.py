@@ -91,7 +91,7 @@ def test_refusals(engine: RunningEngine) -> None:
 
 
 def test_the_examples_of_the_page(engine: RunningEngine) -> None:
-    """They are of a larger model than this, so that only what they send and how it is written is compared."""
+    """They come from a larger model, so only the requests and the format of the answers are compared."""
     section = (ROOT / "docs/api.md").read_text().partition("### Messages")[2].partition("\n## ")[0]
     [generated, tokenized] = re.findall(r"-d '(.*?)'", section, re.DOTALL)
     assert collect(engine.stub.Generate(json_format.Parse(generated, pb.GenerateRequest())))[2]
@@ -110,7 +110,7 @@ def test_it_is_told_whether_there_is_a_template(engine: RunningEngine) -> None:
 
 
 def test_a_gguf_file_s_template(tmp_path: Path, engine: RunningEngine) -> None:
-    """The same model, out of a file: the same text and tokens."""
+    """The same model from a GGUF file: the same text and tokens."""
     with tempfile.TemporaryDirectory(prefix="rf-") as name:
         file = chat_file(Path(name) / "chatty.gguf", template_of("chatml"))
         other = RunningEngine(Path(name), "--model", str(file), "--local-pages", "64").start()

@@ -1,4 +1,4 @@
-"""Clients that mean ill, beside others that do not: each is told what it did, and nobody else notices."""
+"""Hostile clients beside well-behaved ones: each gets its error, and no other client is affected."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ VICTIMS = [
 
 
 def told(responses: Any) -> dict[int, tuple[Any, ...]]:
-    """What each sample says, whatever responses it came in."""
+    """The output of each sample, however it was split into responses."""
     said: dict[int, list[Any]] = {}
     for one in responses:
         text, ids, likely, prompt, ends = said.setdefault(one.sample, ["", [], [], [], []])
@@ -75,7 +75,7 @@ def told(responses: Any) -> dict[int, tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class Bad:
-    """A message, or bytes that are none, and what is said of it."""
+    """A message, or bytes that are not one, and the expected error."""
 
     method: str
     message: Any
@@ -84,7 +84,7 @@ class Bad:
 
 
 def bad(field: str, prompt: Any = "x", *, reason: str = INVALID, **fields: Any) -> list[Bad]:
-    """A request that each of the calls that take one refuses."""
+    """A request that every call with a request rejects."""
     one = request(prompt, **fields)
     return [
         Bad("Generate", one, reason, field),
@@ -93,7 +93,7 @@ def bad(field: str, prompt: Any = "x", *, reason: str = INVALID, **fields: Any) 
 
 
 def told_to(field: str, reason: str = INVALID, **fields: Any) -> list[Bad]:
-    """Messages that each of the calls that take some refuses."""
+    """Messages that every call with messages rejects."""
     messages = pb.Messages(**fields)
     one = pb.GenerateRequest(prompt=pb.Prompt(messages=messages))
     return [
@@ -242,7 +242,7 @@ GARBAGE: list[tuple[pb.GenerateRequest, str, str]] = [
 
 
 def batches(engine: RunningEngine) -> None:
-    """Nothing but errors, each its own; every item in turn, and the long texts not in each turn."""
+    """Only errors, each the expected one: every item in turn, long texts in some turns only."""
     rows = [GARBAGE[at % (len(GARBAGE) - (at % 64 > 8))] for at in range(1024)]
     errors = {}
     for answer in engine.stub.BatchGenerate(pb.BatchGenerateRequest(requests=[row[0] for row in rows])):
@@ -253,13 +253,13 @@ def batches(engine: RunningEngine) -> None:
 
 
 def watchers(engine: RunningEngine) -> None:
-    """As many as may watch, each of which reads nothing, and one more."""
+    """The maximum number of watchers, which read nothing, and one more."""
     while not crowded(engine):
         pass
 
 
 def crowded(engine: RunningEngine) -> bool:
-    """Whether all of them came before what they watch was over."""
+    """Whether all of them began before the generation ended."""
     asked = pb.SubmitGenerationRequest(request=request("On", 900, n=4))
     name = engine.stub.SubmitGeneration(asked).generation.request_id
     wanted = pb.WatchGenerationRequest(request_id=name)
@@ -288,7 +288,7 @@ def too_large(engine: RunningEngine) -> None:
 
 
 def dropped(engine: RunningEngine) -> None:
-    """Calls that are given up at once, or after their first answer."""
+    """Calls that are cancelled at once, or after their first response."""
     for at in range(12):
         call = engine.stub.Generate(request(LINE, 300, n=1 + at % 4, priority=50))
         if at % 3:

@@ -1,4 +1,4 @@
-"""Every rpc's comment lists the reasons it can answer with; each of them is provoked here, and nothing else is."""
+"""Every rpc's comment lists its error reasons; each is provoked here, and no other occurs."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def daemon_gone(engine: Engine) -> Iterator[None]:
 
 
 class Call:
-    """What a method is told of its call, and what it says in the end; no gRPC that would end it at its deadline."""
+    """A call's context without gRPC, which would end the call at its deadline."""
 
     def __init__(self, left_s: float) -> None:
         self.left_s = left_s

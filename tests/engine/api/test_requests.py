@@ -147,7 +147,7 @@ def test_a_long_text_holds_nobody_up_while_it_is_tokenised() -> None:
 
 
 class Untouched:
-    """A repeated field that may be asked for its length alone."""
+    """A repeated field of which only the length may be read."""
 
     def __init__(self, length: int) -> None:
         self.length = length

@@ -1,4 +1,4 @@
-"""What a request says of sampling, through the wire: penalties, biases, bans, log probabilities, several samples."""
+"""Sampling settings of a request, over gRPC: penalties, biases, bans, log probabilities, several samples."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model() -> Model:
 
 
 def expected_logprobs(model: Model, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Of every token at every position, in double precision: ``[position, vocab]``, for the token that comes next."""
+    """Log probabilities of every next token, ``[position, vocab]``, in double precision."""
     size = len(tokens)
     geometry = model.geometry(size)
     pages = np.zeros((1, geometry.layers, 2, geometry.kv_heads, size, geometry.head_dim), np.float32)
@@ -71,7 +71,7 @@ def told(stream: Any) -> tuple[list[int], list[pb.TokenLogprob], list[pb.TokenLo
 
 
 def samples_of(stream: Any) -> dict[int, tuple[list[int], str, pb.Finish]]:
-    """What each sample said, and how it ended."""
+    """Each sample's output, and its finish."""
     tokens, texts, finishes = dict[int, list[int]](), dict[int, str](), dict[int, pb.Finish]()
     for response in stream:
         assert response.sample not in finishes, "something came behind a sample's finish"
@@ -346,7 +346,7 @@ def test_with_everything_on_it_is_the_same_after_a_lost_session(
 
 
 def singles(engine: RunningEngine, ask: pb.GenerateRequest, n: int) -> list[tuple[list[int], str]]:
-    """What the samples are as requests of their own."""
+    """The results of the samples as separate requests."""
     found = []
     for at in range(n):
         one = pb.GenerateRequest()

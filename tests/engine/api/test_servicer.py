@@ -1,4 +1,4 @@
-"""The engine through its wire: what a client sees, every limit, every reason it can be told."""
+"""The engine over gRPC: what a client sees, every limit, every error reason."""
 
 # The table of bad requests is one row a line.
 
@@ -238,7 +238,7 @@ def test_an_id_is_live_once_and_free_again_afterwards(engine: RunningEngine) -> 
 
 
 def fill(engine: RunningEngine, count: int) -> list[Any]:
-    """Begin requests while the model stands still: two run, the others wait."""
+    """Begin requests while the model is paused: two run, the others wait."""
     engine.steps.hold()
     streams = [engine.stub.Generate(request(max_tokens=100, request_id="f0"))]
     assert engine.steps.reached.wait(30)

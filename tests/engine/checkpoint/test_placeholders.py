@@ -1,4 +1,4 @@
-"""A model that did not arrive: what lies in the place of its files is named, with what to do."""
+"""A model that is not there: the error says what is found in its place, and what to do."""
 
 from __future__ import annotations
 

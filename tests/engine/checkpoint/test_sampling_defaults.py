@@ -1,4 +1,4 @@
-"""What a model's files say of sampling is honoured, or known to change no token, or warned of: nothing is ignored."""
+"""Sampling settings in a model's files are served, known to have no effect, or warned about: none is ignored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HONOURED: dict[str, tuple[str, Any]] = {
 
 
 def warned(path: Path) -> dict[str, str]:
-    """What opening a model warns of: field -> value."""
+    """The warnings of opening a model: field -> value."""
     with capture_logs() as logs:
         Checkpoint.open(path)
     assert all(entry["log_level"] == "warning" and entry["model"] == str(path) for entry in logs)
@@ -71,7 +71,7 @@ def test_a_field_is_honoured_or_inert_or_warned_of(tmp_path: Path, field: str) -
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_an_older_folder_has_the_fields_in_its_config(tmp_path: Path, field: str) -> None:
-    """Without generation_config.json. What is there of them replaces all of config.json's."""
+    """Where there is no generation_config.json; where there is one, config.json's are ignored."""
     (older := tmp_path / "older").mkdir()
     folder = write(older, None, **{field: FIELDS[field]})
     newer = write(tmp_path, {"eos_token_id": 0, field: FIELDS[field]})

@@ -1,4 +1,4 @@
-"""A submitted request of several samples: whoever watches, from wherever, whenever, has the whole of each, and once."""
+"""A submitted request of several samples: every watcher, from any position, gets each sample's output exactly once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROMPT_TOLD = (Choice(1, -1.0, 1),)
 
 
 class Story:
-    """A generation in a registry, and what its samples are going to say, which a test has told bit by bit."""
+    """A generation in a registry, and the outputs of its samples, which a test delivers piece by piece."""
 
     def __init__(self, samples: int, retention: RegistryLimits | None = None) -> None:
         self.clock = Clock()
@@ -54,7 +54,7 @@ class Story:
         self.generation.push(Event("g", sequence=self.family[0]))
 
     def say(self, sample: int, piece: str) -> None:
-        """One token, whose id tells its place, and its text."""
+        """One token, whose id is its position, and its text."""
         place = len(self.said[sample])
         prompt = PROMPT_TOLD if sample == place == 0 else ()
         token = (sample << 16 | place,)
@@ -71,7 +71,7 @@ class Story:
                 self.end(sample, outcome)
 
     def check(self) -> None:
-        """What holds of the registry after everything."""
+        """The registry's invariants after every operation."""
         known = self.generations._known.values()
         assert self.generations.bytes == sum(one.size for one in known)
         over = {one.request_id for one in known if one.over}
@@ -80,7 +80,7 @@ class Story:
 
 @dataclass
 class Client:
-    """Remembers what it has had of each sample. Loses its connection as often as the test likes."""
+    """Remembers what it received of each sample. Loses its connection whenever the test says so."""
 
     story: Story
     began: list[int]

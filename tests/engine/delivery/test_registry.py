@@ -1,4 +1,4 @@
-"""Submitted generations: replays, watchers, and what is kept of those that are over."""
+"""Submitted generations: replays, watchers, and the retention of those that ended."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def queued(generation: Generation) -> Sequence:
 
 
 def begun(generations: GenerationRegistry, name: str = "g", pieces: list[str] | None = None) -> Generation:
-    """A generation that is queued and has said something."""
+    """A generation that is queued and has some output."""
     generation = generations.open(name, b"mark", seed=7)
     queued(generation)
     for token, piece in enumerate(PIECES if pieces is None else pieces):
@@ -72,7 +72,7 @@ def run(body: Coroutine[Any, Any, None]) -> None:
 
 
 async def rest(watch: Watch) -> tuple[str, tuple[int, ...], News]:
-    """All that a watch has to tell up to the end."""
+    """All output of a watch up to its end."""
     text, tokens = "", tuple[int, ...]()
     while True:
         news = await watch.next()
@@ -82,7 +82,7 @@ async def rest(watch: Watch) -> tuple[str, tuple[int, ...], News]:
 
 
 def check(generations: GenerationRegistry) -> None:
-    """What holds after every operation."""
+    """The invariants after every operation."""
     known = generations._known
     assert generations.bytes == sum(generation.size for generation in known.values())
     over = {name for name, generation in known.items() if generation.over}

@@ -1,4 +1,4 @@
-"""News of live requests, and the memory of those that are over."""
+"""Output of live requests, and the memory of those that ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Told = TypeVar("Told")
 
 
 def without_waiting(telling: Coroutine[Any, Any, Told]) -> Told:
-    """What a coroutine returns that has nothing to wait for; one that waits fails the test, and does not hang it."""
+    """The result of a coroutine that never waits; one that does fails the test instead of hanging it."""
     try:
         telling.send(None)
     except StopIteration as done:

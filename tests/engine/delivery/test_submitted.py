@@ -1,4 +1,4 @@
-"""Submitted generations through the wire: they outlive calls, can be watched from any token, and are kept in bounds."""
+"""Submitted generations over gRPC: they outlive calls, can be watched from any token, and are kept within limits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def watched(stream: Any) -> tuple[str, list[int], pb.Finish]:
 
 
 def failure(stream: Any) -> tuple[list[int], ServiceError]:
-    """Tokens of a watch, and the error it told last."""
+    """The tokens of a watch, and its final error."""
     *before, last = stream
     assert all(one.WhichOneof("result") == "response" for one in before)
     assert last.WhichOneof("result") == "error"
@@ -83,7 +83,7 @@ def failure(stream: Any) -> tuple[list[int], ServiceError]:
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Ask again until it is so; the test's own time limit ends it otherwise."""
+    """Poll until it is true; otherwise the test times out."""
     while not true():
         pass
 
@@ -151,7 +151,7 @@ def test_watchers_that_join_leave_and_come_back(engine: Engine) -> None:
 
 
 def submit_held(engine: Engine, name: str, max_tokens: int = 8, **fields: Any) -> str:
-    """Submit while the model stands still after the step that this request is the first to cause."""
+    """Submit while the model is paused after the first step that this request causes."""
     assert submit(engine, name, max_tokens, **fields).request_id == name
     assert engine.steps.reached.wait(30)
     return name

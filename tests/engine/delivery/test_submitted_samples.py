@@ -1,4 +1,4 @@
-"""Submitted requests of several samples through the wire: what Generate says, kept, replayed, and ended together."""
+"""Submitted requests of several samples over gRPC: the output of Generate, retained, replayed, and ended together."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def watching(engine: Engine, name: str, from_tokens: Sequence[int] = (), **field
 
 @dataclass
 class Told:
-    """What a reader had of each sample."""
+    """What a reader received of each sample."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Told:
             assert self.finishes.setdefault(at, one.finish) == one.finish
 
     def read(self, stream: Any, samples: int) -> Told:
-        """A watch to its end. Nothing comes behind a sample's finish, nor behind an error."""
+        """A watch to its end. Nothing follows a sample's finish, nor an error."""
         ended = set[int]()
         for one in stream:
             assert self.error is None and one.samples == samples
@@ -94,7 +94,7 @@ class Told:
         return [len(self.tokens.get(at, [])) for at in range(samples)]
 
     def said(self) -> dict[int, Any]:
-        """All but what took how long."""
+        """Everything except durations."""
         ends = {at: (finish.reason, finish.seed) for at, finish in self.finishes.items()}
         return {at: (self.tokens[at], self.texts[at], self.logprobs[at], ends.get(at)) for at in sorted(self.tokens)}
 
@@ -111,7 +111,7 @@ def watched(engine: Engine, name: str, samples: int = 3, from_tokens: Sequence[i
 
 
 def kept(found: pb.Generation) -> Told:
-    """What GetGeneration tells."""
+    """The response of GetGeneration."""
     assert not (found.text or found.token_ids or found.logprobs)
     assert not (found.HasField("finish") or found.HasField("usage"))
     told = Told(prompt=[str(choice) for choice in found.prompt_logprobs])
@@ -127,7 +127,7 @@ def kept(found: pb.Generation) -> Told:
 
 
 def held(engine: Engine, name: str, **fields: Any) -> str:
-    """Submitted while the model stands still after the step that this request is the first to cause."""
+    """Submitted while the model is paused after the first step that this request causes."""
     engine.steps.hold()
     assert submit(engine, asked(request_id=name, **fields)).request_id == name
     assert engine.steps.reached.wait(30)
@@ -135,7 +135,7 @@ def held(engine: Engine, name: str, **fields: Any) -> str:
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Ask again until it is so; the test's own time limit ends it otherwise."""
+    """Poll until it is true; otherwise the test times out."""
     while not true():
         pass
 
@@ -308,7 +308,7 @@ def test_cancelling_ends_every_sample(engine: Engine, tokens: int) -> None:
 
 
 def test_cancelling_leaves_the_samples_that_are_done_as_they_are(engine: Engine) -> None:
-    """The third of four stops at a token that it alone draws early."""
+    """The third of four stops at a token that only it draws early."""
     whole = generated(engine, asked(4, 60))
     stop = next(
         token for token in whole.tokens[2] if all(token not in whole.tokens[at][:40] for at in range(4) if at != 2)
@@ -343,7 +343,7 @@ def test_a_live_one_is_not_deleted_until_its_last_sample_has_ended(engine: Engin
 
 
 def test_a_timeout_keeps_what_there_is_of_each(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is up when each has three tokens."""
+    """It passes when each has three tokens."""
     deadlines = engine.engine.loop.scheduler._deadlines
     take, ahead = deadlines.take, [0.0]
     monkeypatch.setattr(deadlines, "take", lambda now: take(now + ahead[0]))

@@ -1,4 +1,4 @@
-"""So many messages a second over all streams, each in its turn, and none that waits for long."""
+"""A rate limit on the messages of all streams: streams take turns, and none waits long."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END = Outcome(FinishReason.LENGTH)
 
 
 class Loop:
-    """A clock that is moved, and what was asked to be called later."""
+    """A manual clock, and the callbacks scheduled on it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -51,7 +51,7 @@ class Loop:
 
 
 class Reader:
-    """Takes its news as soon as its bell sounds, and notes when that was."""
+    """Takes its output as soon as it is notified, and records when."""
 
     def __init__(self, loop: Loop, throttle: Throttle) -> None:
         self.told: list[float] = []
@@ -228,7 +228,7 @@ def spent(samples: int) -> tuple[Loop, Throttle, Generation]:
 
 
 async def turns() -> None:
-    """Let others have theirs."""
+    """Yield to other tasks."""
     for _ in range(5):
         await asyncio.sleep(0)
 

@@ -39,7 +39,7 @@ def read(stream: Any) -> list[list[int]]:
 
 
 def all_of(engine: RunningEngine, begin: Any) -> list[list[list[int]]]:
-    """What so many streams say that all run beside one another, in no more messages than there was time for."""
+    """The output of this many concurrent streams, in no more messages than the rate limit allows."""
     engine.steps.hold()
     with ThreadPoolExecutor(STREAMS) as readers:
         reading = [readers.submit(lambda at=at: read(begin(at))) for at in range(STREAMS)]

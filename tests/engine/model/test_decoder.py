@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type, var-annotated"
-"""The forward pass: a row's logits and its K and V, bit for bit, whatever else is going on."""
+"""The forward pass: a row's logits, K and V are the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def blas_kernels() -> list[str]:
-    """What OpenBLAS can be made to use on this machine; another BLAS takes no notice."""
+    """The kernels that OpenBLAS can use on this machine; another BLAS ignores the setting."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Weights on their way into memory: told about as they come, and never there twice."""
+"""Loading weights: progress is logged, and no weight is in memory twice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STORED = sum(tensor.size for tensor in TENSORS.values())
 
 
 class Clock:
-    """A second passes with every look."""
+    """A clock that advances a second at every call."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -125,7 +125,7 @@ def test_what_is_stored_as_it_is_asked_for_is_not_widened(tmp_path: Path, stored
 
 
 class Elsewhere:
-    """NumPy, with weights that are taken away as soon as they were given: memory of another kind."""
+    """NumPy, with weights that leave host memory at once, as on a GPU."""
 
     def __init__(self) -> None:
         self.given: list[tuple[np.dtype[Any], tuple[int, ...]]] = []
@@ -138,7 +138,7 @@ class Elsewhere:
 
 
 def peak_of(load: Any) -> int:
-    """Bytes of the host's memory that were in use at a time, at most."""
+    """The peak of the host memory in use, in bytes."""
     tracemalloc.start()
     try:
         load()

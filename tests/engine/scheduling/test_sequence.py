@@ -1,4 +1,4 @@
-"""How one request ends, and what it counts."""
+"""How a request ends, and its counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.engine.fakes import PlainText, make_request
 
 
 def fed(tokens: list[int], **options: object) -> tuple[str, Outcome | None, int]:
-    """Text, outcome and how many tokens were taken until it."""
+    """The text, the outcome and the number of tokens accepted."""
     sequence, shown = Sequence(make_request(**options), 1), ""  # type: ignore[arg-type]
     for at, token in enumerate(tokens):
         text, outcome = sequence.accept(token, now=float(at))

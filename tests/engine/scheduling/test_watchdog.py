@@ -1,4 +1,4 @@
-"""An engine that stands still says so: once in the log, and for as long as it lasts in its metric."""
+"""A stalled engine reports it: once in the log, and in its metric for as long as it lasts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stalls(logged: Logged) -> Logged:
 
 
 def pass_by(harness: Harness, seconds: float) -> None:
-    """Let the engine do what it can for so long."""
+    """Run the engine for this many seconds."""
     end = harness.clock.now + seconds
     while harness.clock.now < end:
         harness.iterate()
@@ -35,7 +35,7 @@ def occupy(harness: Harness, name: str = "neighbour") -> None:
 
 
 def vacate(harness: Harness, name: str = "neighbour") -> None:
-    """And gives them back."""
+    """The other engine gives its pages back."""
     harness.local.exchange([], [name])
 
 

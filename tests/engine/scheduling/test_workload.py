@@ -44,7 +44,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class Break:
-    """The model fails at a request's so-manieth token, of whichever sample comes to it first."""
+    """The model fails at a given token of a request, in whichever sample reaches it first."""
 
     nth: int
     token: int
@@ -63,7 +63,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Neighbour:
-    """Another engine on the same pool: it takes pages, or gives all it has back."""
+    """Another engine on the same pool: it takes pages, or gives all of its pages back."""
 
     pages: int
 

@@ -1,4 +1,4 @@
-"""Special tokens that a template wrote, and those that somebody typed."""
+"""Special tokens written by a template, and those typed by a user."""
 
 from __future__ import annotations
 

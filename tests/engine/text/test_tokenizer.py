@@ -20,7 +20,7 @@ SHAKESPEARE = Path(__file__).parents[3] / "models/shakespeare"
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """Bytes, some merges across them, and two special tokens."""
+    """Bytes, some merges, and two special tokens."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()

@@ -114,14 +114,14 @@ def expected(case: Case, batch: Batch, scale: float) -> F64:
 
 
 def gpu_of(device: devices.Device, case: Case) -> Gpu:
-    """Tests see a matrix unit, which a CPU makes of shuffles: NVIDIA's by waves of 32 lanes, AMD's by waves of 64."""
+    """Every device has a matrix unit. A CPU emulates it with shuffles: NVIDIA's in waves of 32 lanes, AMD's of 64."""
     return Gpu(device.wave, case.processors, MATRIX_16X8X16 if device.wave == 32 else MATRIX_16X16X16)
 
 
 def computed(
     device: devices.Device, case: Case, batch: Batch, gpu: Gpu, scale: float, gap: int = 0, rows: int = 0
 ) -> NDArray[Any]:
-    """``rows``: the plan is made up to as many, and all of it decoding."""
+    """``rows``: the plan is padded to this many, all of them decode rows."""
     attention = Attention(device.compile, case.geometry, gpu, scale)
     starts, lengths = np.array(case.rows).T
     plan = attention.plan(starts, lengths, decode_all=rows > 0)
@@ -189,7 +189,7 @@ CASES = [
 
 @pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=lambda value: str(value))
 def test_attention(number: int, case: Case) -> None:
-    """On waves of either width in turn: every type and size is seen by half of the code, and most by both."""
+    """Alternates between wave widths: every type and size runs on one of them, most on both."""
     check(devices.get(["cpu-w64-permuted", "cpu-w32-permuted"][number % 2]), case, seed=number)
 
 
@@ -282,7 +282,7 @@ def test_int8_pages_on_amd_matrix_units(name: str, head_dim: int, dtype: str) ->
 @pytest.mark.parametrize("processors", [1, 24])
 @pytest.mark.parametrize("name", ["cpu-w32-permuted", "cpu-w64-permuted"])
 def test_scores_far_apart(name: str, processors: int) -> None:
-    """Maxima that rise late and by more than a float has powers of two, in an item and from item to item."""
+    """Maxima that rise late and by more than the exponent range of a float, within and across items."""
     device = devices.get(name)
     case = Case(((1300, 1), (190, 20)), dtype="F16", kv_dtype="F16", processors=processors)
     for gpu in (gpu_of(device, case), Gpu(device.wave, processors, NO_MATRIX)):

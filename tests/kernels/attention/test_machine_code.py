@@ -41,7 +41,7 @@ def test_rows_of_more_tokens_than_a_tile_by_decoding(device: str, unit: str, cas
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("device", devices.MACHINES)
 def test_scores_far_apart(device: str, unit: str) -> None:
-    """Maxima that rise late and by more than a float has powers of two."""
+    """Maxima that rise late and by more than the exponent range of a float."""
     on = devices.get(device)
     case = Case(((1300, 1), (190, 20)), dtype="F16", kv_dtype="F16", processors=24)
     check(on, case, Gpu(on.wave, 24, UNITS[unit]), spread=400.0)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type"
-"""The plan of a batch: every query meets every key it sees once, whatever the batch and the GPU."""
+"""The plan of a batch: every query attends to each of its keys exactly once, whatever the batch and the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cutting tiles into items: what is kept, or counted another way, changes nothing; and the formula, tile by tile."""
+"""Splitting tiles into items: caching and counting change no result; and the formula, tile by tile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AMD machine code without an AMD GPU: clang compiles the HIP sources for any, and tells what each kernel takes of it.
+"""AMD machine code without an AMD GPU: clang compiles the HIP sources for any, and reports each kernel's resources.
 
 It takes `TOOLS`. Debian's device libraries are older than some GPUs; all they lack is a constant each, made here.
 """
@@ -36,7 +36,7 @@ class CompileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What the code object says of a kernel: bytes for a block and a thread, registers that did not suffice."""
+    """A kernel's resources in its code object: bytes per block and thread, registers, spilled registers."""
 
     name: str
     wave: int
@@ -112,7 +112,7 @@ _ISA_CONSTANT = (
 
 
 def read_notes(notes: str) -> list[Kernel]:
-    """Return the kernels that ``llvm-readelf --notes`` tells of a code object."""
+    """Return the kernels of a code object from the output of ``llvm-readelf --notes``."""
     kernels = []
     # The list of arguments comes first in a kernel's entry and has names, too, deeper by four columns.
     for entry in re.split(r"^  - (?=\.)", notes.partition("amdhsa.kernels:")[2], flags=re.MULTILINE)[1:]:

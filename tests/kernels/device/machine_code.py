@@ -1,4 +1,4 @@
-"""What the machine code of a kernel must not be, whatever it computes."""
+"""Faults of a kernel's machine code, whatever it computes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAVES_PER_SIMD: dict[str, tuple[int, int]] = {
 
 
 def waves_per_simd(kernel: Kernel) -> int:
-    """Return how many waves of a kernel the registers of a SIMD are for."""
+    """Return how many waves of a kernel fit in a SIMD's registers."""
     if kernel.lanes == 64:
         return min(8, 512 // (kernel.vectors + kernel.accumulators))
     return min(16, 1536 // (-(-kernel.vectors // 24) * 24))

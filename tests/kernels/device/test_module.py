@@ -1,5 +1,5 @@
 # mypy: disable-error-code="attr-defined"
-"""The loader of kernels, on a CuPy that only notes what it is asked for; real ones are in tests/rocm and on GPUs."""
+"""The loader of kernels, on a CuPy that only records calls; tests/rocm and GPU tests use a real one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernels.device import module
 
 
 class CupyDouble:
-    """As much of CuPy as the loader asks for; a wave has 64 lanes on device 0 and 32 on device 1."""
+    """As much of CuPy as the loader uses; a wave has 64 lanes on device 0 and 32 on device 1."""
 
     def __init__(self) -> None:
         self.device = 0

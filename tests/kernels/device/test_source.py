@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type"
-"""What a compiler gets of a kernel's source, and what it may be compiled with."""
+"""A kernel's source as passed to a compiler, and the defines it accepts."""
 
 from __future__ import annotations
 

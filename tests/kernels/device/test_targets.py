@@ -47,7 +47,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def faults(kernel: Kernel, gpu: str) -> list[str]:
-    """What a kernel's code must not be."""
+    """The faults of a kernel's code."""
     found = []
     if kernel.wave != amdgcn.WAVES[gpu]:
         found.append(f"waves of {kernel.wave} lanes")

@@ -1,4 +1,4 @@
-"""pages.hip against ops_numpy: whole pages, and nothing beside them."""
+"""pages.hip against ops_numpy: whole pages, and nothing else."""
 
 from __future__ import annotations
 

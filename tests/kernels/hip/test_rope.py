@@ -57,7 +57,7 @@ def exact(
     query_heads: int,
     kv_heads: int,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Return q, k and v as they should be, in float32."""
+    """Return the expected q, k and v, in float32."""
     heads = wide(qkv) if bias is None else wide(qkv) + wide(bias)
     head_dim = heads.shape[-1]
     q, k, v = np.split(heads, [query_heads, query_heads + kv_heads], axis=1)
@@ -68,7 +68,7 @@ def exact(
 
 
 def lanes(head_dim: int, kind: str) -> int:
-    """Lanes of a head, as rope.hip has them."""
+    """The lanes of a head, as in rope.hip."""
     packs = head_dim // 2 * TYPES[kind].itemsize // 16
     return next(n for n in (4, 8, 16, 32) if n >= packs)
 
@@ -180,7 +180,7 @@ def views(host: NDArray[np.uint8], kv_heads: int, page_size: int, head_dim: int)
 @pytest.mark.parametrize(("kind", "head_dim"), [("F32", 80), ("BF16", 64), ("BF16", 128), ("F16", 256)])
 @pytest.mark.parametrize(("kv_heads", "page_size"), [(2, 16), (1, 1), (1, 24)])
 def test_write_int8(device: Device, kind: str, head_dim: int, kv_heads: int, page_size: int) -> None:
-    """Two launches: the second goes on in pages of the first, with numbers that are larger in some rows."""
+    """Two launches: the second continues in the pages of the first, with larger numbers in some rows."""
     launches = device.compile("rope", {"RF_TYPE": kind, "RF_KV": "INT8", "RF_HEAD_DIM": head_dim})
     q_heads = 3
     first = batch(page_size, [(0, 5), (0, 40), (0, 1), (0, 17)])

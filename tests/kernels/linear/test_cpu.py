@@ -1,4 +1,4 @@
-"""`linear` on a CPU: its bits depend on no other row, and what it finds out about BLAS costs next to nothing."""
+"""`linear` on a CPU: its bits depend on no other row, and probing BLAS is cheap."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def forget_probes() -> Iterator[None]:
 
 
 def peak_of(call: Any) -> int:
-    """Bytes that were allocated at once, at most, while it ran."""
+    """The peak of allocated bytes while it ran."""
     tracemalloc.start()
     try:
         call()

@@ -1,4 +1,4 @@
-"""gemv.hip against ops_numpy: products of a few rows, alone and with the norm before and the activation behind."""
+"""gemv.hip against ops_numpy: products of a few rows, alone and fused with the norm before and the activation after."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ _MERGES = [("H", "i"), ("t", "h"), ("th", "e"), ("e", "l"), ("Ġ", "W"), ("i", "
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """Bytes, a few merges, special tokens first, and a `<s>` at the begin of a text as Llama's have."""
+    """Bytes, a few merges, special tokens first, and a `<s>` at the start of a text as in Llama's."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*SPECIAL_TOKENS, *ADDED_TOKENS, *letters, *(first + second for first, second in _MERGES)]
     made = tokenizers.Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, _MERGES))
