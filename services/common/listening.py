@@ -78,6 +78,10 @@ class Listening:
         check_exposure(self.listeners, self.tls, self.insecure, self.metrics)
 
 
+#: The fields of `Listening` that can change while a service runs.
+LIVE = frozenset({"log_level", "grace_s"})
+
+
 def runtime_dir() -> Path:
     """The default directory for sockets, private to the user."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")

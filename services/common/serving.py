@@ -324,8 +324,9 @@ def _answers(path: Path) -> bool:
     return True
 
 
-def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Run ``main`` with an event that SIGTERM or SIGINT sets; a second signal ends the process immediately.
+def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]], hangup: Callable[[], None]) -> None:
+    """Run ``main`` with an event that SIGTERM or SIGINT sets; a second signal ends the process immediately. SIGHUP
+    calls ``hangup`` on the event loop.
 
     Uses uvloop: each call passes through the event loop several times, and every pass is cheaper there.
     """
@@ -342,6 +343,7 @@ def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, hangup)
         await main(stop)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -383,3 +385,7 @@ def configure_logging(level: str = "info") -> None:
         logger_factory=_Lines,
         cache_logger_on_first_use=True,
     )
+    for name, module in list(sys.modules.items()):
+        # A logger that has been used has kept the level it had then.
+        if name.partition(".")[0] in ("services", "kernels") and "log" in vars(module):
+            vars(module)["log"].__dict__.pop("bind", None)

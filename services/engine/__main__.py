@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from services.common.serving import configure_logging, run_until_signal
 from services.engine import cli
 
 if TYPE_CHECKING:
-    from services.engine.config import Config
+    from services.engine.server import Engine
 
 log = structlog.get_logger()
 
@@ -37,23 +38,28 @@ def main(arguments: list[str] | None = None) -> int:
     from services.engine.config import Config
 
     configure_logging()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
     try:
         if words[:1] == ["doctor"]:
             return doctor.main(words[1:], os.environ)
         clients = f"\nClient commands, each with its own --help: {', '.join(cli.COMMANDS)}."
-        config = Config.read(words[1:] if words[:1] == ["serve"] else words, os.environ, clients)
+        flags = words[1:] if words[:1] == ["serve"] else words
+        config = Config.read(flags, os.environ, clients)
         configure_logging(config.log_level)
-        run_until_signal(lambda stop: _serve(config, stop))
+        from services.engine.server import Engine
+
+        engine = Engine(config)
+        run_until_signal(
+            lambda stop: _serve(engine, stop),
+            hangup=lambda: engine.reload(lambda: Config.read(flags, os.environ, clients)),
+        )
     except ServiceError as error:
         print(f"rocmforge engine: {error.message}", file=sys.stderr)
         return 2
     return 0
 
 
-async def _serve(config: Config, stop: asyncio.Event) -> None:
-    from services.engine.server import Engine
-
-    engine = Engine(config)
+async def _serve(engine: Engine, stop: asyncio.Event) -> None:
     try:
         starting = asyncio.ensure_future(engine.start())
         stopping = asyncio.ensure_future(stop.wait())
@@ -69,11 +75,11 @@ async def _serve(config: Config, stop: asyncio.Event) -> None:
                 listen=engine.bound,
                 metrics=engine.metrics_bound,
                 pool_id=engine.pool_id,
-                **config.echo,
+                **engine.config.echo,
             )
             await stopping
     finally:
-        await engine.stop(config.grace_s)
+        await engine.stop(engine.config.grace_s)
     log.info("engine_stopped")
 
 

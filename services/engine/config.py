@@ -8,12 +8,12 @@ import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from services.common import settings
 from services.common.edge.tls import ClientTls, client_tls
 from services.common.errors import InvalidConfiguration, ModelInvalid
-from services.common.listening import Listening, file_path, listen, runtime_dir
+from services.common.listening import LIVE, Listening, file_path, listen, runtime_dir
 from services.common.serving import Listener
 from services.common.settings import Program, setting
 from services.common.values import Kind, byte_size, one_of, seconds, whole
@@ -230,6 +230,9 @@ class Config(Listening):
             self.kvcache_name,
             flags=("--kvcache-ca", "--kvcache-cert", "--kvcache-key"),
         )
+
+    #: The fields that can change while the engine runs.
+    LIVE: ClassVar[frozenset[str]] = LIVE | {"generation_ttl_s", "generation_count", "generation_memory"}
 
     @property
     def limits(self) -> Limits:

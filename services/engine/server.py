@@ -14,9 +14,10 @@ from threadpoolctl import threadpool_limits
 
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services.common.call_stats import CallStats
+from services.common.edge.reloading import reread
 from services.common.errors import Draining, InvalidConfiguration, ModelInvalid, ServiceError
 from services.common.prometheus import Endpoint
-from services.common.serving import Serving
+from services.common.serving import Serving, configure_logging
 from services.engine.api.served import Served
 from services.engine.api.servicer import SERVICE, EngineServicer
 from services.engine.config import LOCAL, Config, default_pool_id, model_id
@@ -228,6 +229,13 @@ class Engine:
         while True:
             await asyncio.sleep(SWEEP_S)
             self.generations.expire()
+
+    def reload(self, read: Callable[[], Config]) -> None:
+        """Take up the settings that ``read`` returns, as far as they can change, and certificates that have changed."""
+        self.config = reread(self.config, read, Config.LIVE)
+        configure_logging(self.config.log_level)
+        self.generations.retention = self.config.retention
+        self._serving.reload()
 
     async def stop(self, grace_s: float) -> None:
         """Drain: reject new and waiting requests, give running ones ``grace_s`` seconds to finish, abort the rest, and

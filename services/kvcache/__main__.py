@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import sys
 
 import structlog
@@ -26,20 +27,24 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0 after a drain, 2 if the daemon could not start; for ``doctor``, the doctor's own."""
     words = sys.argv[1:] if arguments is None else arguments
     configure_logging()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
     try:
         if words[:1] == ["doctor"]:
             return doctor.main(words[1:], os.environ)
         config = Config.read(words, os.environ)
         configure_logging(config.log_level)
-        run_until_signal(lambda stop: _serve(config, stop))
+        daemon = Daemon(config)
+        run_until_signal(
+            lambda stop: _serve(daemon, stop),
+            hangup=lambda: daemon.reload(lambda: Config.read(words, os.environ)),
+        )
     except ServiceError as error:
         print(f"rocmforge kvcache: {error.message}", file=sys.stderr)
         return 2
     return 0
 
 
-async def _serve(config: Config, stop: asyncio.Event) -> None:
-    daemon = Daemon(config)
+async def _serve(daemon: Daemon, stop: asyncio.Event) -> None:
     try:
         await daemon.start()
         gc.freeze()
@@ -49,11 +54,11 @@ async def _serve(config: Config, stop: asyncio.Event) -> None:
             epoch=f"{daemon.epoch:016x}",
             listen=daemon.bound,
             metrics=daemon.metrics_bound,
-            **config.echo,
+            **daemon.config.echo,
         )
         await stop.wait()
     finally:
-        await daemon.stop(config.grace_s)
+        await daemon.stop(daemon.config.grace_s)
     log.info("kvcache_stopped", epoch=f"{daemon.epoch:016x}")
 
 

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from services.common import settings
-from services.common.listening import Listening, listen
+from services.common.listening import LIVE, Listening, listen
 from services.common.serving import Listener
 from services.common.settings import Program, setting
 from services.common.values import Kind, byte_size, one_of, seconds, share, whole
@@ -129,6 +129,15 @@ class Config(Listening):
         config = cls(**fields, echo=values.echo())
         config.check_exposure()
         return config
+
+    #: The fields that can change while the daemon runs.
+    LIVE: ClassVar[frozenset[str]] = LIVE | {
+        "session_ttl_s",
+        "drain_s",
+        "cache_ttl_s",
+        "max_sequences",
+        "sequence_ttl_s",
+    }
 
     @property
     def limits(self) -> Limits:

@@ -15,10 +15,11 @@ import structlog
 
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common.call_stats import CallStats
+from services.common.edge.reloading import reread
 from services.common.errors import GpuError, InvalidConfiguration
 from services.common.gpu_ipc import Gpu, Runtime
 from services.common.prometheus import Endpoint
-from services.common.serving import Serving
+from services.common.serving import Serving, configure_logging
 from services.kvcache.api.servicer import SERVICE, KvCacheServicer
 from services.kvcache.arena.device import DeviceArena
 from services.kvcache.arena.host import FileArena, prepare_directory
@@ -111,6 +112,13 @@ class Daemon:
             await asyncio.to_thread(self._endpoint.start)
         self._sweeper = asyncio.create_task(self._sweep())
         await self._serving.ready()
+
+    def reload(self, read: Callable[[], Config]) -> None:
+        """Take up the settings that ``read`` returns, as far as they can change, and certificates that have changed."""
+        self.config = reread(self.config, read, Config.LIVE)
+        configure_logging(self.config.log_level)
+        self.cache.limits = self.config.limits
+        self._serving.reload()
 
     async def stop(self, grace_s: float) -> None:
         """Drain, then free all memory."""
