@@ -72,7 +72,7 @@ class InvariantOps(CupyOps):
         return self._whole(count)
 
     def _plan(self, geometry: Geometry, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Plan:
-        return plan.plan(geometry, self._gpu, starts, lengths, ITEM_KEYS, self._made_to_size)
+        return plan.plan(geometry, self._verdict(geometry).gpu, starts, lengths, ITEM_KEYS, self._made_to_size)
 
 
 class InvariantRandomOps(InvariantOps, RandomOps):

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from kernels import ops_numpy
 from kernels.attention import plan as attention
+from kernels.attention import selftest
 from kernels.attention.plan import Attention, Geometry, size_class
 from kernels.device import module
-from kernels.device.gpu import NO_MATRIX, Gpu, matrix_unit
+from kernels.device.gpu import this_gpu
 from kernels.device.pinned import Pinned
 from kernels.device.staging import Staging
 from kernels.linear import gemm, gemv
@@ -128,12 +129,13 @@ class CupyOps:
         self._cupy = cupy
         self._device = cupy.cuda.Device(device)
         self._device.use()
-        self._gpu = _gpu(cupy, device)
+        self._gpu = this_gpu(device)
         self._kind, self._kv_kind, self._page_size = KINDS[dtype], KINDS[kv_dtype], page_size
         self._dtype = _DTYPES[self._kind]
         self._attentions: dict[tuple[int, int, int, int, float], Attention] = {}
         self._modules: dict[tuple[object, ...], module.Module] = {}
         self._geometries: dict[tuple[int, int, int, int], Geometry] = {}
+        self._verdicts: dict[Geometry, selftest.Verdict] = {}
         #: Replays steps; None if no step is replayed.
         self.replays = replays
         # The current step: its arrays, whether they are being gathered, and whether it is replayable.
@@ -400,7 +402,8 @@ class CupyOps:
         return planned
 
     def _plan(self, geometry: Geometry, starts: I64, lengths: I64) -> attention.Plan:
-        return attention.plan(geometry, self._gpu, starts, lengths, decode_all=self._made_to_size)
+        gpu = self._verdict(geometry).gpu
+        return attention.plan(geometry, gpu, starts, lengths, decode_all=self._made_to_size)
 
     def paged_attention(self, q: Any, pages: Arena, layer: int, plan: Planned, scale: float) -> Any:
         """See `ops_numpy.paged_attention`."""
@@ -419,10 +422,17 @@ class CupyOps:
         )
         return out
 
-    def compile_attention(self, query_heads: int, layers: int, kv_heads: int, head_dim: int, scale: float) -> None:
-        """Compile every variant that attention of such a model can use. Raises ValueError if it is not supported."""
+    def compile_attention(
+        self, query_heads: int, layers: int, kv_heads: int, head_dim: int, scale: float
+    ) -> selftest.Verdict:
+        """Compile every variant that attention of such a model can use, and say whether it uses matrix units.
+
+        Raises ValueError if the model is not supported.
+        """
         self._device.use()
+        verdict = self._verdict(self._geometry(query_heads, layers, kv_heads, head_dim))
         self._attention(query_heads, layers, kv_heads, head_dim, scale).compile()
+        return verdict
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
@@ -438,7 +448,14 @@ class CupyOps:
         found = self._attentions.get(key)
         if found is None:
             geometry = self._geometry(query_heads, layers, kv_heads, head_dim)
-            found = self._attentions[key] = Attention(module.load, geometry, self._gpu, scale)
+            found = self._attentions[key] = Attention(module.load, geometry, self._verdict(geometry).gpu, scale)
+        return found
+
+    def _verdict(self, geometry: Geometry) -> selftest.Verdict:
+        """Whether attention of ``geometry`` uses matrix units; the first time, this runs the self-test."""
+        found = self._verdicts.get(geometry)
+        if found is None:
+            found = self._verdicts[geometry] = selftest.tested(selftest.CupyDevice(module.load), geometry, self._gpu)
         return found
 
     def _geometry(self, query_heads: int, layers: int, kv_heads: int, head_dim: int) -> Geometry:
@@ -487,18 +504,6 @@ class _Memory:
 
     def empty(self, shape: int, dtype: Any) -> Any:
         return self._cupy.ndarray((shape,), dtype)
-
-
-def _gpu(cupy: Any, device: int) -> Gpu:
-    """The properties that determine kernel layout.
-
-    AMD's matrix units are not used: their layout has been compiled, but has never run on an AMD GPU.
-    """
-    properties = cupy.cuda.runtime.getDeviceProperties(device)
-    matrix = NO_MATRIX
-    if not cupy.cuda.runtime.is_hip:
-        matrix = matrix_unit(f"sm_{properties['major']}{properties['minor']}")
-    return Gpu(int(properties["warpSize"]), int(properties["multiProcessorCount"]), matrix)
 
 
 def _blocks(size: int) -> int:

@@ -40,13 +40,14 @@ def matrix_unit(target: str) -> int:
     return NO_MATRIX
 
 
-def this_gpu() -> Gpu:
-    """Return CuPy's current device."""
+def this_gpu(device: int | None = None, matrix: bool = True) -> Gpu:
+    """Return CuPy's ``device``, by default the current one; without ``matrix``, as if it had no matrix unit."""
     import cupy
 
-    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id if device is None else device)
     if cupy.cuda.runtime.is_hip:
         target = properties["gcnArchName"].decode()
     else:
         target = f"sm_{properties['major']}{properties['minor']}"
-    return Gpu(int(properties["warpSize"]), int(properties["multiProcessorCount"]), matrix_unit(target))
+    unit = matrix_unit(target) if matrix else NO_MATRIX
+    return Gpu(int(properties["warpSize"]), int(properties["multiProcessorCount"]), unit)

@@ -58,6 +58,8 @@ class EngineMetrics(Collector):
 
     def _tell_served(self, families: Families, served: Served, now: Snapshot) -> None:
         families.info("model_info", "The model that is served.", model=served.model_id, backend=served.backend)
+        state = served.matrix_units or "none"
+        families.info("matrix_units_info", "Whether attention uses the GPU's matrix units.", state=state)
         families.info("lease_info", "The epoch of the session's daemon.", epoch=f"{served.source.epoch:016x}")
         families.gauge("num_requests_running", "Requests that hold pages.", now.running_requests)
         families.gauge("num_requests_waiting", "Requests waiting for a batch slot or for pages.", now.waiting_requests)

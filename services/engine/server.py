@@ -144,6 +144,7 @@ class Engine:
             parameters=model.parameters,
             geometry=model.geometry(config.page_size, backend.kv_dtype),
             backend=backend.name,
+            matrix_units=backend.matrix_units(),
             tokenizer=tokenizer,
             chat=chat,
             loop=self.loop,

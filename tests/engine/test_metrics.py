@@ -183,7 +183,7 @@ ACTIONS: list[tuple[Callable[[Watched], None], set[str]]] = [
     (Watched.drain, {"draining"}),
 ]
 #: Known as soon as a model is served.
-CONSTANT = {"model_info", "queue_limit_requests", "queue_limit_tokens"}
+CONSTANT = {"model_info", "matrix_units_info", "queue_limit_requests", "queue_limit_tokens"}
 
 
 def test_every_documented_metric_is_scraped_and_fed(watched: Watched) -> None:
@@ -203,6 +203,7 @@ def test_every_documented_metric_is_scraped_and_fed(watched: Watched) -> None:
     assert documented() - moved == set()
     [model] = after.labels(f"{PREFIX}model_info")
     assert model == {"model": "shakespeare", "backend": "numpy"}
+    assert after.labels(f"{PREFIX}matrix_units_info") == [{"state": "none"}]
     assert after.value(f"{PREFIX}queue_limit_requests") == 1
     assert after.value(f"{PREFIX}draining") == 1
     assert after.value("process_cpu_seconds_total") > 0

@@ -24,6 +24,7 @@ class Served:
     parameters: int
     geometry: Geometry
     backend: str
+    matrix_units: str
     tokenizer: Tokenizer
     chat: Chat
     loop: EngineLoop

@@ -292,6 +292,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             max_context=served.config.max_context,
             eos_token_ids=served.config.eos_token_ids,
             backend=served.backend,
+            matrix_units=served.matrix_units,
             page_size=served.geometry.page_size,
             page_bytes=page_bytes_of(served.geometry),
             has_chat_template=served.chat.has_template,

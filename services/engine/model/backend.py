@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
+
 from kernels import ops_numpy
+from kernels.attention.selftest import Verdict
 from kernels.device.module import KernelError
 from kernels.ops import Ops
 from kernels.ops_cupy import CupyOps
@@ -28,6 +31,8 @@ KV_DTYPES = (*DTYPES, "int8")
 TAPES, GRAPHS, OFF = "tapes", "graphs", "off"
 REPLAYS = (TAPES, GRAPHS, OFF)
 
+log = structlog.get_logger()
+
 
 @dataclass(frozen=True, slots=True)
 class Backend:
@@ -35,7 +40,9 @@ class Backend:
 
     ``name`` is for display. ``gpu`` is None on the host. ``prepare`` compiles ahead what the model's steps need and
     returns the sampler of its logits; it raises InvalidConfiguration for an unsupported model. ``finish`` synchronizes:
-    a step's pages may be reported or released only after it returns.
+    a step's pages may be reported or released only after it returns. ``matrix_units`` says, once a model is prepared,
+    whether its attention uses them: ``used``, ``wrong`` (the self-test failed, so scalar kernels compute) or ``none``;
+    it is empty on the host.
     """
 
     name: str
@@ -45,6 +52,7 @@ class Backend:
     gpu: Gpu | None
     prepare: Callable[[ModelConfig], Drawer]
     finish: Callable[[], None]
+    matrix_units: Callable[[], str] = lambda: ""
 
     def private(self, geometry: Geometry, total_pages: int) -> Any:
         """Allocates private pages. Raises MemoryError when there is not enough memory."""
@@ -92,15 +100,31 @@ def on_gpu(
         try:
             sampler = ops.sampler(config.vocab_size)
             ops.compile_products()
-            ops.compile_attention(
+            verdict = ops.compile_attention(
                 config.query_heads, config.layers, config.kv_heads, config.head_dim, config.head_dim**-0.5
             )
         except ValueError as error:
             raise InvalidConfiguration(f"--model: not supported on a GPU: {error}", field="--model") from error
         except KernelError as error:
             raise InvalidConfiguration(f"--device gpu: {error}", field="--device") from error
-
+        _tell(verdict, ordinal)
+        units[:] = [verdict.state]
         return sampler.sample
 
+    units = [""]
     name = "rocm" if gpu.runtime.is_hip else "cuda"
-    return Backend(name, ops, dtype, kv_dtype or dtype, gpu, prepare, ops.synchronize)
+    return Backend(name, ops, dtype, kv_dtype or dtype, gpu, prepare, ops.synchronize, lambda: units[0])
+
+
+def _tell(verdict: Verdict, ordinal: int) -> None:
+    if verdict.state == "wrong":
+        log.warning(
+            "matrix_units_wrong",
+            gpu=ordinal,
+            kernel=verdict.wrong,
+            error=verdict.kernels[verdict.wrong],
+            bound=verdict.bound,
+            change="attention runs on the scalar kernels, which are right and slower; please report this GPU",
+        )
+    else:
+        log.info("matrix_units", gpu=ordinal, state=verdict.state, errors=verdict.kernels)

@@ -105,14 +105,23 @@ def build() -> Path:
 
 
 def environment(
-    *, wave: int = 64, devices: int = 1, memory: int = 1 << 30, machine: str | None = None, idle: bool = False
+    *,
+    wave: int = 64,
+    devices: int = 1,
+    memory: int = 1 << 30,
+    machine: str | None = None,
+    idle: bool = False,
+    fault: str = "",
 ) -> dict[str, str]:
     """Return the whole environment of a process that runs on the stand-in; builds it.
 
     ``wave``: 64 is a gfx942, 32 a gfx1100. ``devices`` of ``memory`` bytes each. ``machine`` names one that is there
     already, as `machine_of` tells; by default it is a new one. An ``idle`` one checks kernels and products as ever and
-    runs none: what is left is the time of the host.
+    runs none: what is left is the time of the host. What is wrong with it is its ``fault``: ``matrix``, other rows in
+    the matrix unit's lanes than the kernels expect, or ``handles``, wrong memory from the 36th opened IPC handle on.
     """
+    if fault not in ("", "matrix", "handles"):
+        raise ValueError(f"fault is {fault!r}; it must be matrix or handles")
     folder = build()
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("HIP", "ROC", "HSA_", "CUPY_"))
@@ -124,12 +133,13 @@ def environment(
         "HIPSTANDIN_DEVICES": str(devices),
         "HIPSTANDIN_MEMORY": str(memory),
         "HIPSTANDIN_IDLE": str(int(idle)),
+        "HIPSTANDIN_FAULT": fault,
         "LD_LIBRARY_PATH": _before(str(folder / "lib"), "LD_LIBRARY_PATH"),
         "PATH": _before(str(folder / "bin"), "PATH"),
         "PYTHONPATH": _before(str(_site()), "PYTHONPATH"),
         "ROCM_HOME": str(folder),
         # The arch that CuPy puts into a kernel's key does not tell waves apart in all its versions.
-        "CUPY_CACHE_DIR": str(folder / f"cupy-{wave}"),
+        "CUPY_CACHE_DIR": str(folder / f"cupy-{wave}{'-wrong' if fault == 'matrix' else ''}"),
     }
 
 
