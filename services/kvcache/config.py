@@ -21,6 +21,7 @@ from services.kvcache.pool.budget import MAX_PAGES
 
 PORT = 50052
 CPU, GPU = "cpu", "gpu"
+ON, OFF = "on", "off"
 DEVICES = (CPU, GPU)
 
 MEMORY = "256MiB"
@@ -116,6 +117,18 @@ class Config(Listening):
     event_ring: int = setting(
         whole(1, 10**8), _DEFAULTS.event_ring, "page events kept for readers of the prefix cache's changes", metavar="N"
     )
+    checksums: str = setting(
+        one_of(ON, OFF),
+        ON if _DEFAULTS.checksums else OFF,
+        "whether published pages get checksums, so that a page whose bytes change is found",
+        metavar="X",
+    )
+    verify_share: float = setting(
+        share,
+        _DEFAULTS.verify_share,
+        "share of prefix hits, 0 to 1, whose pages are verified before they are served",
+        metavar="X",
+    )
     echo: dict[str, Any]
 
     @classmethod
@@ -154,4 +167,6 @@ class Config(Listening):
             max_sequences=self.max_sequences,
             sequence_ttl_s=self.sequence_ttl_s,
             event_ring=self.event_ring,
+            checksums=self.checksums == ON,
+            verify_share=self.verify_share,
         )

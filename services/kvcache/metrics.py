@@ -91,3 +91,16 @@ def _tell_pools(families: Families, cache: KvCache) -> None:
         evicted[pool.id, "request"] = totals.evicted_on_request
         evicted[pool.id, "expiry"] = totals.expired_pages
     families.counters("pages_evicted_total", "Cached pages evicted, by cause.", ("pool", "cause"), evicted)
+    verified: dict[tuple[str, ...], float] = {}
+    for pool in pools:
+        if (checksums := pool.checksums) is not None:
+            verified[pool.id, "intact"] = checksums.verified_pages - checksums.corrupted_pages
+            verified[pool.id, "corrupted"] = checksums.corrupted_pages
+    families.counters(
+        "pages_verified_total", "Published pages whose checksum was compared.", ("pool", "outcome"), verified
+    )
+    counter(
+        "pages_withdrawn_total",
+        "Pages taken out of the prefix cache because they, or pages before them, were corrupted.",
+        {p: p.totals.withdrawn_pages for p in pools},
+    )

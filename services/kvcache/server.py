@@ -21,8 +21,9 @@ from services.common.gpu_ipc import Gpu, Runtime
 from services.common.prometheus import Endpoint
 from services.common.serving import Serving, configure_logging
 from services.kvcache.api.servicer import SERVICE, KvCacheServicer
-from services.kvcache.arena.device import DeviceArena
+from services.kvcache.arena.device import DeviceArena, ReadChecksums
 from services.kvcache.arena.host import FileArena, prepare_directory
+from services.kvcache.arena.kernel_checksums import kernel_checksums
 from services.kvcache.arena.room import Room, check_directory, check_gpus
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.config import GPU, Config
@@ -30,6 +31,7 @@ from services.kvcache.lease.process import ProcessTable
 from services.kvcache.metrics import KvCacheMetrics
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import Arena
+from services.kvcache.scrub.scrubber import Scrubber
 
 log = structlog.get_logger()
 
@@ -48,9 +50,11 @@ class Daemon:
         *,
         clock: Callable[[], float] = time.monotonic,
         load_runtime: Callable[[], Runtime] = Runtime.load,
+        read_checksums: ReadChecksums = kernel_checksums,
     ) -> None:
         self.config = config
         self.epoch = secrets.randbits(64)
+        self.read_checksums = read_checksums
         names = (f"{os.getpid()}-{self.epoch:016x}-{number}" for number in itertools.count())
         gpus = _gpus(load_runtime, config.limits.budget_bytes) if config.device == GPU else None
 
@@ -60,11 +64,12 @@ class Daemon:
                 arena = FileArena(config.arena_dir, next(names), layout, pages, canary_slots)
                 where = {"path": arena.file_path}
             else:
-                arena = DeviceArena(gpus[device], layout, pages, canary_slots)
+                arena = DeviceArena(gpus[device], layout, pages, canary_slots, self.read_checksums)
                 where = {"device": str(device), "device_id": gpus[device].id}
             log.info("arena_made", **where, bytes=arena.size_bytes, pages=pages, layout=str(layout))
             return arena
 
+        work = asyncio.Event()
         self.cache = KvCache(
             config.limits,
             epoch=self.epoch,
@@ -73,9 +78,11 @@ class Daemon:
             make_arena=make_arena,
             alive=ProcessTable().alive,
             devices=None if gpus is None else len(gpus),
+            wake=work.set,
         )
+        self.scrubber = Scrubber(self.cache, work)
         self.calls = CallStats()
-        self._servicer = KvCacheServicer(self.cache)
+        self._servicer = KvCacheServicer(self.cache, self.scrubber)
         self._serving = Serving(
             SERVICE,
             config.listeners,
@@ -83,7 +90,7 @@ class Daemon:
             insecure=config.insecure,
             max_connections=config.max_connections,
         )
-        self._sweeper: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._endpoint: Endpoint | None = None
 
     @property
@@ -110,7 +117,7 @@ class Daemon:
             collector = KvCacheMetrics(self.cache, self.calls, asyncio.get_running_loop())
             self._endpoint = Endpoint(self.config.metrics, collector)
             await asyncio.to_thread(self._endpoint.start)
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._tasks = [asyncio.create_task(self._sweep()), asyncio.create_task(self.scrubber.run())]
         await self._serving.ready()
 
     def reload(self, read: Callable[[], Config]) -> None:
@@ -126,11 +133,12 @@ class Daemon:
         await self._serving.drain(grace_s)
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.stop)
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        for task in self._tasks:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._sweeper
+                await task
         self.cache.close()
+        self.scrubber.close()
 
     async def _sweep(self) -> None:
         while True:

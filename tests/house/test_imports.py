@@ -48,7 +48,8 @@ ROOMS = {
         "text": {"checkpoint"},
     },
     "services.kvcache": {
-        "api": {"cache", "lease", "pool", "eviction"},
+        "api": {"scrub", "cache", "lease", "pool", "eviction"},
+        "scrub": {"cache", "pool"},
         "cache": {"lease", "pool", "eviction"},
         "lease": {"pool"},
         "arena": {"pool"},

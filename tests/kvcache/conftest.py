@@ -14,7 +14,6 @@ import pytest
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
-from services.common.gpu_ipc import Runtime
 from services.kvcache.config import Config
 from services.kvcache.server import Daemon
 
@@ -22,11 +21,11 @@ LAYOUT_PB = pb.PageLayout(page_size=4, layers=1, kv_heads=1, head_dim=4, data_ty
 
 
 class Running:
-    """The daemon's loop runs in a thread; ``now`` is its clock; ``load_runtime`` gives it GPUs."""
+    """The daemon's loop runs in a thread; ``now`` is its clock; ``options`` are its others: what gives it GPUs."""
 
-    def __init__(self, directory: Path, *flags: str, load_runtime: Callable[[], Runtime] = Runtime.load) -> None:
+    def __init__(self, directory: Path, *flags: str, **options: Any) -> None:
         self.now = 1000.0
-        self._load_runtime = load_runtime
+        self._options = options
         listen = f"unix:{directory}/k.sock"
         arguments = ["--listen", listen, "--arena-dir", str(directory / "arena"), "--memory", "1MiB", *flags]
         self.config = Config.read(arguments, {})
@@ -39,7 +38,7 @@ class Running:
         self.stub = kvcache_pb2_grpc.KvCacheServiceStub(self.channel)
 
     async def _make(self) -> Daemon:
-        return Daemon(self.config, clock=lambda: self.now, load_runtime=self._load_runtime)
+        return Daemon(self.config, clock=lambda: self.now, **self._options)
 
     def call(self, coroutine: Callable[[], Any]) -> Any:
         """Run on the daemon's loop and wait."""

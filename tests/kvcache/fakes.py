@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 from services.kvcache.cache.cache import KvCache, Limits
 from services.kvcache.lease.sessions import Process, Session
 from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES
 from services.kvcache.pool.layout import PageLayout
-from services.kvcache.pool.pool import DeviceMemory
+from services.kvcache.pool.pool import DeviceMemory, Pool
 from services.kvcache.pool.prefix_cache import ChainHash, blake2b_chain
+from services.kvcache.pool.purge import purge
 
 LAYOUT = PageLayout(page_size=4, layers=1, kv_heads=1, head_dim=4, dtype="f32")
 
 
 class FakeArena:
-    """Canaries in a dict; pages nowhere."""
+    """Canaries in a dict; of pages what was done to them, which is all that their checksums are made of."""
 
     file_path = "/proc/none"
 
@@ -26,6 +28,7 @@ class FakeArena:
         self.canaries: dict[int, bytes] = {}
         self.answers: dict[int, bytes] = {}
         self.closed = False
+        self.damage: dict[int, int] = {}
 
     def canary_offset(self, slot: int) -> int:
         return slot
@@ -35,6 +38,9 @@ class FakeArena:
 
     def read_answer(self, slot: int) -> bytes:
         return self.answers[slot]
+
+    def checksums(self, pages: list[int]) -> list[int]:
+        return [self.damage.get(page, 0) for page in pages]
 
     def close(self) -> None:
         self.closed = True
@@ -96,6 +102,22 @@ class World:
         arena = self.cache.pool_of(session).arena
         arena.answers[session.canary_slot] = bytes(b ^ 0xFF for b in session.canary)  # type: ignore[attr-defined]
         return self.cache.attach_session(session.id, session.canary)
+
+    def scrub(self, pool: Pool) -> None:
+        """Take the checksums that are due, as ``services.kvcache.scrub.scrubber`` does."""
+        assert pool.checksums is not None
+        while due := pool.checksums.due(3):
+            pool.checksums.learn(due, pool.arena.checksums([page for page, _ in due]))
+
+    def verify(self, pool: Pool, pages: Iterable[int]) -> list[int]:
+        """Verify pages, and remove what is found corrupted with its continuation; the corrupted ones."""
+        assert pool.checksums is not None
+        known = pool.checksums.verifiable(pages)
+        corrupted = pool.checksums.verify(known, pool.arena.checksums([page for page, _ in known]))
+        if corrupted:
+            for _ in purge(pool, slice_pages=1):
+                self.sound()
+        return corrupted
 
     def sound(self) -> None:
         """Fail the test on any violation."""

@@ -5,10 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kernels.device.checksum import reference
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common.gpu_ipc import Gpu
 from tests.fakegpu import FakeRuntime, Machine
 from tests.kvcache.conftest import LAYOUT_PB, Running
+
+
+def read_checksums(gpu: Gpu, pointer: int, page_bytes: int, pages: list[int]) -> list[int]:
+    """What the kernel does, of memory that is no GPU's."""
+    read = [np.frombuffer(gpu.read(pointer + page * page_bytes, page_bytes), np.uint8) for page in pages]
+    return [int(one) for one in reference(np.stack(read))]
+
 
 #: Bytes of a page of LAYOUT_PB, and of the canaries behind the pages.
 PAGE = 2 * 4 * 4 * 4
@@ -21,7 +31,9 @@ class OnGpus(Running):
     def __init__(self, directory: Path, *flags: str, total: int = 1 << 20) -> None:
         self.machine = Machine(total=total)
         self.api: FakeRuntime = self.machine.process()
-        super().__init__(directory, "--device", "gpu", *flags, load_runtime=self.api.runtime)
+        super().__init__(
+            directory, "--device", "gpu", *flags, load_runtime=self.api.runtime, read_checksums=read_checksums
+        )
 
     def open(self, device: int | None = 0, pid: int | None = None, **fields: Any) -> pb.OpenSessionResponse:
         fields = {"pool_id": "pool", "layout": LAYOUT_PB, "pool_pages": 8, **fields}

@@ -73,6 +73,16 @@ class Watched:
         self.running.now += seconds
         self.running.sweep()
 
+    def verify(self) -> None:
+        self.running.stub.Fsck(pb.FsckRequest(deep=True))
+
+    def damage(self) -> None:
+        self.verify()
+        for path in self.running.config.arena_dir.glob("*.arena"):
+            with path.open("r+b") as file:
+                file.write(b"x" * 4096)
+        self.verify()
+
     def drop(self) -> None:
         self.running.stub.DropPool(pb.DropPoolRequest(pool_id="other"))
 
@@ -101,6 +111,9 @@ ACTIONS: list[tuple[Callable[[Watched], None], set[str]]] = [
     (lambda w: w.demand("f", 2, PROMPT, tokens=4), {"pages_published_total"}),
     (lambda w: w.end("f"), {"pages"}),
     (lambda w: w.pass_time(6), {"pages_evicted_total"}),
+    (lambda w: w.demand("x", 3, PROMPT, tokens=8), {"pages_published_total"}),
+    (Watched.damage, {"pages_verified_total", "pages_withdrawn_total"}),
+    (lambda w: w.end("x"), {"sequences"}),
     (lambda w: w.demand("g", 2, PROMPT), {"sequences"}),
     (Watched.expire, {"sequences_expired_total", "pages"}),
     (lambda w: w.pass_time(100), {"sessions_expired_total", "sessions"}),
@@ -150,6 +163,10 @@ def check_against(seen: Scrape, stats: pb.GetStatsResponse) -> None:
         assert value("pages", pool=name, state="held") == pool.held_pages
         assert value("pages", pool=name, state="cached") == pool.cached_pages
         assert value("pages", pool=name, state="quarantined") == pool.quarantined_pages
+        assert value("pages_verified_total", pool=name, outcome="corrupted") == pool.corrupted_pages
+        intact = pool.verified_pages - pool.corrupted_pages
+        assert value("pages_verified_total", pool=name, outcome="intact") == intact
+        assert value("pages_withdrawn_total", pool=name) == pool.withdrawn_pages
         assert value("pages_retained", pool=name) == pool.retained_pages
         assert value("page_bytes", pool=name) == pool.page_bytes
         assert value("sessions", pool=name) == pool.sessions

@@ -62,6 +62,9 @@ def pool_stats_message(pool: Pool, sessions: int) -> pb.PoolStats:
         refused_demands=totals.refused_demands,
         device_ordinal=pool.arena.device.ordinal if pool.arena.device else None,
         retained_pages=table.cached.retained_count,
+        verified_pages=pool.checksums.verified_pages if pool.checksums else 0,
+        corrupted_pages=pool.checksums.corrupted_pages if pool.checksums else 0,
+        withdrawn_pages=totals.withdrawn_pages,
     )
 
 

@@ -1,4 +1,6 @@
-"""Proto to domain and back; nothing else. Every method is one transaction on the KvCache, without an await in it."""
+"""Proto to domain and back; nothing else. Every method is one transaction on the KvCache, without an await in it: what
+is read of pages is read before or after.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from services.kvcache.api import messages
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.sequence import Sequence
+from services.kvcache.scrub.scrubber import Report, Scrubber
 
 DOMAIN = "rocmforge.kvcache"
 SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
@@ -25,8 +28,9 @@ maps_errors = rpc.maps_errors(DOMAIN)
 class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     """The service, over one cache that this event loop owns."""
 
-    def __init__(self, cache: KvCache) -> None:
+    def __init__(self, cache: KvCache, scrubber: Scrubber) -> None:
         self._cache = cache
+        self._scrubber = scrubber
         self._draining = False
         self._watchers: set[asyncio.Event] = set()
 
@@ -86,6 +90,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         """See the proto."""
         demands = messages.read_demands(request.demands)
         removed = messages.read_ids(request.remove_sequence_ids, "remove_sequence_ids")
+        if hits := self._cache.hits_to_verify(request.session_id, demands):
+            await self._scrubber.verify_hits(hits)
         told, pool = self._cache.allocate(request.session_id, demands, removed)
         response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
         for sequence_id, answer in told:
@@ -162,13 +168,19 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def Fsck(self, request: pb.FsckRequest, context: Any) -> pb.FsckResponse:
         """See the proto."""
+        report = Report()
+        if request.deep:
+            if not self._cache.limits.checksums:
+                raise FieldInvalid("deep is set, and this daemon keeps no checksums: --checksums is off", field="deep")
+            report = await self._scrubber.verify_all()
         pools = list(self._cache.pools)
         return pb.FsckResponse(
             epoch=self._cache.epoch,
             checked_pages=sum(pool.table.total for pool in pools),
             checked_sequences=sum(len(pool.sequences) for pool in pools),
             checked_index_entries=sum(len(pool.index) for pool in pools),
-            violations=list(self._cache.check()),
+            violations=[*report.violations, *self._cache.check()],
+            verified_pages=report.verified_pages,
         )
 
     @maps_errors

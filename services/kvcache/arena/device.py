@@ -1,18 +1,25 @@
 """Pages in GPU memory: a single runtime allocation, which engines open by its IPC handle.
 
 It is exported once, as a whole, and neither moved nor freed while a session may have it mapped. The daemon itself
-accesses only the canaries.
+writes only the canaries, and reads published pages for their checksums, in a kernel of its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import structlog
 
 from services.common.errors import ExceedsBudget, GpuError
 from services.common.gpu_ipc import Gpu
+from services.kvcache.arena.access import Access
+from services.kvcache.arena.kernel_checksums import kernel_checksums
 from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import DeviceMemory
+
+#: ``(gpu, pointer, page_bytes, pages)`` to the checksums of those pages of the arena at ``pointer``. Raises GpuError.
+ReadChecksums = Callable[[Gpu, int, int, list[int]], list[int]]
 
 log = structlog.get_logger()
 
@@ -30,8 +37,18 @@ class DeviceArena:
 
     file_path = ""
 
-    def __init__(self, gpu: Gpu, layout: PageLayout, total_pages: int, canary_slots: int) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        layout: PageLayout,
+        total_pages: int,
+        canary_slots: int,
+        read: ReadChecksums = kernel_checksums,
+    ) -> None:
         self._gpu = gpu
+        self._page_bytes = layout.page_bytes
+        self._read = read
+        self._access = Access()
         self._canaries = total_pages * layout.page_bytes
         self._size = self._canaries + canary_slots * CANARY_SLOT_BYTES
         # Speed does not matter for an arena smaller than one granule.
@@ -78,9 +95,15 @@ class DeviceArena:
         """The answer that the engine wrote after its canary. Raises GpuError."""
         return self._gpu.read(self._pointer + self.canary_offset(slot) + CANARY_BYTES, CANARY_BYTES)
 
+    def checksums(self, pages: list[int]) -> list[int]:
+        """Those of ``kernels.device.checksum``; see ``pool.Arena``."""
+        with self._access.held():
+            return self._read(self._gpu, self._pointer, self._page_bytes, pages)
+
     def close(self) -> None:
         """Free the memory. A failure is only logged, so that the other arenas can still be closed."""
         try:
-            self._gpu.free(self._pointer)
+            with self._access.ending():
+                self._gpu.free(self._pointer)
         except GpuError as error:
             log.error("arena_not_freed", device=self._gpu.ordinal, bytes=self._size, detail=error.message)

@@ -11,15 +11,20 @@ import errno
 import fcntl
 import mmap
 import os
+import zlib
 from pathlib import Path
 
 from services.common.edge.paths import make_directory, open_file
 from services.common.errors import ExceedsBudget, InvalidConfiguration
+from services.kvcache.arena.access import Access
 from services.kvcache.arena.room import REMEDY, Room
 from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES
 from services.kvcache.pool.layout import PageLayout
 
 _SUFFIX = ".arena"
+
+#: Bytes of a page that are read at once, off the loop: closing an arena waits for no more.
+PIECE_BYTES = 1 << 20
 
 
 class FileArena:
@@ -31,7 +36,9 @@ class FileArena:
     device = None
 
     def __init__(self, directory: Path, name: str, layout: PageLayout, total_pages: int, canary_slots: int) -> None:
+        self._page_bytes = layout.page_bytes
         self._canaries = total_pages * layout.page_bytes
+        self._access = Access()
         self._size = self._canaries + canary_slots * CANARY_SLOT_BYTES
         self._path = directory / f"{name}{_SUFFIX}"
         try:
@@ -80,10 +87,23 @@ class FileArena:
         at = self.canary_offset(slot) + CANARY_BYTES
         return self._map[at : at + CANARY_BYTES]
 
+    def checksums(self, pages: list[int]) -> list[int]:
+        """The CRC-32 of each page, as zlib and PNG have it; see ``pool.Arena``."""
+        return [self._checksum(page) for page in pages]
+
+    def _checksum(self, page: int) -> int:
+        start, checksum = page * self._page_bytes, 0
+        for at in range(start, start + self._page_bytes, PIECE_BYTES):
+            with self._access.held(), memoryview(self._map) as whole:
+                with whole[at : min(at + PIECE_BYTES, start + self._page_bytes)] as piece:
+                    checksum = zlib.crc32(piece, checksum)
+        return checksum
+
     def close(self) -> None:
         """Remove the file. The memory stays allocated until engines that map it unmap it."""
         self._path.unlink(missing_ok=True)
-        self._map.close()
+        with self._access.ending():
+            self._map.close()
         os.close(self._fd)
 
 

@@ -23,7 +23,7 @@ from services.common.errors import (
 )
 from services.kvcache.cache.explain import PageAnswer, explain
 from services.kvcache.cache.grant import Grant
-from services.kvcache.cache.opening import Opening, check_prompt, open_sequence
+from services.kvcache.cache.opening import Opening, Prompt, check_prompt, open_sequence
 from services.kvcache.cache.steps import Steps, advance
 from services.kvcache.lease.quarantine import Aliveness, Quarantine
 from services.kvcache.lease.sessions import Process, Session, Sessions
@@ -56,6 +56,8 @@ class Limits:
     max_sequences: int = 65536
     sequence_ttl_s: float | None = None
     event_ring: int = 65536
+    checksums: bool = True
+    verify_share: float = 0.01
 
 
 class KvCache:
@@ -63,7 +65,7 @@ class KvCache:
 
     ``random_bytes`` makes session ids and canaries; ``clock`` is monotonic, in seconds; ``make_arena`` and ``alive``
     are the ways to memory and to the process table. ``devices`` is how many GPUs there are to put pools on; with None
-    pools are in the host's memory.
+    pools are in the host's memory. ``wake`` is called when there is work for ``scrubber``.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class KvCache:
         alive: Aliveness,
         chain_hash: ChainHash = blake2b_chain,
         devices: int | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.limits = limits
         self._devices = devices
@@ -97,6 +100,7 @@ class KvCache:
             self.events,
             limits.eviction,
             limits.retained_share,
+            wake if limits.checksums else None,
         )
         self._sessions = Sessions()
         self._quarantine = Quarantine(alive)
@@ -362,6 +366,22 @@ class KvCache:
         self.pools.close()
 
     # --- looking ---
+
+    def hits_to_verify(self, session_id: str, demands: Iterable[Steps | Opening]) -> list[tuple[Pool, list[int]]]:
+        """The cached prefixes that these openings would share now, a ``verify_share`` of them, chosen at random."""
+        share, hits = self.limits.verify_share, list[tuple[Pool, list[int]]]()
+        if not (self.limits.checksums and share):
+            return hits
+        for demand in demands:
+            if isinstance(demand, Opening) and isinstance(demand.origin, Prompt) and self._is_drawn(share):
+                session = self._sessions.find(session_id)
+                if session is not None and session.attached and demand.sequence_id not in session.sequences:
+                    pool = self.pool_of(session)
+                    hits.append((pool, pool.match(demand.origin.tokens, demand.origin.salt)))
+        return hits
+
+    def _is_drawn(self, share: float) -> bool:
+        return share >= 1 or int.from_bytes(self._random_bytes(8), "big") < share * 2**64
 
     def now(self) -> float:
         """The clock that every time in here is of."""

@@ -212,6 +212,10 @@ class RetainingQueue:
             self._promises[page] = joined
         return joined
 
+    def forget(self, page: int) -> None:
+        """Drop the promise of a page outside the queue, if it has one."""
+        self._promises.pop(page, None)
+
     def pass_time(self, now: float) -> None:
         """Advance the clock to ``now``: pages whose retention has expired return to the policy, continuations first."""
         self._now = now

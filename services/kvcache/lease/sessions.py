@@ -107,6 +107,10 @@ class Sessions:
         """Add a session."""
         self._by_id[session.id] = session
 
+    def find(self, session_id: str) -> Session | None:
+        """The live session, which is not renewed by that; None if it is unknown."""
+        return self._by_id.get(session_id)
+
     def use(self, session_id: str, now: float) -> Session:
         """The live session, renewed. Raises SessionExpired: a call never revives a session past its deadline."""
         session = self._by_id.get(session_id)

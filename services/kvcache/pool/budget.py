@@ -43,6 +43,7 @@ class Pools:
         events: EventRing,
         eviction: str,
         retained_share: float,
+        wake: Callable[[], None] | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._default_pages = default_pages
@@ -52,6 +53,7 @@ class Pools:
         self._events = events
         self._eviction = eviction
         self._retained_share = retained_share
+        self._wake = wake
         self._by_id: dict[str, Pool] = {}
         self.dropped = 0
 
@@ -132,7 +134,17 @@ class Pools:
                 self._drop(old)
         arena = self._make_arena(layout, pages, self._canary_slots, device)
         try:
-            pool = Pool(pool_id, layout, pages, arena, self._chain, self._events, self._eviction, self._retained_share)
+            pool = Pool(
+                pool_id,
+                layout,
+                pages,
+                arena,
+                self._chain,
+                self._events,
+                self._eviction,
+                self._retained_share,
+                self._wake,
+            )
         except BaseException:
             arena.close()
             raise

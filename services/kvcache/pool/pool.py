@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.errors import CapacityExceeded, ExceedsPool, PositionMismatch
 from services.kvcache.eviction.policy import make_queue
 from services.kvcache.eviction.retention import RetainingQueue
+from services.kvcache.pool.checksums import Checksums
 from services.kvcache.pool.events import EventKind, EventRing
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.page_table import PageState, PageTable
@@ -50,8 +51,14 @@ class Arena(Protocol):
     def read_answer(self, slot: int) -> bytes:
         """The answer that the engine wrote after its canary."""
 
+    def checksums(self, pages: list[int]) -> list[int]:
+        """A checksum of the bytes of each page, 64 bits at most. May be called on any thread, one at a time.
+
+        Raises GpuError, and ValueError once the arena is closed.
+        """
+
     def close(self) -> None:
-        """Free the memory. No session may be attached."""
+        """Free the memory. No session may be attached. Waits for a call on another thread, which then fails."""
 
 
 @dataclass(slots=True)
@@ -66,6 +73,7 @@ class Totals:
     evicted_on_request: int = 0  # included in evicted_pages
     expired_pages: int = 0
     refused_demands: int = 0
+    withdrawn_pages: int = 0  # corrupted pages, and those cached behind them
 
 
 class Pool:
@@ -85,7 +93,9 @@ class Pool:
         events: EventRing,
         eviction: str,
         retained_share: float,
+        wake: Callable[[], None] | None = None,
     ) -> None:
+        """``wake`` is called when there is work for ``scrubber``; without it no checksums are kept."""
         self.id = pool_id
         self.layout = layout
         self.page_size = layout.page_size
@@ -96,6 +106,7 @@ class Pool:
         retained = int(round(total_pages * retained_share, 6))
         self.table = PageTable(total_pages, RetainingQueue(policy, self.index, retained))
         self.sequences: dict[Sequence, None] = {}
+        self.checksums = None if wake is None else Checksums(self.table, self.index, wake)
         self.totals = Totals()
         self.last_used = 0.0
 
@@ -230,6 +241,8 @@ class Pool:
             if self.index.publish(sequence.pages[at], parent, chunk, sequence.salt):
                 sequence.published += 1
                 self.totals.published_pages += 1
+                if self.checksums is not None:
+                    self.checksums.published(sequence.pages[at])
             else:
                 sequence.chain_broken = True
 
@@ -383,6 +396,25 @@ class Pool:
             count += 1
         self.totals.evicted_pages += count
         return count
+
+    def withdraw(self, page: int) -> None:
+        """Take a published page out of the prefix cache; all that was published behind it is out already.
+
+        Whoever holds it goes on with it, publishes nothing more, and gives it back in the end as an unfinished page.
+        """
+        if self.table.state(page) == PageState.CACHED:
+            self._uncache(page, EventKind.EVICTED)
+            return
+        for holder in self.table.holders(page):
+            if isinstance(holder, Sequence):
+                pages, count = holder.pages, holder.published
+                if page in pages[count - 1 : count]:  # nearly always, and a search is long
+                    holder.published = count - 1
+                elif page in pages[:count]:
+                    holder.published = pages.index(page)
+                holder.chain_broken = True
+        self.table.cached.forget(page)
+        self.index.withdraw(page)
 
     def _uncache(self, page: int, kind: EventKind) -> None:
         heir = self.index.withdraw(page, kind)

@@ -13,6 +13,9 @@ indexed; the others are stand-bys for as long as they are held. Eviction preserv
 
 - the holder of a page also holds a page of every ancestor link, the primary or a stand-by, and
 - among cached pages, a child is evicted before its parent (see ``lru`` and ``density``).
+
+A *condemned* page is on its way out with its continuation (see ``purge``): no lookup finds it, and nothing is published
+behind it or beside it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import contextlib
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 
 from services.kvcache.pool.events import EventKind, Link
 from services.kvcache.pool.key_table import KeyTable
@@ -65,6 +69,10 @@ class PrefixCache:
         self._of_key = KeyTable(self._keys)  # the primaries
         # Only first links have an entry; further along a chain, the parent's hash implies the salt.
         self._salts: dict[int, str] = {}
+        self._condemned = bytearray(total)
+        self.condemned_count = 0
+        #: Pages published while there are condemned ones, for whoever looks for their continuations.
+        self.arrivals: list[int] = []
 
     def __len__(self) -> int:
         """The number of links indexed."""
@@ -103,6 +111,8 @@ class PrefixCache:
                 break
             pages.append(page)
             parent, root = keys[page], False
+        if self.condemned_count:
+            return list(takewhile(lambda page: not self._condemned[page], pages))
         return pages
 
     def chain(self, salt: str, chunks: Iterable[bytes]) -> Iterator[int]:
@@ -131,10 +141,12 @@ class PrefixCache:
         """Publish ``page`` as the link of ``tokens`` after ``parent`` (None: the salt's root).
 
         ``parent`` must be published and held by the publisher. Returns False if the link's hash belongs to another
-        chain: then neither this page nor any page after it may be published.
+        chain, or the link or its parent is condemned: then neither this page nor any page after it may be published.
         """
         above = root_hash(salt) if parent is None else self._keys[parent]
         key, name = self._chain_hash(above, tokens), above.to_bytes(_HASH, "little") + tokens
+        if self.condemned_count and self._leads_nowhere(parent, key):
+            return False
         self._keys[page] = key
         present = self._of_key.add(page)
         if present != page and not self._same(present, name, salt if parent is None else None):
@@ -147,7 +159,25 @@ class PrefixCache:
             self._on_change(EventKind.STORED, Link(key, above))
         else:
             self._standby.setdefault(key, []).append(page)
+        if self.condemned_count:
+            self.arrivals.append(page)
         return True
+
+    def _leads_nowhere(self, parent: int | None, key: int) -> bool:
+        present = self._of_key.get(key)
+        near = [parent, None if parent is None else self.primary_of(parent), present]
+        return any(self._condemned[page] for page in near if page is not None)
+
+    def condemn(self, page: int) -> None:
+        """Have no lookup find the link of a published page, and nothing be published behind it. Idempotent."""
+        key = self._keys[page]
+        for one in (self._of_key[key], *self._standby.get(key, ())):
+            self.condemned_count += not self._condemned[one]
+            self._condemned[one] = 1
+
+    def is_condemned(self, page: int) -> bool:
+        """Whether the page is condemned."""
+        return bool(self._condemned[page])
 
     def withdraw(self, page: int, kind: EventKind = EventKind.EVICTED) -> int | None:
         """Remove a published page. The oldest stand-by replaces a primary and is returned; without one, the link is
@@ -170,6 +200,9 @@ class PrefixCache:
             self._standby.pop(key, None)
         self._names[page] = None
         self._salts.pop(page, None)
+        if self._condemned[page]:
+            self._condemned[page] = 0
+            self.condemned_count -= 1
         return heir
 
     def _same(self, page: int, name: bytes, salt: str | None) -> bool:
@@ -182,6 +215,14 @@ class PrefixCache:
     def published(self) -> Iterator[int]:
         """Every published page, primary or stand-by."""
         return (page for page, name in enumerate(self._names) if name is not None)
+
+    def link(self, page: int) -> Link:
+        """The link of a published page."""
+        return Link(self._keys[page], self._parents[page])
+
+    def is_published(self, page: int) -> bool:
+        """Whether the page is published, as primary or stand-by."""
+        return self._names[page] is not None
 
     def _check_link(self, page: int) -> Iterator[str]:
         name, parent, salt = self._names[page] or b"", self._parents[page], self._salts.get(page)
@@ -198,6 +239,12 @@ class PrefixCache:
         """Every violated invariant of the index."""
         for page in self.published():
             yield from self._check_link(page)
+        condemned = [page for page, is_condemned in enumerate(self._condemned) if is_condemned]
+        if len(condemned) != self.condemned_count:
+            yield f"{len(condemned)} pages are condemned, the index counts {self.condemned_count}"
+        for page in condemned:
+            if self._names[page] is None:
+                yield f"page {page} is condemned and has no link"
         for page in self._salts:
             if self._names[page] is None:
                 yield f"page {page} has a salt and no link"

@@ -23,6 +23,7 @@ WAVES_PER_SIMD: dict[str, tuple[int, int]] = {
     "attention_combine": (7, 16),
     "attention_decode": (2, 6),
     "attention_prefill": (1, 6),
+    "checksum": (8, 16),
     "embedding": (8, 16),
     "gemv": (3, 10),
     "norm": (7, 16),

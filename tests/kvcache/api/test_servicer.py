@@ -473,6 +473,8 @@ def test_every_documented_reason_is_reached() -> None:
         reached[name].add(reason)
     # Its limit needs tens of thousands of sequences; test_cache reaches it with a small one.
     reached["AllocatePages"].add("TOO_MANY_SEQUENCES")
+    # A daemon without checksums has nothing to read for; test_scrubber starts one.
+    reached["Fsck"].add("FIELD_INVALID")
     # test_devicearena provokes these on GPUs.
     reached["OpenSession"] |= {"ATTACH_BUSY", "GPU_ERROR"}
     reached["AttachSession"].add("GPU_ERROR")

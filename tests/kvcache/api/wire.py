@@ -29,6 +29,7 @@ from services.kvcache.api.messages import read_retention, retention_message
 from services.kvcache.api.servicer import SERVICE, KvCacheServicer
 from services.kvcache.cache.opening import Opening
 from services.kvcache.cache.steps import Steps
+from services.kvcache.scrub.scrubber import Scrubber
 from tests.kvcache.cache.demands import grouped, in_columns
 from tests.kvcache.cache.machine import UNANSWERED, Unanswered
 from tests.kvcache.cache.transactions import (
@@ -36,6 +37,7 @@ from tests.kvcache.cache.transactions import (
     Answer,
     Append,
     Close,
+    Damage,
     Entry,
     Evict,
     Evicted,
@@ -117,7 +119,7 @@ class Recording(KvCacheServicer):
     """
 
     def __init__(self, world: World, entries: list[Entry]) -> None:
-        super().__init__(world.cache)
+        super().__init__(world.cache, Scrubber(world.cache, asyncio.Event()))
         self.world = world
         self.entries = entries
         self.asked: dict[tuple[str, bytes], Operation] = {}
@@ -218,7 +220,7 @@ class Wire:
                 done: concurrent.futures.Future[str] = concurrent.futures.Future()
                 done.set_result(self.open_session(operation, stub))
                 return done
-            case PassTime() | Kill() | Sweep():
+            case PassTime() | Kill() | Sweep() | Damage():
                 return self.loop.begin(lambda: self._perform(operation))
             case _:
                 name, request = request_of(operation)
@@ -253,7 +255,7 @@ class Wire:
             return UNANSWERED
         except grpc.RpcError as failure:
             return Refused.of(rpc.error_from(failure))
-        return response if isinstance(operation, Open | PassTime | Kill | Sweep) else answer_of(response)
+        return response if isinstance(operation, Open | PassTime | Kill | Sweep | Damage) else answer_of(response)
 
     def violations(self) -> list[str]:
         return list(self.stubs[0].Fsck(pb.FsckRequest(), timeout=TIMEOUT_S).violations)

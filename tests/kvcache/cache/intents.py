@@ -20,6 +20,7 @@ from tests.kvcache.cache.transactions import (
     Allocate,
     Append,
     Close,
+    Damage,
     Evict,
     Expire,
     Get,
@@ -257,6 +258,17 @@ class KillProcess:
 
 
 @dataclass(frozen=True)
+class DamagePage:
+    """Bytes of a page change under everybody."""
+
+    at: int
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        published = [page for page, model in machine.model.pages.items() if model.link is not None]
+        return Damage(published[self.at % len(published)]) if published else None
+
+
+@dataclass(frozen=True)
 class Do:
     """Of an operator, or of time itself."""
 
@@ -295,6 +307,7 @@ endings = st.one_of(
 )
 #: They add up to the ttl of a lease, to a drain and to the ttl of a cached page exactly.
 times = st.builds(Do, st.builds(PassTime, st.sampled_from([1.0, 1.0, 10.0, 10.0, 20.0, 60.0])))
+damages = st.builds(DamagePage, which)
 sweeps = st.builds(Do, st.just(Sweep()))
 
 anything = st.one_of(

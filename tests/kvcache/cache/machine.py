@@ -26,6 +26,7 @@ from tests.kvcache.cache.intents import (
     Intent,
     OpenSequence,
     anything,
+    damages,
     endings,
     forks,
     late_uses,
@@ -43,6 +44,7 @@ from tests.kvcache.cache.transactions import (
     Allocate,
     Answer,
     Append,
+    Damage,
     Entry,
     Grant,
     Granted,
@@ -135,6 +137,9 @@ class Direct:
             "evicted_pages": totals.evicted_pages,
             "expired_pages": totals.expired_pages,
             "refused_demands": totals.refused_demands,
+            "verified_pages": pool.checksums.verified_pages if pool.checksums else -1,
+            "corrupted_pages": pool.checksums.corrupted_pages if pool.checksums else -1,
+            "withdrawn_pages": totals.withdrawn_pages,
             "expired_sessions": cache.expired_sessions,
             "expired_sequences": cache.expired_sequences,
         }
@@ -155,6 +160,7 @@ def new_world() -> World:
         cache_ttl_s=CACHE_TTL_S,
         default_ttl_s=TTL_S,
         retained_share=MOST_RETAINED / PAGES,
+        verify_share=0.0,
     )
 
 
@@ -289,6 +295,13 @@ class CacheMachine(RuleBasedStateMachine):
     def end_something(self, intent: Intent) -> None:
         self.ask_twice(intent)
 
+    @rule(intent=damages)
+    def damage(self, intent: Intent) -> None:
+        """What is read of a page is what its tokens say, or it is not read."""
+        operation = intent.operation(self)
+        if operation is not None:
+            self.ask(operation)
+
     @rule(intent=times)
     def pass_time(self, intent: Do) -> None:
         """A session is not revived after its deadline, before the sweep or after it."""
@@ -312,7 +325,7 @@ class CacheMachine(RuleBasedStateMachine):
     def give_up(self, intent: Intent) -> None:
         """A call is cancelled at once: it has run, runs later, or never does."""
         operation = self.made_of(intent)
-        if not isinstance(operation, Open | PassTime | Sweep | Kill):
+        if not isinstance(operation, Open | PassTime | Sweep | Kill | Damage):
             self.ask(operation, give_up=True)
 
     @rule(at=st.integers(0, 30))
@@ -320,7 +333,7 @@ class CacheMachine(RuleBasedStateMachine):
         """A call whose reply was lost is sent again, when much has happened since."""
         if at < len(self.asked):
             operation = self.asked[-1 - at]
-            if not isinstance(operation, Open | PassTime):
+            if not isinstance(operation, Open | PassTime | Damage):
                 self.ask(operation)
 
     # --- always ---

@@ -21,6 +21,7 @@ from tests.kvcache.cache.transactions import (
     Answer,
     Append,
     Close,
+    Damage,
     Entry,
     Evict,
     Evicted,
@@ -84,6 +85,15 @@ class ModelSequence:
     last_access: float = 0.0
     access_count: int = 0
     copy: int | None = None  # the page its tail was copied from, held until a token behind is reported
+    broken: int | None = None  # from this page on it has nothing published
+
+    def publishes(self, at: int) -> bool:
+        """Whether its page at that index is published once it is complete."""
+        return self.broken is None or at < self.broken
+
+    def published(self) -> int:
+        complete = len(self.tokens) // SIZE
+        return complete if self.broken is None else min(complete, self.broken)
 
     def ahead(self, count: int) -> list[int]:
         """The next tokens it will run."""
@@ -133,6 +143,7 @@ class Model:
                 for name in (
                     *("lookup_tokens", "hit_tokens", "granted_pages", "published_pages", "evicted_pages"),
                     *("expired_pages", "refused_demands", "expired_sessions", "expired_sequences"),
+                    *("verified_pages", "corrupted_pages", "withdrawn_pages"),
                 )
             },
         }
@@ -160,6 +171,8 @@ class Model:
                 pass
             case Kill(pid):
                 self.killed.add(pid)
+            case Damage(page):
+                self._damage(page, answer)
             case Sweep():
                 self._sweep(answer, now)
             case Evict(most, retained):
@@ -364,6 +377,7 @@ class Model:
         child = ModelSequence(
             key, self.opened, parent.key[1], parent.salt, text, tokens, pages, cached, parent.retention
         )
+        child.broken = parent.broken
         for page in pages:
             self.pages[page].holders.add(key)
         self._touch(parent, now)
@@ -402,7 +416,7 @@ class Model:
             assert answer == Table(
                 tuple(map(self._reference, sequence.pages)),
                 tuple(sequence.tokens),
-                len(sequence.tokens) // SIZE,
+                sequence.published(),
                 sequence.cached_tokens,
                 sequence.access_count,
                 sequence.retention,
@@ -454,6 +468,32 @@ class Model:
         while self.cached and self.pages[self.cached[0]].cached_at <= now - CACHE_TTL_S:
             self._uncache(self.cached[0], "expired_pages")
 
+    def _damage(self, damaged: int, answer: Answer) -> None:
+        """The page and all that was computed behind it is in nobody's way any more."""
+        published = [page for page, model in self.pages.items() if model.link is not None]
+        self.totals["verified_pages"] += len(published)
+        link = self.pages[damaged].link
+        if link is None:
+            assert answer == 0
+            return
+        salt, tokens = link
+        gone = [
+            page for page in published if self._link(page)[0] == salt and self._link(page)[1][: len(tokens)] == tokens
+        ]
+        self.totals["corrupted_pages"] += 1
+        self.totals["withdrawn_pages"] += len(gone)
+        assert answer == len(gone)
+        for page in gone:
+            for sequence in self.sequences.values():
+                if page in sequence.pages:
+                    at = sequence.pages.index(page)
+                    sequence.broken = at if sequence.broken is None else min(sequence.broken, at)
+            if page in self.evictable():
+                self._take_out(page)
+                self._give_up(page)
+            else:
+                self._unlink(page)
+
     def _session_ended(self, session: str, until: float) -> None:
         """What it left in quarantine while it lived waits no longer than until then."""
         del self.sessions[session]
@@ -500,13 +540,18 @@ class Model:
 
     def _give_up(self, page: int) -> None:
         """The page is free: its content is nobody's any more."""
+        self._unlink(page)
+        self.pages[page] = ModelPage(self.pages[page].generation + 1, used=True)
+
+    def _unlink(self, page: int) -> None:
+        """No lookup finds the page any more."""
         old = self.pages[page]
         if old.link is not None:
             self.links[old.link].remove(page)
             if not self.links[old.link]:
                 del self.links[old.link]
                 self.promises.pop(old.link, None)
-        self.pages[page] = ModelPage(old.generation + 1, used=True)
+            old.link = None
 
     def _evict(self) -> None:
         self._uncache(self.evictable()[0], "evicted_pages")
@@ -563,7 +608,7 @@ class Model:
             page = sequence.pages[at // SIZE]
             assert self.pages[page].holders == {sequence.key}, "an engine wrote into a page that others share"
             self.pages[page].content[at % SIZE] = (sequence.salt, tuple(sequence.tokens))
-            if (at + 1) % SIZE == 0:
+            if (at + 1) % SIZE == 0 and sequence.publishes(at // SIZE):
                 link = (sequence.salt, tuple(sequence.tokens))
                 self.pages[page].link = link
                 self.links.setdefault(link, []).append(page)
@@ -594,7 +639,7 @@ class Model:
             page = sequence.pages[at]
             model = self.pages[page]
             model.holders.remove(sequence.key)
-            complete = (at + 1) * SIZE <= len(sequence.tokens)
+            complete = (at + 1) * SIZE <= len(sequence.tokens) and sequence.publishes(at)
             if complete:
                 # What is promised of a page behind it is promised of it too.
                 link = self._link(page)

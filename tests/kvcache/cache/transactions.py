@@ -86,7 +86,14 @@ class Kill:
     pid: int
 
 
-Operation = Open | Allocate | Append | Remove | Get | Renew | Close | Evict | Expire | Sweep | PassTime | Kill
+@dataclass(frozen=True)
+class Damage:
+    """Bytes of this page change, and all pages are verified."""
+
+    page: int
+
+
+Operation = Open | Allocate | Append | Remove | Get | Renew | Close | Evict | Expire | Sweep | PassTime | Kill | Damage
 
 # --- answered --------------------------------------------------------------------------------------------------------
 
@@ -230,6 +237,15 @@ def _call(world: World, operation: Operation) -> Answer:
             world.now += seconds
         case Kill(pid):
             world.processes.kill(pid)
+        case Damage(page):
+            [pool] = cache.pools
+            world.scrub(pool)
+            arena = world.arenas[-1]
+            arena.damage[page] = 1
+            before = pool.totals.withdrawn_pages
+            world.verify(pool, range(pool.table.total))
+            arena.damage.clear()
+            return pool.totals.withdrawn_pages - before
     return None
 
 

@@ -1,0 +1,1 @@
+"""Work on the bytes of pages, away from the loop that owns the cache."""
