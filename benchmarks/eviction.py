@@ -73,6 +73,9 @@ class _NoArena:
         self.size_bytes = pages * layout.page_bytes
         self._canary = b""
 
+    def admit(self, owner: str) -> None:
+        """Nobody else is here."""
+
     def canary_offset(self, slot: int) -> int:
         """Overrides."""
         return 0

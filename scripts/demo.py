@@ -37,7 +37,7 @@ DEFAULT_PROMPT = (
     "ROMEO:\nBut soft, what light through yonder window breaks?\n"
     "It is the east, and Juliet is the sun.\nArise, fair sun, and"
 )
-ENGINE_TCP, KVCACHE_TCP = "127.0.0.1:50051", "127.0.0.1:50052"
+ENGINE_TCP = "127.0.0.1:50051"
 START_S = 120.0
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -124,7 +124,7 @@ def stop(processes: list[subprocess.Popen[bytes]]) -> None:
 def both(sockets: Path, logs: Path, tcp: bool) -> list[tuple[str, str, list[str], Path]]:
     """(module, address, flags, log) of daemon and engine, in the order to start them."""
     kvcache, engine = f"unix:{sockets}/kvcache.sock", f"unix:{sockets}/engine.sock"
-    kvcache_flags = ["--listen", kvcache] + (["--listen", KVCACHE_TCP] if tcp else ["--arena-dir", f"{sockets}/arena"])
+    kvcache_flags = ["--listen", kvcache] + ([] if tcp else ["--arena-dir", f"{sockets}/arena"])
     engine_flags = ["--listen", engine] + (["--listen", ENGINE_TCP] if tcp else [])
     engine_flags += ["--kvcache", kvcache, "--model", str(MODEL)]
     return [
@@ -263,7 +263,8 @@ def up() -> None:
         "\nTry:\n"
         f"  grpcurl -plaintext {ENGINE_TCP} list\n"
         f"  grpcurl -plaintext -d '{body}' {ENGINE_TCP} rocmforge.engine.v1.EngineService/Generate\n"
-        f"  grpcurl -plaintext {KVCACHE_TCP} rocmforge.kvcache.v1.KvCacheService/GetStats\n"
+        f"  export KVCACHE=unix:{sockets}/kvcache.sock\n"
+        f"  grpcurl -plaintext -unix $KVCACHE rocmforge.kvcache.v1.KvCacheService/GetStats\n"
         "\n`make down` stops both."
     )
 

@@ -42,6 +42,18 @@ class FieldInvalid(ServiceError):
     code, reason = "INVALID_ARGUMENT", "FIELD_INVALID"
 
 
+class RoleMissing(ServiceError):
+    """The caller's identity lacks the role that the call needs."""
+
+    code, reason = "PERMISSION_DENIED", "ROLE_MISSING"
+
+
+class TooManyCalls(ServiceError):
+    """The caller's identity has reached its limit on calls in flight."""
+
+    code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "TOO_MANY_CALLS", 0.1
+
+
 # --- the KV-cache daemon ---------------------------------------------------------------------------------------------
 
 
@@ -64,9 +76,21 @@ class ExceedsBudget(ServiceError):
 
 
 class TooManySessions(ServiceError):
-    """The daemon has reached its limit on sessions."""
+    """The daemon, or the caller's identity, has reached its limit on sessions."""
 
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "TOO_MANY_SESSIONS", 1.0
+
+
+class TooManyPools(ServiceError):
+    """The caller's identity has reached its limit on pools."""
+
+    code, reason = "RESOURCE_EXHAUSTED", "TOO_MANY_POOLS"
+
+
+class ExceedsShare(ServiceError):
+    """The requested arena exceeds the share of the memory budget that one identity may have."""
+
+    code, reason = "FAILED_PRECONDITION", "EXCEEDS_SHARE"
 
 
 class SessionExpired(ServiceError):

@@ -17,11 +17,14 @@ address = Kind(Listener.parse, "unix:/path or host:port")
 file_path = Kind(Path, "path")
 
 
-def listen(socket_name: str, port: int) -> Any:
-    """The listen setting. Its default is a unix socket of this user and a port on the loopback interface."""
+def listen(socket_name: str, port: int | None = None) -> Any:
+    """The listen setting. Its default is a unix socket of this user and, given a port, that one of the loopback
+    interface, where any user of the machine can call.
+    """
 
     def default() -> list[Listener]:
-        return [Listener(path=runtime_dir() / socket_name), Listener(host="127.0.0.1", port=port)]
+        local = [] if port is None else [Listener(host="127.0.0.1", port=port)]
+        return [Listener(path=runtime_dir() / socket_name), *local]
 
     return _listen(default)
 

@@ -23,6 +23,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from services.common.access.identity import ANYONE, CALLER, Identity
+from services.common.access.in_flight import InFlight
 from services.common.call_stats import CallStats
 from services.common.errors import BY_REASON, FieldInvalid, Internal, ServiceError
 
@@ -115,7 +116,16 @@ def _lenient(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
     return handler._replace(request_deserializer=parse_or_say)
 
 
-def _counted(name: str, handler: grpc.RpcMethodHandler, calls: CallStats, identify: Identify) -> grpc.RpcMethodHandler:
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Stands in for the message of a call that is refused before its servicer sees it."""
+
+    error: ServiceError
+
+
+def _counted(
+    name: str, handler: grpc.RpcMethodHandler, calls: CallStats, identify: Identify, in_flight: InFlight
+) -> grpc.RpcMethodHandler:
     """The handler with its calls counted, and `CALLER` set while one is served.
 
     A call cancelled by its caller, or past its deadline, is CANCELLED.
@@ -133,8 +143,10 @@ def _counted(name: str, handler: grpc.RpcMethodHandler, calls: CallStats, identi
 
         async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
             began, code = time.monotonic(), None
-            CALLER.set(identify(context))
-            responses = streams(request, context)
+            caller = identify(context)
+            CALLER.set(caller)
+            refusal = in_flight.begin(caller)
+            responses = streams(request if refusal is None else Refused(refusal), context)
             try:
                 async for response in responses:
                     yield response
@@ -142,6 +154,8 @@ def _counted(name: str, handler: grpc.RpcMethodHandler, calls: CallStats, identi
                 code = "CANCELLED"
                 raise
             finally:
+                if refusal is None:
+                    in_flight.end(caller)
                 ended(context, began, code)
                 await responses.aclose()
 
@@ -150,13 +164,17 @@ def _counted(name: str, handler: grpc.RpcMethodHandler, calls: CallStats, identi
 
     async def unary(request: Any, context: Any) -> Any:
         began, code = time.monotonic(), None
-        CALLER.set(identify(context))
+        caller = identify(context)
+        CALLER.set(caller)
+        refusal = in_flight.begin(caller)
         try:
-            return await answers(request, context)
+            return await answers(request if refusal is None else Refused(refusal), context)
         except asyncio.CancelledError:
             code = "CANCELLED"
             raise
         finally:
+            if refusal is None:
+                in_flight.end(caller)
             ended(context, began, code)
 
     return handler._replace(unary_unary=unary)
@@ -176,13 +194,21 @@ def unproven(context: Any) -> Identity:
 
 class Readable:
     """Wraps a server while a servicer is added to it, so that unparsable messages reach the servicer's methods instead
-    of failing with UNKNOWN inside gRPC. ``calls`` counts the calls served, `CALLER` says by whom.
+    of failing with UNKNOWN inside gRPC. ``calls`` counts the calls served, `CALLER` says by whom,
+    and ``in_flight`` limits them.
     """
 
-    def __init__(self, server: grpc.aio.Server, calls: CallStats, identify: Identify = unproven) -> None:
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        calls: CallStats,
+        identify: Identify = unproven,
+        in_flight: InFlight | None = None,
+    ) -> None:
         self._server = server
         self._calls = calls
         self._identify = identify
+        self._in_flight = in_flight or InFlight()
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         """Forwards to the server; the methods registered below take precedence."""
@@ -191,12 +217,15 @@ class Readable:
     def add_registered_method_handlers(self, service: str, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
         """Forwards to the server, with the handlers wrapped."""
         served = {
-            name: _counted(name, _lenient(handler), self._calls, self._identify) for name, handler in handlers.items()
+            name: _counted(name, _lenient(handler), self._calls, self._identify, self._in_flight)
+            for name, handler in handlers.items()
         }
         self._server.add_registered_method_handlers(service, served)
 
 
 def _check_readable(request: Any) -> None:
+    if isinstance(request, Refused):
+        raise request.error
     if isinstance(request, Unreadable):
         raise FieldInvalid(f"the message cannot be parsed: {request.why}")
 

@@ -23,7 +23,9 @@ import structlog
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from services.common.access.acl import admit, open_way
 from services.common.access.identity import Identity
+from services.common.access.in_flight import InFlight
 from services.common.call_stats import CallStats
 from services.common.edge import descriptors, keepalive
 from services.common.edge.paths import make_directory
@@ -123,8 +125,9 @@ class Serving:
     """A service with health checking and reflection, from bind to drain.
 
     Every way in has a grpc.aio server of its own, which knows who comes that way: the unix sockets, where only this
-    uid (and root) may connect, and TCP, where a certificate shows it or nothing does. They share the servicers. Each
-    has at most ``max_connections`` connections, and closes further ones.
+    uid (and root) may connect; one more beside each for every uid of ``guests``, `guest_socket`, where only that uid
+    may; and TCP, where a certificate shows it or nothing does. They share the servicers, and ``in_flight``. Each has at
+    most ``max_connections`` connections, and closes further ones.
     Health is NOT_SERVING until ``ready()``; ``drain()`` sets it back, then lets calls in flight end.
     """
 
@@ -136,8 +139,12 @@ class Serving:
         tls: Tls | None = None,
         insecure: bool = False,
         max_connections: int = 1024,
+        guests: Sequence[int] = (),
+        in_flight: InFlight | None = None,
     ) -> None:
         check_exposure(listeners, tls, insecure)
+        self._guests = guests
+        self._in_flight = in_flight or InFlight()
         self._service = service
         self._listeners = list(listeners)
         self._tls = tls
@@ -167,6 +174,8 @@ class Serving:
             else:
                 remote = remote or self._server(certified if mutual else unproven)
                 self.bound.append(_bind_tcp(remote, listener, self._certificates))
+        for uid in self._guests:
+            self._bind_guest(Identity.of_uid(uid), uid)
         for server in self._servers:
             await server.start()
 
@@ -186,10 +195,18 @@ class Serving:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         Reflection((self._service, health.SERVICE_NAME)).add_to(server)
         for register, calls in self._registered:
-            register(Readable(server, calls, identify))
+            register(Readable(server, calls, identify, self._in_flight))
         return server
 
-    def _bind_unix(self, server: grpc.aio.Server, path: Path) -> str:
+    def _bind_guest(self, guest: Identity, uid: int) -> None:
+        paths = [listener.path for listener in self._listeners if listener.path is not None]
+        server = self._server(lambda context: guest) if paths else None
+        for path in paths:
+            if server is not None:
+                open_way(path.parent, uid, "--listen")
+                self.bound.append(self._bind_unix(server, guest_socket(path, uid), uid))
+
+    def _bind_unix(self, server: grpc.aio.Server, path: Path, guest: int | None = None) -> str:
         try:
             make_directory(path.parent, "--listen")
             with _alone_in(path.parent):
@@ -198,7 +215,7 @@ class Serving:
                     raise InvalidConfiguration(
                         f"--listen unix:{path}: another server is listening there", field="--listen"
                     )
-                self._paths.append((path, _bind_and_move(server, path)))
+                self._paths.append((path, _bind_and_move(server, path, guest)))
         except (OSError, RuntimeError) as error:
             raise InvalidConfiguration(f"--listen unix:{path}: cannot bind: {error}", field="--listen") from error
         return f"unix:{path}"
@@ -244,7 +261,12 @@ def _bind_tcp(server: grpc.aio.Server, listener: Listener, certificates: Certifi
     return str(Listener(host=listener.host, port=port))
 
 
-def _bind_and_move(server: grpc.aio.Server, path: Path) -> int:
+def guest_socket(path: Path, uid: int) -> Path:
+    """The socket beside ``path`` where another user comes in: ``kvcache.1000.sock`` beside ``kvcache.sock``."""
+    return path.with_name(f"{path.stem}.{uid}{path.suffix}")
+
+
+def _bind_and_move(server: grpc.aio.Server, path: Path, guest: int | None) -> int:
     # gRPC unlinks whatever is at its path, when it binds and again when it stops, even the socket of a server that has
     # taken over the path in between. So bind to a unique path, then rename.
     unnamed = path.with_name(f".{secrets.token_hex(4)}")
@@ -254,6 +276,8 @@ def _bind_and_move(server: grpc.aio.Server, path: Path) -> int:
     finally:
         os.umask(previous)
     inode = unnamed.lstat().st_ino
+    if guest is not None:
+        admit(unnamed, guest)
     unnamed.rename(path)
     return inode
 

@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from services.common import settings
+from services.common.access.identity import Identity
+from services.common.access.policy import Allowance, Policy
 from services.common.listening import LIVE, Listening, listen
 from services.common.serving import Listener
 from services.common.settings import Program, setting
-from services.common.values import Kind, byte_size, one_of, seconds, share, whole
+from services.common.values import Kind, byte_size, one_of, seconds, share, switch, whole
+from services.kvcache.api.roles import ENGINE, INCLUDES, role_allowance
 from services.kvcache.arena.host import default_directory
 from services.kvcache.arena.room import Room, default_memory
 from services.kvcache.cache.cache import MAX_TTL_S, MIN_TTL_S, Limits
 from services.kvcache.eviction.policy import POLICIES, policy_name
 from services.kvcache.pool.budget import MAX_PAGES
 
-PORT = 50052
 CPU, GPU = "cpu", "gpu"
 ON, OFF = "on", "off"
 DEVICES = (CPU, GPU)
@@ -46,7 +48,18 @@ def _directory(text: str) -> Path:
 class Config(Listening):
     """All settings. Sizes are in bytes, times in seconds. ``echo`` holds everything, for a log event."""
 
-    listeners: list[Listener] = listen("kvcache.sock", PORT)
+    listeners: list[Listener] = listen("kvcache.sock")
+    allow: list[Allowance] = setting(
+        role_allowance,
+        list,
+        f"a role for an identity, ROLE=uid:N, ROLE=cn:NAME or ROLE=anyone, with a role of {', '.join(INCLUDES)}; "
+        "repeatable; the daemon's own user has all",
+        many=True,
+        metavar="R",
+    )
+    shared_pools: bool = setting(
+        switch, False, "let engines of different identities share the pools they name, and the pages in them"
+    )
     device: str = setting(
         one_of(*DEVICES),
         CPU,
@@ -103,6 +116,28 @@ class Config(Listening):
         metavar="X",
     )
     max_sessions: int = setting(whole(1, 65536), _DEFAULTS.max_sessions, "maximum number of sessions", metavar="N")
+    identity_sessions: int = setting(
+        whole(1, 65536), _DEFAULTS.identity_sessions, "maximum number of sessions per identity", metavar="N"
+    )
+    identity_unattached: int = setting(
+        whole(1, 65536),
+        _DEFAULTS.identity_unattached,
+        "maximum number of sessions per identity that have not attached",
+        metavar="N",
+    )
+    identity_pools: int = setting(
+        whole(1, 65536), _DEFAULTS.identity_pools, "maximum number of pools in use per identity", metavar="N"
+    )
+    identity_calls: int = setting(
+        whole(1, 65536), 256, "maximum number of calls in flight per identity, streams included", metavar="N"
+    )
+    identity_share: float | None = setting(
+        share,
+        None,
+        "share of the memory budget, 0 to 1, that the pools in use of one identity may have; default: half of it if "
+        "--allow lets several identities open sessions, else all",
+        metavar="X",
+    )
     max_sequences: int = setting(
         whole(1, 10**7), _DEFAULTS.max_sequences, "maximum live sequences per session", metavar="N"
     )
@@ -153,6 +188,11 @@ class Config(Listening):
     }
 
     @property
+    def policy(self) -> Policy:
+        """Who may do what."""
+        return Policy(Identity.of_uid(os.geteuid()), self.allow, INCLUDES)
+
+    @property
     def limits(self) -> Limits:
         """The settings that the cache uses."""
         return Limits(
@@ -164,9 +204,20 @@ class Config(Listening):
             eviction=self.eviction,
             retained_share=self.retained_share,
             max_sessions=self.max_sessions,
+            identity_sessions=self.identity_sessions,
+            identity_unattached=self.identity_unattached,
+            identity_pools=self.identity_pools,
+            identity_share=self._share_of_one,
             max_sequences=self.max_sequences,
             sequence_ttl_s=self.sequence_ttl_s,
             event_ring=self.event_ring,
             checksums=self.checksums == ON,
             verify_share=self.verify_share,
         )
+
+    @property
+    def _share_of_one(self) -> float:
+        """No memory is taken back from a session, so what is for others must be kept before they come."""
+        if self.identity_share is not None:
+            return self.identity_share
+        return 0.5 if len(self.policy.holders(ENGINE)) > 1 else 1.0

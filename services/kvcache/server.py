@@ -14,12 +14,16 @@ from collections.abc import Callable
 import structlog
 
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from services.common.access.acl import open_way
+from services.common.access.identity import Identity
+from services.common.access.in_flight import InFlight
 from services.common.call_stats import CallStats
 from services.common.edge.reloading import reread
 from services.common.errors import GpuError, InvalidConfiguration
 from services.common.gpu_ipc import Gpu, Runtime
 from services.common.prometheus import Endpoint
 from services.common.serving import Serving, configure_logging
+from services.kvcache.api.roles import ENGINE
 from services.kvcache.api.servicer import SERVICE, KvCacheServicer
 from services.kvcache.arena.device import DeviceArena, ReadChecksums
 from services.kvcache.arena.host import FileArena, prepare_directory
@@ -56,6 +60,7 @@ class Daemon:
         self.epoch = secrets.randbits(64)
         self.read_checksums = read_checksums
         names = (f"{os.getpid()}-{self.epoch:016x}-{number}" for number in itertools.count())
+        processes = ProcessTable()
         gpus = _gpus(load_runtime, config.limits.budget_bytes) if config.device == GPU else None
 
         def make_arena(layout: PageLayout, pages: int, canary_slots: int, device: int | None) -> Arena:
@@ -76,19 +81,24 @@ class Daemon:
             clock=clock,
             random_bytes=secrets.token_bytes,
             make_arena=make_arena,
-            alive=ProcessTable().alive,
+            alive=processes.alive,
             devices=None if gpus is None else len(gpus),
             wake=work.set,
         )
         self.scrubber = Scrubber(self.cache, work)
         self.calls = CallStats()
-        self._servicer = KvCacheServicer(self.cache, self.scrubber)
+        self._policy = config.policy
+        self._servicer = KvCacheServicer(
+            self.cache, self.scrubber, self._policy, owner_of=processes.owner, shared_pools=config.shared_pools
+        )
         self._serving = Serving(
             SERVICE,
             config.listeners,
             tls=config.tls,
             insecure=config.insecure,
             max_connections=config.max_connections,
+            guests=self._policy.guests,
+            in_flight=InFlight(config.identity_calls),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._endpoint: Endpoint | None = None
@@ -108,6 +118,9 @@ class Daemon:
         if self.config.device != GPU:
             for name in prepare_directory(self.config.arena_dir):
                 log.info("stale_arena_removed", name=name)
+            for uid in self._policy.guests:
+                if self._policy.has(Identity.of_uid(uid), ENGINE):
+                    open_way(self.config.arena_dir, uid, "--arena-dir")
             check_directory(self.config.arena_dir, self.config.limits.budget_bytes, Room.of(self.config.arena_dir))
         self._serving.add(
             functools.partial(kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server, self._servicer), self.calls
@@ -145,7 +158,7 @@ class Daemon:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             try:
                 for session in self.cache.sweep():
-                    log.warning("session_lost", session=session.id[:24], client=session.client_name)
+                    log.warning("session_lost", session=session.handle, client=session.client_name, owner=session.owner)
             except Exception:
                 # A failed sweep must not stop the sweeper: leases would never expire again.
                 log.exception("sweep_failed")

@@ -60,5 +60,8 @@ def pair() -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="rf-") as name:
         directory = Path(name)
         tcp = ["--listen", "127.0.0.1:0"]
-        with kvcache(directory, *tcp) as daemon, engine(directory, daemon.address, *tcp, model=MODEL) as one:
+        with (
+            kvcache(directory, *tcp, "--allow", "viewer=anyone") as daemon,
+            engine(directory, daemon.address, *tcp, model=MODEL) as one,
+        ):
             yield Pair(daemon, one, directory)

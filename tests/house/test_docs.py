@@ -41,7 +41,13 @@ def names_between(begin: str, end: str | None) -> list[str]:
 
 
 def test_the_daemons_error_table_is_the_codes() -> None:
-    names = ["FieldInvalid", "Internal", *names_between("# --- the KV-cache daemon", "# --- the engine")]
+    names = [
+        "FieldInvalid",
+        "Internal",
+        "RoleMissing",
+        "TooManyCalls",
+        *names_between("# --- the KV-cache daemon", "# --- the engine"),
+    ]
     assert table((ROOT / "docs" / "daemon.md").read_text()) == rows(names)
 
 

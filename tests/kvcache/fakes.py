@@ -27,8 +27,12 @@ class FakeArena:
         self.size_bytes = pages * layout.page_bytes + slots * CANARY_SLOT_BYTES
         self.canaries: dict[int, bytes] = {}
         self.answers: dict[int, bytes] = {}
+        self.admitted: list[str] = []
         self.closed = False
         self.damage: dict[int, int] = {}
+
+    def admit(self, owner: str) -> None:
+        self.admitted.append(owner)
 
     def canary_offset(self, slot: int) -> int:
         return slot

@@ -226,7 +226,8 @@ def test_beyond_this_host_only_with_mutual_tls(tmp_path: Path) -> None:
         pem.write_to_path(str(tmp_path / name))
     flags = ["--tls-cert", "cert", "--tls-key", "key", "--tls-client-ca", "ca"]
     flags = [flag if flag.startswith("--") else str(tmp_path / flag) for flag in flags]
-    with kvcache(tmp_path, "--listen", "0.0.0.0:0", *flags) as daemon:
+    allowed = ["--allow", "viewer=cn:client@example.org"]
+    with kvcache(tmp_path, "--listen", "0.0.0.0:0", *flags, *allowed) as daemon:
         port = daemon.tcp().rpartition(":")[2]
 
         def ask(issuer: trustme.CA | None) -> int:

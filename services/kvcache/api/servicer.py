@@ -5,17 +5,21 @@ is read of pages is read before or after.
 from __future__ import annotations
 
 import asyncio
+import os
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
+from services.common.access.identity import CALLER, Identity
+from services.common.access.policy import Policy
 from services.common.errors import Draining, FieldInvalid, ServiceError
 from services.kvcache.api import messages
+from services.kvcache.api.roles import ENGINE, INCLUDES, NEEDED, OPERATOR
 from services.kvcache.cache.cache import KvCache
-from services.kvcache.pool.pool import Pool
+from services.kvcache.lease.sessions import Process, Session
 from services.kvcache.pool.sequence import Sequence
 from services.kvcache.scrub.scrubber import Report, Scrubber
 
@@ -26,11 +30,26 @@ maps_errors = rpc.maps_errors(DOMAIN)
 
 
 class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
-    """The service, over one cache that this event loop owns."""
+    """The service, over one cache that this event loop owns.
 
-    def __init__(self, cache: KvCache, scrubber: Scrubber) -> None:
+    ``policy`` says who may do what, and by default that this user may do all. ``owner_of`` is the uid of a process,
+    None if it cannot be seen. With ``shared_pools`` engines of all identities that name one pool have it in common.
+    """
+
+    def __init__(
+        self,
+        cache: KvCache,
+        scrubber: Scrubber,
+        policy: Policy | None = None,
+        *,
+        owner_of: Callable[[Process], int | None] = lambda process: None,
+        shared_pools: bool = False,
+    ) -> None:
         self._cache = cache
         self._scrubber = scrubber
+        self._policy = policy or Policy(Identity.of_uid(os.geteuid()), [], INCLUDES)
+        self._owner_of = owner_of
+        self._shared_pools = shared_pools
         self._draining = False
         self._watchers: set[asyncio.Event] = set()
 
@@ -43,6 +62,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
         """See the proto."""
+        caller = self._policy.require(ENGINE)
         messages.check_name(request.client_name, "client_name", least=0)
         messages.check_name(request.pool_id, "pool_id")
         if not request.HasField("layout"):
@@ -54,8 +74,10 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             pool_pages=request.pool_pages if request.HasField("pool_pages") else None,
             max_pages=request.max_pages if request.HasField("max_pages") else None,
             ttl_s=request.ttl.ToNanoseconds() / 1e9 if request.HasField("ttl") else None,
-            process=messages.read_process(request.process),
+            process=self._proven(messages.read_process(request.process)),
             device=request.device_ordinal if request.HasField("device_ordinal") else None,
+            caller=caller,
+            private=not self._shared_pools and caller != self._policy.owner.text,
         )
         pool = self._cache.pool_of(session)
         return pb.OpenSessionResponse(
@@ -65,34 +87,53 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             arena=messages.arena_message(pool, session.canary_slot),
             layout=messages.layout_message(pool.layout),
             pool_id=pool.id,
+            session_handle=session.handle,
         )
+
+    def _proven(self, process: Process | None) -> Process | None:
+        """The process that a caller names as its own; None when nothing shows whose it is.
+
+        What is believed of a process decides when its session ends. Raises FieldInvalid for another user's process.
+        """
+        caller = CALLER.get()
+        if process is None or caller.uid is None:
+            return None
+        uid = self._owner_of(process)
+        # Root comes through the owner's socket.
+        if uid is not None and uid != caller.uid and not (uid == 0 and caller == self._policy.owner):
+            raise FieldInvalid(
+                f"process.pid is {process.pid}, a process of uid {uid}; {caller} can only name its own",
+                field="process.pid",
+            )
+        return process
 
     @maps_errors
     async def AttachSession(self, request: pb.AttachSessionRequest, context: Any) -> pb.AttachSessionResponse:
         """See the proto."""
-        self._cache.attach_session(request.session_id, request.seen)
+        self._cache.attach_session(request.session_id, request.seen, self._policy.require(ENGINE))
         return pb.AttachSessionResponse(epoch=self._cache.epoch)
 
     @maps_errors
     async def RenewSession(self, request: pb.RenewSessionRequest, context: Any) -> pb.RenewSessionResponse:
         """See the proto."""
-        session = self._cache.renew_session(request.session_id)
+        session = self._cache.renew_session(request.session_id, self._policy.require(ENGINE))
         return pb.RenewSessionResponse(epoch=self._cache.epoch, ttl=messages.duration_message(session.ttl_s))
 
     @maps_errors
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Any) -> pb.CloseSessionResponse:
         """See the proto."""
-        count = self._cache.close_session(request.session_id)
+        count = self._cache.close_session(request.session_id, self._policy.require(ENGINE))
         return pb.CloseSessionResponse(epoch=self._cache.epoch, closed=count is not None, removed_sequences=count or 0)
 
     @maps_errors
     async def AllocatePages(self, request: pb.AllocatePagesRequest, context: Any) -> pb.AllocatePagesResponse:
         """See the proto."""
+        caller = self._policy.require(ENGINE)
         demands = messages.read_demands(request.demands)
         removed = messages.read_ids(request.remove_sequence_ids, "remove_sequence_ids")
-        if hits := self._cache.hits_to_verify(request.session_id, demands):
+        if hits := self._cache.hits_to_verify(request.session_id, demands, caller):
             await self._scrubber.verify_hits(hits)
-        told, pool = self._cache.allocate(request.session_id, demands, removed)
+        told, pool = self._cache.allocate(request.session_id, demands, removed, caller)
         response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
         for sequence_id, answer in told:
             grant = response.grants.add()
@@ -106,17 +147,19 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def AppendTokens(self, request: pb.AppendTokensRequest, context: Any) -> pb.AppendTokensResponse:
         """See the proto."""
+        caller = self._policy.require(ENGINE)
         steps = messages.read_steps(request.steps, "steps", growing=False)
         response = pb.AppendTokensResponse(epoch=self._cache.epoch)
-        for sequence_id, error in self._cache.append(request.session_id, steps):
+        for sequence_id, error in self._cache.append(request.session_id, steps, caller):
             response.errors.add(sequence_id=sequence_id, error=rpc.status_of(error, DOMAIN))
         return response
 
     @maps_errors
     async def RemoveSequences(self, request: pb.RemoveSequencesRequest, context: Any) -> pb.RemoveSequencesResponse:
         """See the proto."""
+        caller = self._policy.require(ENGINE)
         ids = messages.read_ids(request.sequence_ids, "sequence_ids")
-        removed, pool = self._cache.remove(request.session_id, ids)
+        removed, pool = self._cache.remove(request.session_id, ids, caller)
         absent = [name for name, was_there in zip(ids, removed, strict=True) if not was_there]
         return pb.RemoveSequencesResponse(
             epoch=self._cache.epoch,
@@ -128,9 +171,11 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def GetSequence(self, request: pb.GetSequenceRequest, context: Any) -> pb.GetSequenceResponse:
         """See the proto."""
+        caller = self._policy.require(ENGINE)
         messages.check_name(request.sequence_id, "sequence_id")
-        sequence, pool = self._cache.get_sequence(request.session_id, request.sequence_id)
-        answer = self._sequence(sequence, pool)
+        sequence, session = self._cache.get_sequence(request.session_id, request.sequence_id, caller)
+        pool = self._cache.pool_of(session)
+        answer = self._sequence(sequence, session)
         answer.page_ids.extend(sequence.pages)
         answer.generations.extend(pool.table.generations(sequence.pages))
         if request.include_tokens:
@@ -142,18 +187,25 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         """See the proto."""
         if request.limit > messages.MAX_LIST:
             raise FieldInvalid(f"limit is {request.limit}; it must be at most {messages.MAX_LIST}", field="limit")
-        listed = self._cache.list_sequences(request.session_id if request.HasField("session_id") else None)
+        if request.HasField("session_id") and request.HasField("session_handle"):
+            raise FieldInvalid("session_handle and session_id are both set", field="session_handle")
+        if request.HasField("session_id"):
+            listed = self._cache.sequences_of(request.session_id, self._policy.require(ENGINE))
+        else:
+            self._policy.require(NEEDED["ListSequences"])
+            listed = self._cache.list_sequences(request.session_handle if request.HasField("session_handle") else None)
         start = messages.read_cursor(request.cursor)
         end = start + (request.limit or 100)
         return pb.ListSequencesResponse(
             epoch=self._cache.epoch,
-            sequences=[self._sequence(sequence, pool) for sequence, pool in listed[start:end]],
+            sequences=[self._sequence(sequence, session) for sequence, session in listed[start:end]],
             next_cursor=str(end) if end < len(listed) else "",
         )
 
     @maps_errors
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         """See the proto."""
+        self._policy.require(NEEDED["GetStats"])
         cache = self._cache
         return pb.GetStatsResponse(
             epoch=cache.epoch,
@@ -168,6 +220,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def Fsck(self, request: pb.FsckRequest, context: Any) -> pb.FsckResponse:
         """See the proto."""
+        self._policy.require(NEEDED["Fsck"])
         report = Report()
         if request.deep:
             if not self._cache.limits.checksums:
@@ -186,8 +239,14 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
         """See the proto."""
+        self._policy.require(NEEDED["ExplainPrefix"])
         messages.check_name(request.salt, "salt", least=0)
-        answers = self._cache.explain(request.pool_id, array("I", request.prompt), request.salt)
+        answers = self._cache.explain(
+            request.pool_id,
+            array("I", request.prompt),
+            request.salt,
+            others=self._policy.has(CALLER.get(), OPERATOR),
+        )
         return pb.ExplainPrefixResponse(
             epoch=self._cache.epoch, pages=[messages.page_answer_message(answer) for answer in answers]
         )
@@ -195,6 +254,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def EvictPages(self, request: pb.EvictPagesRequest, context: Any) -> pb.EvictPagesResponse:
         """See the proto."""
+        self._policy.require(NEEDED["EvictPages"])
         most = request.max_pages if request.HasField("max_pages") else None
         evicted, left = self._cache.evict_pages(request.pool_id, most, retained=request.include_retained)
         return pb.EvictPagesResponse(epoch=self._cache.epoch, evicted_pages=evicted, retained_pages=left)
@@ -202,6 +262,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def ExpireSequences(self, request: pb.ExpireSequencesRequest, context: Any) -> pb.ExpireSequencesResponse:
         """See the proto."""
+        self._policy.require(NEEDED["ExpireSequences"])
         if not request.HasField("older_than") or request.older_than.ToNanoseconds() < 0:
             raise FieldInvalid("older_than must be a duration of 0 s or more", field="older_than")
         count = self._cache.expire_sequences(request.older_than.ToNanoseconds() / 1e9)
@@ -210,12 +271,14 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def DropPool(self, request: pb.DropPoolRequest, context: Any) -> pb.DropPoolResponse:
         """See the proto."""
+        self._policy.require(NEEDED["DropPool"])
         self._cache.drop_pool(request.pool_id)
         return pb.DropPoolResponse(epoch=self._cache.epoch)
 
     @maps_errors
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         """See the proto."""
+        self._policy.require(NEEDED["WatchEvents"])
         ring, epoch = self._cache.events, self._cache.epoch
         number, why = request.after_sequence_number, pb.RESET_REASON_UNSPECIFIED
         if not request.HasField("after_sequence_number"):
@@ -250,12 +313,12 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             unsubscribe()
             self._watchers.discard(changed)
 
-    def _sequence(self, sequence: Sequence, pool: Pool) -> pb.Sequence:
+    def _sequence(self, sequence: Sequence, session: Session) -> pb.Sequence:
         now = self._cache.now()
         return pb.Sequence(
-            session_id=sequence.session_id,
+            session_handle=session.handle,
             sequence_id=sequence.id,
-            pool_id=pool.id,
+            pool_id=session.pool_id,
             total_tokens=len(sequence.tokens),
             total_pages=len(sequence.pages),
             published_pages=sequence.published,

@@ -83,6 +83,9 @@ class DeviceArena:
         """The size of the pages and the canaries after them; the rest of the last granule is unused."""
         return self._size
 
+    def admit(self, owner: str) -> None:
+        """Nothing to do: whoever is told the handle can open it."""
+
     def canary_offset(self, slot: int) -> int:
         """Byte offset of a canary slot."""
         return self._canaries + slot * CANARY_SLOT_BYTES

@@ -14,6 +14,8 @@ import os
 import zlib
 from pathlib import Path
 
+from services.common.access.acl import admit
+from services.common.access.identity import Identity
 from services.common.edge.paths import make_directory, open_file
 from services.common.errors import ExceedsBudget, InvalidConfiguration
 from services.kvcache.arena.access import Access
@@ -41,6 +43,7 @@ class FileArena:
         self._access = Access()
         self._size = self._canaries + canary_slots * CANARY_SLOT_BYTES
         self._path = directory / f"{name}{_SUFFIX}"
+        self._admitted: set[int] = set()
         try:
             self._fd = _made_and_locked(self._path)
             try:
@@ -72,6 +75,21 @@ class FileArena:
     def size_bytes(self) -> int:
         """The total size: the pages and the canaries after them."""
         return self._size
+
+    def admit(self, owner: str) -> None:
+        """Let an identity map the file. Only another user of this machine needs it: one known by another name runs as
+        the daemon's user. Raises InvalidConfiguration if the file system cannot do it.
+        """
+        uid = Identity.parse(owner).uid if owner else None
+        if uid in (None, 0, os.geteuid()) or uid in self._admitted:
+            return
+        try:
+            admit(self._path, uid)
+        except OSError as error:
+            raise InvalidConfiguration(
+                f"{owner} cannot be let into the arena {self._path}: {error.strerror}", identity=owner
+            ) from error
+        self._admitted.add(uid)
 
     def canary_offset(self, slot: int) -> int:
         """Byte offset of a canary slot."""

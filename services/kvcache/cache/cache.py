@@ -19,6 +19,7 @@ from services.common.errors import (
     PoolInUse,
     QuotaExceeded,
     ServiceError,
+    SessionExpired,
     TooManySessions,
 )
 from services.kvcache.cache.explain import PageAnswer, explain
@@ -27,7 +28,7 @@ from services.kvcache.cache.opening import Opening, Prompt, check_prompt, open_s
 from services.kvcache.cache.steps import Steps, advance
 from services.kvcache.lease.quarantine import Aliveness, Quarantine
 from services.kvcache.lease.sessions import Process, Session, Sessions
-from services.kvcache.pool.budget import CANARY_BYTES, ArenaMaker, Pools
+from services.kvcache.pool.budget import CANARY_BYTES, Allotment, ArenaMaker, Pools
 from services.kvcache.pool.events import EventRing
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import Pool
@@ -53,6 +54,10 @@ class Limits:
     eviction: str = "lru"
     retained_share: float = 0.5
     max_sessions: int = 256
+    identity_sessions: int = 64
+    identity_unattached: int = 8
+    identity_pools: int = 16
+    identity_share: float = 1.0
     max_sequences: int = 65536
     sequence_ttl_s: float | None = None
     event_ring: int = 65536
@@ -93,6 +98,7 @@ class KvCache:
         self.events = EventRing(limits.event_ring)
         self.pools = Pools(
             limits.budget_bytes,
+            Allotment(limits.identity_pools, limits.identity_share),
             limits.pool_pages,
             limits.max_sessions,
             make_arena,
@@ -120,29 +126,39 @@ class KvCache:
         ttl_s: float | None = None,
         process: Process | None = None,
         device: int | None = None,
+        caller: str = "",
+        private: bool = False,
     ) -> Session:
-        """A new session on the pool, which is made if need be. The session's canary is in its arena then.
+        """A new session of the caller, on the pool, which is made if need be. The session's canary is in its arena
+        then. A ``private`` pool is the caller's own: others that name it get another one.
 
-        Raises FieldInvalid, LayoutMismatch, InvalidConfiguration, ExceedsBudget, TooManySessions, AttachBusy, GpuError.
+        Raises FieldInvalid, LayoutMismatch, InvalidConfiguration, ExceedsBudget, ExceedsShare, TooManyPools,
+        TooManySessions, AttachBusy, GpuError.
         """
         ttl = self.limits.default_ttl_s if ttl_s is None else ttl_s
         if not MIN_TTL_S <= ttl <= MAX_TTL_S:
             raise FieldInvalid(f"ttl is {ttl:g} s; it must be {MIN_TTL_S:g} to {MAX_TTL_S:g} s", field="ttl")
         if len(self._sessions) >= self.limits.max_sessions:
             raise TooManySessions(f"{len(self._sessions)} sessions are open, the limit", limit=self.limits.max_sessions)
+        self._check_sessions_of(caller)
         if max_pages == 0:
             raise FieldInvalid("max_pages is 0; a session needs at least one page", field="max_pages")
         now = self._clock()
         self._check_device(device)
         self._check_turn(process, now)
-        pool = self.pools.get_or_make(pool_id, layout, pool_pages, device, self._is_used)
+        if private:
+            pool_id = f"{pool_id}/{caller.replace('%', '%25').replace('/', '%2F')}"
+        pool = self.pools.get_or_make(pool_id, layout, pool_pages, device, self._is_used, caller)
+        pool.arena.admit(caller)
         taken = {session.canary_slot for session in self._sessions.all() if session.pool_id == pool.id}
         session = Session(
             id=f"{self.epoch:016x}-{self._random_bytes(16).hex()}",
             client_name=client_name,
+            owner=caller,
             pool_id=pool.id,
             ttl_s=ttl,
-            deadline=now + ttl,
+            deadline=now + min(ttl, ATTACH_S),
+            attach_by=now + ATTACH_S,
             process=process,
             canary=self._random_bytes(CANARY_BYTES),
             canary_slot=next(slot for slot in range(self.limits.max_sessions) if slot not in taken),
@@ -157,15 +173,33 @@ class KvCache:
         self.attach_turns += device is not None
         return session
 
-    def attach_session(self, session_id: str, seen: bytes) -> Session:
+    def _check_sessions_of(self, caller: str) -> None:
+        own = self._sessions.of(caller)
+        if len(own) >= self.limits.identity_sessions:
+            raise TooManySessions(
+                f"{caller} has {len(own)} sessions, the limit of one identity",
+                identity=caller,
+                limit=self.limits.identity_sessions,
+            )
+        unattached = sum(not session.attached for session in own)
+        if unattached >= self.limits.identity_unattached:
+            raise TooManySessions(
+                f"{caller} has {unattached} sessions that have not attached, the limit of one identity; each ends "
+                f"{ATTACH_S:g} s after it was opened",
+                identity=caller,
+                limit=self.limits.identity_unattached,
+            )
+
+    def attach_session(self, session_id: str, seen: bytes, caller: str = "") -> Session:
         """The engine has mapped the arena. Raises SessionExpired, AttachMismatch."""
-        session = self._use(session_id)
+        session = self._use(session_id, caller)
         if seen != session.canary:
             raise AttachMismatch("seen is not the canary in this session's arena: other memory is mapped", field="seen")
         answer = self.pool_of(session).arena.read_answer(session.canary_slot)
         if answer != bytes(byte ^ 0xFF for byte in session.canary):
             raise AttachMismatch("the canary's complement did not arrive in the arena: the mapping is not shared")
         session.attached, session.attach_until = True, 0.0
+        session.renew(self._clock())
         return session
 
     def _check_device(self, device: int | None) -> None:
@@ -195,22 +229,24 @@ class KvCache:
         """Whether somebody maps the pool's memory, or may: a lost session that is not proven gone."""
         return self.session_count(pool) > 0 or self._quarantine.waits_for(pool)
 
-    def renew_session(self, session_id: str) -> Session:
+    def renew_session(self, session_id: str, caller: str = "") -> Session:
         """Extend a lease. Raises SessionExpired."""
-        return self._use(session_id)
+        return self._use(session_id, caller)
 
-    def close_session(self, session_id: str) -> int | None:
-        """End a session whose engine touches no page any more; the number of its sequences, None when unknown."""
-        session = self._sessions.pop(session_id)
+    def close_session(self, session_id: str, caller: str = "") -> int | None:
+        """End a session whose engine touches no page any more; the number of its sequences, None when the caller has
+        no such session.
+        """
+        session = self._sessions.pop(session_id, caller)
         if session is None:
             return None
         count = len(session.sequences)
         self._end(session, lost=False)
         return count
 
-    def _use(self, session_id: str) -> Session:
+    def _use(self, session_id: str, caller: str) -> Session:
         now = self._clock()
-        session = self._sessions.use(session_id, now)
+        session = self._sessions.use(session_id, caller, now)
         pool = self.pool_of(session)
         pool.last_used = now
         pool.table.cached.pass_time(now)
@@ -233,14 +269,14 @@ class KvCache:
     # --- sequences ---
 
     def allocate(
-        self, session_id: str, demands: Iterable[Steps | Opening], removed: list[str]
+        self, session_id: str, demands: Iterable[Steps | Opening], removed: list[str], caller: str = ""
     ) -> tuple[list[tuple[str, Grant | ServiceError]], Pool]:
         """The step call: remove, then serve the demands in order. One that fails changes nothing.
 
         Returns, by sequence id, what each opening was granted or why it was not, and of steps what there is to hear:
         pages, copies and errors. Raises SessionExpired, SessionNotAttached.
         """
-        session, pool = self._use_attached(session_id)
+        session, pool = self._use_attached(session_id, caller)
         if removed:
             self._remove(session, removed)
         now, told = self._clock(), list[tuple[str, Grant | ServiceError]]()
@@ -255,18 +291,18 @@ class KvCache:
         pool.totals.refused_demands += sum(isinstance(one, CapacityExceeded | QuotaExceeded) for _, one in told)
         return told, pool
 
-    def append(self, session_id: str, steps: Steps) -> list[tuple[str, ServiceError]]:
+    def append(self, session_id: str, steps: Steps, caller: str = "") -> list[tuple[str, ServiceError]]:
         """Record resident tokens and grow nothing; those whose report was refused, by id: it changed nothing.
 
         Raises SessionExpired, SessionNotAttached.
         """
-        session, pool = self._use_attached(session_id)
+        session, pool = self._use_attached(session_id, caller)
         told = advance(session, pool, steps, self._clock())
         return [(name, error) for name, error in told if isinstance(error, ServiceError)]
 
-    def remove(self, session_id: str, sequence_ids: list[str]) -> tuple[list[bool], Pool]:
+    def remove(self, session_id: str, sequence_ids: list[str], caller: str = "") -> tuple[list[bool], Pool]:
         """Remove sequences; whether each was there. Raises SessionExpired."""
-        session = self._use(session_id)
+        session = self._use(session_id, caller)
         return self._remove(session, sequence_ids), self.pool_of(session)
 
     def _remove(self, session: Session, sequence_ids: list[str]) -> list[bool]:
@@ -274,20 +310,34 @@ class KvCache:
         self.pool_of(session).release([sequence for sequence in found if sequence is not None], self._clock())
         return [sequence is not None for sequence in found]
 
-    def get_sequence(self, session_id: str, sequence_id: str) -> tuple[Sequence, Pool]:
+    def get_sequence(self, session_id: str, sequence_id: str, caller: str = "") -> tuple[Sequence, Session]:
         """One sequence; counts as an access to it. Raises SessionExpired, SequenceUnknown, SequenceRemoved."""
-        session = self._use(session_id)
+        session = self._use(session_id, caller)
         sequence = session.sequence(sequence_id)
         self.pool_of(session).touch(sequence, self._clock())
-        return sequence, self.pool_of(session)
+        return sequence, session
 
-    def list_sequences(self, session_id: str | None) -> list[tuple[Sequence, Pool]]:
-        """Sequences of one session, or of all, in the order they were opened. Raises SessionExpired."""
-        sessions = self._sessions.all() if session_id is None else [self._use(session_id)]
-        return [(sequence, self.pool_of(s)) for s in sessions for sequence in s.sequences.values()]
+    def sequences_of(self, session_id: str, caller: str = "") -> list[tuple[Sequence, Session]]:
+        """The sequences of the caller's session, in the order they were opened. Raises SessionExpired."""
+        return self._listed([self._use(session_id, caller)])
 
-    def _use_attached(self, session_id: str) -> tuple[Session, Pool]:
-        session = self._use(session_id)
+    def list_sequences(self, handle: str | None = None) -> list[tuple[Sequence, Session]]:
+        """Sequences of all sessions in the order they were opened, or of the one with a handle, which counts as no
+        access to it. Raises SessionExpired if none has it.
+        """
+        if handle is None:
+            return self._listed(self._sessions.all())
+        session = self._sessions.named(handle)
+        if session is None:
+            raise SessionExpired(f"no session has the handle {handle[:128]!r}", field="session_handle")
+        return self._listed([session])
+
+    @staticmethod
+    def _listed(sessions: list[Session]) -> list[tuple[Sequence, Session]]:
+        return [(sequence, session) for session in sessions for sequence in session.sequences.values()]
+
+    def _use_attached(self, session_id: str, caller: str) -> tuple[Session, Pool]:
+        session = self._use(session_id, caller)
         session.require_attached()
         return session, self.pool_of(session)
 
@@ -301,7 +351,7 @@ class KvCache:
         now = self._clock()
         lost = [s for s in self._sessions.all() if s.deadline <= now or self._quarantine.gone(s.process)]
         for session in lost:
-            self._sessions.pop(session.id)
+            self._sessions.pop(session.id, session.owner)
             self._end(session, lost=True)
         self.expired_sessions += len(lost)
         if self.limits.sequence_ttl_s is not None:
@@ -343,11 +393,13 @@ class KvCache:
         pool.totals.evicted_on_request += evicted
         return evicted, cached.retained_count
 
-    def explain(self, pool_id: str, prompt: array[int], salt: str) -> list[PageAnswer]:
-        """Why the prompt's pages are cached or not; changes nothing. Raises PoolUnknown, FieldInvalid."""
+    def explain(self, pool_id: str, prompt: array[int], salt: str, *, others: bool = True) -> list[PageAnswer]:
+        """Why the prompt's pages are cached or not; changes nothing. Without ``others`` it tells of nothing but the
+        prompt itself under its own salt. Raises PoolUnknown, FieldInvalid.
+        """
         pool = self.pools.get(pool_id)
         check_prompt(prompt, "prompt")
-        return explain(pool, self.events, prompt, salt)
+        return explain(pool, self.events, prompt, salt, others=others)
 
     def drop_pool(self, pool_id: str) -> None:
         """Give the memory of a pool that nobody uses back. Raises PoolUnknown, PoolInUse."""
@@ -367,14 +419,16 @@ class KvCache:
 
     # --- looking ---
 
-    def hits_to_verify(self, session_id: str, demands: Iterable[Steps | Opening]) -> list[tuple[Pool, list[int]]]:
+    def hits_to_verify(
+        self, session_id: str, demands: Iterable[Steps | Opening], caller: str = ""
+    ) -> list[tuple[Pool, list[int]]]:
         """The cached prefixes that these openings would share now, a ``verify_share`` of them, chosen at random."""
         share, hits = self.limits.verify_share, list[tuple[Pool, list[int]]]()
         if not (self.limits.checksums and share):
             return hits
         for demand in demands:
             if isinstance(demand, Opening) and isinstance(demand.origin, Prompt) and self._is_drawn(share):
-                session = self._sessions.find(session_id)
+                session = self._sessions.find(session_id, caller)
                 if session is not None and session.attached and demand.sequence_id not in session.sequences:
                     pool = self.pool_of(session)
                     hits.append((pool, pool.match(demand.origin.tokens, demand.origin.salt)))
@@ -405,7 +459,7 @@ class KvCache:
             listed[session.pool_id].update(session.sequences.values())
             counted = sum(sequence.page_count for sequence in session.sequences.values())
             if counted != session.held_pages:
-                yield f"session {session.id[:24]} counts {session.held_pages} pages, its sequences have {counted}"
+                yield f"session {session.handle} counts {session.held_pages} pages, its sequences have {counted}"
             for sequence_id, sequence in session.sequences.items():
                 if sequence_id != sequence.id or sequence_id in session.removed:
                     yield f"{sequence!r} is listed as {sequence_id!r}, or was removed"

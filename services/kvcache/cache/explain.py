@@ -44,21 +44,30 @@ _GONE = {
 }
 
 
-def explain(pool: Pool, events: EventRing, prompt: array[int], salt: str) -> list[PageAnswer]:
-    """An answer for each page that the prompt fills or begins. Changes nothing."""
+def explain(pool: Pool, events: EventRing, prompt: array[int], salt: str, *, others: bool) -> list[PageAnswer]:
+    """An answer for each page that the prompt fills or begins. Changes nothing.
+
+    Only with ``others`` does it say what is cached of other salts and of other prompts, which would tell one who asks
+    often enough what they are: without, those pages were never seen.
+    """
     size = pool.layout.page_size
     hits = pool.match(prompt, salt)
     answers = [PageAnswer(Outcome.HIT, pool.reference(page)) for page in hits]
     whole = [prompt[at * size : (at + 1) * size].tobytes() for at in range((len(prompt) - 1) // size)]
     hashes = list(pool.index.chain(salt, whole))
     fates = events.fates(pool.id, set(hashes[len(hits) :]))
-    elsewhere = max((len(pool.match(prompt, other)) for other in _other_salts(pool, salt)), default=0)
+    salts = _other_salts(pool, salt) if others else ()
+    elsewhere = max((len(pool.match(prompt, other)) for other in salts), default=0)
     for at in range(len(hits), len(whole)):
         if hashes[at] in fates:
             answers.append(PageAnswer(_GONE[fates[hashes[at]]]))
         elif at < elsewhere:
             answers.append(PageAnswer(Outcome.OTHER_SALT))
-        elif at == len(hits) and (common := _common_tokens(pool, hashes[at - 1] if at else None, whole[at], salt)):
+        elif (
+            others
+            and at == len(hits)
+            and (common := _common_tokens(pool, hashes[at - 1] if at else None, whole[at], salt))
+        ):
             answers.append(PageAnswer(Outcome.DIVERGED, diverged_at=at * size + common))
         else:
             answers.append(PageAnswer(Outcome.NEVER_SEEN))

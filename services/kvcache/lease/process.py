@@ -18,6 +18,18 @@ class ProcessTable:
         except OSError:
             self._namespace = ""
 
+    def owner(self, process: Process) -> int | None:
+        """The uid that a process runs as; None if it is not visible from here."""
+        if not self._namespace or process.pid_namespace != self._namespace:
+            return None
+        try:
+            status = (self._proc / str(process.pid) / "status").read_text(errors="replace")
+        except OSError:
+            return None
+        # Real, effective, saved and file system uid.
+        found = next((line.split() for line in status.splitlines() if line.startswith("Uid:")), None)
+        return int(found[2]) if found is not None else None
+
     def alive(self, process: Process) -> bool | None:
         """True: alive. False: proven gone, its pid unused or reused. None: not visible from here."""
         if not self._namespace or process.pid_namespace != self._namespace:

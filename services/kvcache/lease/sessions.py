@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -26,8 +27,9 @@ class Process:
 class Session:
     """One engine's lease on one pool, and its sequences. Times are seconds of the cache's clock."""
 
-    id: str
+    id: str  # a secret: whoever presents it, and is its owner, acts as the session
     client_name: str
+    owner: str  # the identity that opened it
     pool_id: str
     ttl_s: float
     deadline: float
@@ -35,6 +37,7 @@ class Session:
     canary: bytes
     canary_slot: int
     max_sequences: int
+    attach_by: float  # without an attachment by then, it ends
     max_pages: int | None = None
     attached: bool = False
     attach_until: float = 0.0  # until it attaches to GPU memory, other sessions wait for it up to this time
@@ -42,14 +45,19 @@ class Session:
     removed: OrderedDict[str, None] = field(default_factory=OrderedDict)
     held_pages: int = 0  # counted against the quota: the sum of its sequences' page_count
 
+    @property
+    def handle(self) -> str:
+        """What people call it by. It names the session, and nobody can act with it."""
+        return hashlib.blake2b(self.id.encode(), digest_size=6, person=b"rocmforge.handle").hexdigest()
+
     def renew(self, now: float) -> None:
-        """Extend the deadline to one TTL from now."""
-        self.deadline = now + self.ttl_s
+        """Extend the deadline to one TTL from now, but never that for attaching."""
+        self.deadline = now + self.ttl_s if self.attached else min(now + self.ttl_s, self.attach_by)
 
     def require_attached(self) -> None:
         """Raises SessionNotAttached."""
         if not self.attached:
-            raise SessionNotAttached(f"session {self.id[:12]}… has not called AttachSession yet")
+            raise SessionNotAttached(f"session {self.handle} has not called AttachSession yet")
 
     def find(self, sequence_id: str) -> Sequence | None:
         """The live sequence; None for an unused id, which may be opened. Raises SequenceRemoved."""
@@ -107,21 +115,32 @@ class Sessions:
         """Add a session."""
         self._by_id[session.id] = session
 
-    def find(self, session_id: str) -> Session | None:
-        """The live session, which is not renewed by that; None if it is unknown."""
-        return self._by_id.get(session_id)
-
-    def use(self, session_id: str, now: float) -> Session:
-        """The live session, renewed. Raises SessionExpired: a call never revives a session past its deadline."""
+    def find(self, session_id: str, caller: str) -> Session | None:
+        """The live session of a caller, which is not renewed by that; None if it has none with this id."""
         session = self._by_id.get(session_id)
-        if session is None or session.deadline <= now:
+        return session if session is not None and session.owner == caller else None
+
+    def use(self, session_id: str, caller: str, now: float) -> Session:
+        """The live session of a caller, renewed. Raises SessionExpired: a call never revives a session past its
+        deadline, and who does not own one cannot tell it from one that never was.
+        """
+        session = self._by_id.get(session_id)
+        if session is None or session.owner != caller or session.deadline <= now:
             raise SessionExpired("the session has ended or belongs to an earlier run of the daemon; open a new one")
         session.renew(now)
         return session
 
-    def pop(self, session_id: str) -> Session | None:
-        """Remove and return a session; None if it is unknown."""
-        return self._by_id.pop(session_id, None)
+    def pop(self, session_id: str, caller: str) -> Session | None:
+        """Remove and return a session of a caller; None if it has none with this id."""
+        return self._by_id.pop(session_id) if self.find(session_id, caller) is not None else None
+
+    def named(self, handle: str) -> Session | None:
+        """The session with a handle, for people who ask; looks at each."""
+        return next((session for session in self._by_id.values() if session.handle == handle), None)
+
+    def of(self, owner: str) -> list[Session]:
+        """The sessions of an identity."""
+        return [session for session in self._by_id.values() if session.owner == owner]
 
     def all(self) -> list[Session]:
         """All sessions, in the order they were opened."""

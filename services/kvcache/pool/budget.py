@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from services.common.errors import ExceedsBudget, InvalidConfiguration, LayoutMismatch, PoolInUse, PoolUnknown
+from services.common.errors import (
+    ExceedsBudget,
+    ExceedsShare,
+    InvalidConfiguration,
+    LayoutMismatch,
+    PoolInUse,
+    PoolUnknown,
+    TooManyPools,
+)
 from services.kvcache.pool.events import EventKind, EventRing
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import Arena, Pool
@@ -28,6 +37,14 @@ def pool_name(pool_id: str, device: int | None) -> str:
     return pool_id if device is None else f"{pool_id}/gpu{device}"
 
 
+@dataclass(frozen=True, slots=True)
+class Allotment:
+    """What one identity may have: so many pools, and such a share of the memory budget, 0 to 1."""
+
+    pools: int
+    share: float
+
+
 class Pools:
     """Pools by name. The arenas in one memory (the host's, or a GPU's) never exceed ``budget_bytes`` in total, which is
     checked before anything is allocated.
@@ -36,6 +53,7 @@ class Pools:
     def __init__(
         self,
         budget_bytes: int,
+        allotment: Allotment,
         default_pages: int | None,
         canary_slots: int,
         make_arena: ArenaMaker,
@@ -46,6 +64,7 @@ class Pools:
         wake: Callable[[], None] | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
+        self._allotment = allotment
         self._default_pages = default_pages
         self._canary_slots = canary_slots
         self._make_arena = make_arena
@@ -75,17 +94,19 @@ class Pools:
         pages: int | None,
         device: int | None,
         is_used: Callable[[Pool], bool],
+        owner: str = "",
     ) -> Pool:
-        """The pool with this id on this device (None: host memory), created if it does not exist.
+        """The pool with this id on this device (None: host memory), created for its owner if it does not exist.
 
         ``is_used`` says whether a pool's memory is or may be mapped. Unused pools in the same memory are dropped to
-        make room for a new one, least recently used first, since an upgraded model comes with a new pool id. Raises
-        LayoutMismatch, InvalidConfiguration, ExceedsBudget, GpuError.
+        make room for a new one, the owner's own first, then least recently used first, since an upgraded model comes
+        with a new pool id. Raises LayoutMismatch, InvalidConfiguration, ExceedsBudget, ExceedsShare, TooManyPools,
+        GpuError.
         """
         pool_id = pool_name(pool_id, device)
         pool = self._by_id.get(pool_id)
         if pool is None:
-            return self._make(pool_id, layout, pages, device, is_used)
+            return self._make(pool_id, layout, pages, device, is_used, owner)
         if pool.layout != layout:
             raise LayoutMismatch(
                 f"layout: pool {pool_id!r} has {pool.layout}; this session requested {layout}", field="layout"
@@ -103,20 +124,25 @@ class Pools:
         pages: int | None,
         device: int | None,
         is_used: Callable[[Pool], bool],
+        owner: str,
     ) -> Pool:
+        allowed = int(self.budget_bytes * self._allotment.share)
         canaries = self._canary_slots * CANARY_SLOT_BYTES
         if pages is None:
             pages = self._default_pages
         if pages is None:
-            pages = min(MAX_PAGES, max(1, (self.budget_bytes - canaries) // layout.page_bytes))
+            pages = min(MAX_PAGES, max(1, (allowed - canaries) // layout.page_bytes))
         if not 1 <= pages <= MAX_PAGES:
             raise InvalidConfiguration(f"pool_pages is {pages}; it must be 1 to {MAX_PAGES}", field="pool_pages")
         wanted = pages * layout.page_bytes + canaries
         there = [pool for pool in self if _device_of(pool) == device]
         idle = sorted(
             (pool for pool in there if not is_used(pool) and not pool.table.quarantined_count),
-            key=lambda pool: pool.last_used,
+            key=lambda pool: (pool.owner != owner, pool.last_used),
         )
+        own = [pool for pool in there if pool.owner == owner and pool not in idle]
+        self._check_allotment(owner, own, wanted, allowed, pool_id)
+        spare = [pool for pool in idle if pool.owner == owner]
         room = self.budget_bytes - sum(pool.arena.size_bytes for pool in there)
         most = room + sum(pool.arena.size_bytes for pool in idle)
         if wanted > most:
@@ -128,9 +154,14 @@ class Pools:
                 wanted_bytes=wanted,
                 budget_bytes=self.budget_bytes,
             )
+        has = sum(pool.arena.size_bytes for pool in (*own, *spare))
         for old in idle:
-            if wanted > room:
+            mine = old.owner == owner
+            if wanted > room or (mine and (wanted + has > allowed or len(own) + len(spare) >= self._allotment.pools)):
                 room += old.arena.size_bytes
+                if mine:
+                    spare.remove(old)
+                    has -= old.arena.size_bytes
                 self._drop(old)
         arena = self._make_arena(layout, pages, self._canary_slots, device)
         try:
@@ -148,8 +179,29 @@ class Pools:
         except BaseException:
             arena.close()
             raise
+        pool.owner = owner
         self._by_id[pool_id] = pool
         return pool
+
+    def _check_allotment(self, owner: str, used: list[Pool], wanted: int, allowed: int, pool_id: str) -> None:
+        """Whether an identity may have one more pool, beside those that it uses."""
+        if len(used) >= self._allotment.pools:
+            raise TooManyPools(
+                f"{owner} uses {len(used)} pools, the limit of one identity",
+                field="pool_id",
+                identity=owner,
+                limit=self._allotment.pools,
+            )
+        has = sum(pool.arena.size_bytes for pool in used)
+        if allowed < self.budget_bytes and has + wanted > allowed:
+            raise ExceedsShare(
+                f"pool {pool_id!r} needs {wanted} bytes and {owner} uses {has}; one identity may have {allowed} of the "
+                f"memory budget of {self.budget_bytes}",
+                field="pool_pages",
+                identity=owner,
+                wanted_bytes=wanted,
+                limit=allowed,
+            )
 
     def get(self, pool_id: str) -> Pool:
         """Raises PoolUnknown."""

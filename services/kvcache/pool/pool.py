@@ -42,6 +42,9 @@ class Arena(Protocol):
     def size_bytes(self) -> int:
         """The total size: the pages and the canaries after them."""
 
+    def admit(self, owner: str) -> None:
+        """Let an identity map the memory: a user of this machine, other than the daemon's, cannot open its files."""
+
     def canary_offset(self, slot: int) -> int:
         """Byte offset of a canary slot."""
 
@@ -109,6 +112,7 @@ class Pool:
         self.checksums = None if wake is None else Checksums(self.table, self.index, wake)
         self.totals = Totals()
         self.last_used = 0.0
+        self.owner = ""  # the identity for which it was made
 
     @property
     def available_pages(self) -> int:

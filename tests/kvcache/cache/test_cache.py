@@ -206,7 +206,8 @@ def test_a_bad_demand_is_told_why_and_changes_nothing(demand: Demand, error: typ
     serve(world, session, growth("a", 0, [1, 2, 3, 4], 0))
     with pytest.raises(error, match=words):
         serve(world, session, demand)
-    sequence, pool = world.cache.get_sequence(session.id, "a")
+    sequence, _ = world.cache.get_sequence(session.id, "a")
+    pool = world.cache.pool_of(session)
     assert (list(sequence.tokens), len(sequence.pages), pool.table.held_count) == ([1, 2, 3, 4], 2, 2)
 
 
@@ -270,7 +271,7 @@ def test_any_call_renews_and_a_late_one_does_not() -> None:
     session = world.attached()
     for _ in range(4):
         world.now += 9
-        world.cache.list_sequences(session.id)
+        world.cache.sequences_of(session.id)
     assert world.cache.sweep() == []
     world.now += 10
     with pytest.raises(SessionExpired):

@@ -1,0 +1,32 @@
+"""Calls in flight by identity, so that one caller's cannot take the place of all others'."""
+
+from __future__ import annotations
+
+from services.common.access.identity import Identity
+from services.common.errors import TooManyCalls
+
+
+class InFlight:
+    """At most ``most`` calls of one identity at a time, streams included; any number with None."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self.most = most
+        self._counts: dict[Identity, int] = {}
+
+    def begin(self, caller: Identity) -> TooManyCalls | None:
+        """A call begins, and ``end`` is to be told of it; or the reason for which it must not."""
+        count = self._counts.get(caller, 0)
+        if self.most is not None and count >= self.most:
+            return TooManyCalls(
+                f"{caller} has {count} calls in flight, the limit of one identity", identity=caller, limit=self.most
+            )
+        self._counts[caller] = count + 1
+        return None
+
+    def end(self, caller: Identity) -> None:
+        """A call that had begun is over."""
+        count = self._counts[caller] - 1
+        if count:
+            self._counts[caller] = count
+        else:
+            del self._counts[caller]
