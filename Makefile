@@ -1,7 +1,7 @@
 # Newcomers, developers and .ci/run use the same targets. `make` without one lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench-cache bench-engine bench-kernels bench-metrics buf chaos clients help setup protos protos-bundle release-protos run up down smollm2 soak test test-fast test-gpu test-isa lint lint-style lint-types lint-protos bench-step tools clean
+.PHONY: atheris bench-cache bench-engine bench-kernels bench-metrics buf chaos clients fuzz help setup protos protos-bundle release-protos run up down smollm2 soak test test-fast test-gpu test-isa lint lint-style lint-types lint-protos bench-step tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -85,6 +85,16 @@ test-isa: setup ## Run all kernel tests as AMD machine code on this CPU
 
 chaos: setup ## Run a daemon and two engines under faults for SECONDS=60, from SEED=n; the report is in build/chaos
 	@$(PY) -m tests.chaos --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
+
+fuzz: atheris ## Search for bytes that break a reader or a servicer, SECONDS=60 for each; finds are in build/fuzz
+	@$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60)
+
+atheris: $(VENV)/.atheris protos
+
+# hatchling is there from the setup; see there.
+$(VENV)/.atheris: $(VENV)/.setup
+	@$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[fuzz]'
+	@touch $@
 
 soak: setup ## The same for MINUTES=60, with processes that live long, to see that none of them grows
 	@$(PY) -m tests.chaos --soak --seconds $$(($(or $(MINUTES),60) * 60)) $(if $(SEED),--seed $(SEED))

@@ -39,6 +39,8 @@ class Told:
 
     def take(self, response: pb.GenerateResponse) -> None:
         """Compare what a response adds."""
+        if self.is_wrong:
+            return  # once is enough
         tokens, text, _ = self.samples[response.sample]
         tokens.extend(response.token_ids)
         text += response.text
@@ -117,6 +119,8 @@ class Clients:
         return error.reason in PASSING
 
     def _ended(self, told: Told, where: str) -> None:
+        if told.is_wrong:
+            return
         if not told.is_over:
             self._verdict.find("cut short", f"{where}: the stream ended well, and without samples {told.unfinished()}")
         self._verdict.count("streams whole")
@@ -184,6 +188,8 @@ class Clients:
             leaving = list(leaves_at)
             while not told.is_over:
                 await self._watch(name, stub, message.request_id, told, leaving)
+            if told.is_wrong:
+                return
             kept = await stub.GetGeneration(pb.GetGenerationRequest(request_id=message.request_id), timeout=STREAM_S)
             outputs = kept.generation.samples or [kept.generation]
             for sample, output in enumerate(outputs):

@@ -51,7 +51,7 @@ KINDS = {
     "hostile": Kind((DAEMON, *ENGINES), 0.5, 3.0, 5),
 }
 #: Not part of a run unless asked for: what the services are not promised to stand yet.
-PENDING = frozenset({"fence-engine", "black-hole"})
+PENDING = frozenset({"fence-engine", "lapse-engine"})
 DEFAULT = frozenset(KINDS) - PENDING
 
 

@@ -236,7 +236,11 @@ async def tokenize(text: str, tokenizer: Tokenizer, field: str) -> list[int]:
     if not text:
         raise FieldInvalid(f"{field} is empty", field=field)
     long = len(text.encode()) > INLINE_TEXT_BYTES
-    ids = await asyncio.to_thread(tokenizer.encode, text) if long else tokenizer.encode(text)
+    try:
+        ids = await asyncio.to_thread(tokenizer.encode, text) if long else tokenizer.encode(text)
+    except FieldInvalid as error:
+        error.field = field
+        raise
     if not ids:
         raise FieldInvalid(f"{field} encodes to no tokens", field=field)
     return ids

@@ -114,7 +114,11 @@ class Chat:
                 field="messages",
                 limit=size,
             )
-        ids = self._special.encode(text)
+        try:
+            ids = self._special.encode(text)
+        except FieldInvalid as error:
+            error.field = "messages"
+            raise
         if not ids:
             raise FieldInvalid("the chat template renders messages to an empty text", field="messages")
         return Rendered(plain, tuple(ids))

@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from services.common.errors import ModelInvalid
+from services.common.errors import FieldInvalid, ModelInvalid
 from services.engine.checkpoint.placeholders import HEAD_BYTES, refuse_placeholder
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -51,7 +51,10 @@ class Tokenizer:
         return cls(inner, vocab_size)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of ``text``, including the special tokens that the file adds at its start and end."""
+        """Returns the token ids of ``text``, including the special tokens that the file adds at its start and end.
+
+        Raises ``FieldInvalid``; see `ids_of`.
+        """
         return ids_of(self.inner, text)
 
     def decode(self, ids: Sequence[int], keep_special: bool = False) -> str:
@@ -62,8 +65,13 @@ class Tokenizer:
 def ids_of(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Returns the token ids of ``text``. Encodes it as a batch of one, which releases the GIL; encoding a single text
     would block all threads, for seconds per megabyte.
+
+    Raises ``FieldInvalid`` for text that the tokenizer has no tokens for, as one without an unknown token may.
     """
-    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+    try:
+        return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+    except Exception as error:  # the library raises nothing more specific
+        raise FieldInvalid(f"the model's tokenizer cannot encode the text: {error}") from error
 
 
 class TextStream:

@@ -8,11 +8,13 @@ import threading
 from typing import Any
 
 import pytest
+import tokenizers
 from google.protobuf import json_format
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.common.errors import FieldInvalid, PromptTooLong, ServiceError
 from services.engine.text.chat import MAX_MESSAGES, Chat, Rendered
+from services.engine.text.chat_files import ChatSource
 from services.engine.text.chat_template import ChatTemplate
 from services.engine.text.tokenizer import Tokenizer
 from tests.engine.text.chats import vocabulary
@@ -186,3 +188,11 @@ def test_it_is_no_work_of_the_event_loop_s() -> None:
     template = ChatTemplate("{{ strftime_now('%d') }}", {}, today=today)
     assert "ValueError: no day" in refusal(messages(said("x")), Chat({"default": template}, TOKENIZER)).message
     assert threads and threads[0] is not threading.main_thread()
+
+
+def test_text_that_the_tokenizer_has_no_token_for_names_the_messages() -> None:
+    few = Tokenizer(tokenizers.Tokenizer(tokenizers.models.Unigram([("a", -1.0)], None)), 8)
+    by = Chat.of(ChatSource("file", {"default": "{{ messages[0].content }}"}, {}), few)
+    assert read(messages([{"role": "user", "content": "aa"}]), by).token_ids == (0, 0)
+    error = refusal(messages([{"role": "user", "content": "b"}]), by)
+    assert error.field == "messages" and "cannot encode the text" in error.message

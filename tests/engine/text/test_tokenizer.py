@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from services.common.errors import ModelInvalid
+from services.common.errors import FieldInvalid, ModelInvalid
+from services.engine.api.requests import tokenize
 from services.engine.text.tokenizer import TextStream, Tokenizer
 
 SHAKESPEARE = Path(__file__).parents[3] / "models/shakespeare"
@@ -296,3 +298,14 @@ def test_a_stop_string_may_hold_characters_of_several_tokens() -> None:
 def test_a_stop_string_may_be_what_broken_text_ends_with() -> None:
     tokenizer = Tokenizer.load(SHAKESPEARE, 1024)
     assert streamed(tokenizer, tokenizer.encode("a🙂")[:-1], ["\ufffd"]) == ("a", "\ufffd")
+
+
+def test_text_that_a_tokenizer_has_no_token_for_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizers.Tokenizer(models.Unigram([("a", -1.0)], None)).to_str())
+    loaded = Tokenizer.load(tmp_path, 8)
+    assert loaded.encode("aa") == [0, 0]
+    with pytest.raises(FieldInvalid, match="the model's tokenizer cannot encode the text"):
+        loaded.encode("b")
+    with pytest.raises(FieldInvalid) as refused:
+        asyncio.run(tokenize("b", loaded, "prompt.text"))
+    assert refused.value.field == "prompt.text"

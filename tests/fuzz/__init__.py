@@ -1,0 +1,1 @@
+"""Fuzzing: whatever bytes arrive, only declared errors leave. ``python -m tests.fuzz --help``."""
