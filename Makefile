@@ -1,7 +1,7 @@
 # Newcomers, developers and .ci/run use the same targets. `make` without one lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: atheris bench-cache bench-engine bench-kernels bench-metrics buf chaos clients fuzz help setup protos protos-bundle release-protos run up down smollm2 soak test test-fast test-gpu test-isa lint lint-style lint-types lint-protos bench-step tools clean
+.PHONY: atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery buf chaos clients fuzz help setup protos protos-bundle release-protos run up down smollm2 soak test test-fast test-gpu test-isa lint lint-style lint-types lint-protos bench-step tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -166,6 +166,9 @@ bench-kernels: setup ## Time every kernel on this machine's GPU against a plain 
 
 bench-engine: setup ## Time the whole engine on this machine's CPU: throughput, ablations, cached prefixes
 	@$(PY) -m benchmarks.engine
+
+bench-recovery: setup ## Time what a SIGKILL of an engine or of the daemon costs, in seconds
+	@$(PY) -m benchmarks.recovery
 
 clean: ## Remove generated code, build products and caches (not .venv)
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Looks at the services all the while: Fsck, the balance of pages, memory and descriptors."""
+"""Looks at the services all the while: Fsck, checksums, the balance of pages, memory and descriptors."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ class Observer:
     def __init__(self, cluster: Cluster, verdict: Verdict) -> None:
         self._cluster, self._verdict = cluster, verdict
         self.series: dict[str, Series] = {}
+        self._corrupted = 0
         self.pages: list[tuple[float, int, int, int, int]] = []  # second, free, held, cached, quarantined
 
     async def watch(self) -> None:
@@ -82,9 +83,9 @@ class Observer:
             if found := uses(pid):
                 self.series.setdefault(name, Series()).points.append((self._verdict.now_s(), *found))
 
-    async def _look_at_pages(self, timeout_s: float) -> list[pb.PoolStats]:
+    async def _look_at_pages(self, timeout_s: float, *, deep: bool = False) -> list[pb.PoolStats]:
         try:
-            fsck = await self._cluster.cache.Fsck(pb.FsckRequest(), timeout=timeout_s)
+            fsck = await self._cluster.cache.Fsck(pb.FsckRequest(deep=deep), timeout=timeout_s)
             stats = await self._cluster.cache.GetStats(pb.GetStatsRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError:
             self._verdict.count("looks in vain")  # it is down, or paused
@@ -95,6 +96,9 @@ class Observer:
         for pool in stats.pools:
             if wrong := unbalanced(pool):
                 self._verdict.find("balance", wrong)
+            if pool.corrupted_pages > self._corrupted:
+                self._verdict.find("corrupted", f"{pool.corrupted_pages} published pages have changed")
+            self._corrupted = pool.corrupted_pages
         if stats.pools:
             pool = stats.pools[0]
             now = (self._verdict.now_s(), pool.free_pages, pool.held_pages, pool.cached_pages, pool.quarantined_pages)
@@ -114,6 +118,7 @@ class Observer:
                 self._verdict.find("leak", f"{timeout_s:g} s after the end: {sessions} sessions, pools {pools}")
                 return
             await asyncio.sleep(0.2)
+        await self._look_at_pages(20.0, deep=True)
         for pool in pools:
             request = pb.EvictPagesRequest(pool_id=pool.pool_id, include_retained=True)
             await self._cluster.cache.EvictPages(request, timeout=20.0)

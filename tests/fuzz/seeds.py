@@ -92,7 +92,7 @@ def _kvcache() -> dict[str, bytes]:
         pb.RemoveSequencesRequest(session_id=SESSION, sequence_ids=["a", "z"]),
         pb.ExplainPrefixRequest(pool_id="pool", prompt=prompt),
         pb.GetStatsRequest(),
-        pb.FsckRequest(),
+        pb.FsckRequest(deep=True),
         pb.WatchEventsRequest(after_sequence_number=0),
         pb.EvictPagesRequest(pool_id="pool", max_pages=1),
         pb.CloseSessionRequest(session_id=SESSION),

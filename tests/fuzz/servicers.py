@@ -19,6 +19,7 @@ from rocmforge.engine.v1 import engine_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2
 from services.common import rpc
 from services.kvcache.api.servicer import KvCacheServicer
+from services.kvcache.scrub.scrubber import Scrubber
 from tests.engine.running import RunningEngine
 from tests.fuzz.seeds import SESSION, TIME, methods, records
 from tests.kvcache.fakes import World
@@ -105,7 +106,8 @@ def kvcache(data: bytes) -> None:
     world = World(PAGES)
     if world.attached().id != SESSION:
         raise AssertionError("the session has another id than the corpus")
-    servicer = KvCacheServicer(world.cache)
+    scrubber = Scrubber(world.cache, asyncio.Event())
+    servicer = KvCacheServicer(world.cache, scrubber)
 
     async def body() -> None:
         for number, payload in list(records(data))[:MOST_CALLS]:
@@ -117,7 +119,10 @@ def kvcache(data: bytes) -> None:
                 await _answer(servicer, name, _parsed(kvcache_pb2, name, payload))
             world.sound()
 
-    _loop().run_until_complete(body())
+    try:
+        _loop().run_until_complete(body())
+    finally:
+        scrubber.close()
 
 
 @cache
