@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from grpc_status import rpc_status
 from rocmforge.engine.v1 import engine_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2
 from services.common import rpc
+from services.common.access.identity import CALLER, Identity
 from services.kvcache.api.servicer import KvCacheServicer
 from services.kvcache.scrub.scrubber import Scrubber
 from tests.engine.running import RunningEngine
@@ -100,16 +102,25 @@ def _loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
+def _attached(world: World, caller: str) -> str:
+    """The id of a session of the caller's, attached."""
+    session = world.cache.open_session("test", "pool", world.layout, caller=caller)
+    world.arenas[0].answers[session.canary_slot] = bytes(byte ^ 0xFF for byte in session.canary)
+    return world.cache.attach_session(session.id, session.canary, caller).id
+
+
 def kvcache(data: bytes) -> None:
     """Calls to a daemon of a small budget, with one session attached. After each, its state is checked whole."""
     refused.clear()
     world = World(PAGES)
-    if world.attached().id != SESSION:
+    caller = Identity.of_uid(os.geteuid())  # who has every role
+    if _attached(world, caller.text) != SESSION:
         raise AssertionError("the session has another id than the corpus")
     scrubber = Scrubber(world.cache, asyncio.Event())
     servicer = KvCacheServicer(world.cache, scrubber)
 
     async def body() -> None:
+        CALLER.set(caller)
         for number, payload in list(records(data))[:MOST_CALLS]:
             if number == TIME:
                 world.now += payload[0] if payload else 0.0
