@@ -276,6 +276,9 @@ class NoArena:
         """Of no bytes."""
         return [0] * len(pages)
 
+    def zero(self, pages: list[int]) -> None:
+        """Nothing."""
+
     def close(self) -> None:
         """Nothing to give back."""
 

@@ -92,6 +92,9 @@ class _NoArena:
         """Of no bytes."""
         return [0] * len(pages)
 
+    def zero(self, pages: list[int]) -> None:
+        """Nothing."""
+
     def close(self) -> None:
         """Overrides."""
 

@@ -137,6 +137,12 @@ class FakeRuntime:
             raise CUDARuntimeError(INVALID_VALUE)
         ctypes.memmove(target, source, size)
 
+    def memset(self, pointer: int, value: int, size: int) -> None:
+        self._called("memset")
+        if not any(b.address <= pointer and pointer + size <= b.address + b.size for b in self._reachable()):
+            raise CUDARuntimeError(INVALID_VALUE)
+        ctypes.memset(pointer, value, size)
+
     def _reachable(self) -> list[Block]:
         own = [block for block in self.machine.blocks if block.owner == self.pid and not block.freed]
         return own + [block for block, _ in self.mapped.values()]

@@ -164,6 +164,12 @@ class Gpu:
             # A copy from pageable memory may return before its last bytes have arrived.
             self._api.deviceSynchronize()
 
+    def zero(self, pointer: int, size: int) -> None:
+        """Set bytes on the device to zero; they are by the time ``synchronize`` returns."""
+        self.use()
+        with self._calling("memset"):
+            self._api.memset(pointer, 0, size)
+
     def read(self, pointer: int, size: int) -> bytes:
         """Copy bytes from the device."""
         self.use()

@@ -24,6 +24,7 @@ from services.kvcache.pool.budget import MAX_PAGES
 
 CPU, GPU = "cpu", "gpu"
 ON, OFF = "on", "off"
+POOLS, PAGES = "pools", "pages"
 DEVICES = (CPU, GPU)
 
 MEMORY = "256MiB"
@@ -164,6 +165,12 @@ class Config(Listening):
         "share of prefix hits, 0 to 1, whose pages are verified before they are served",
         metavar="X",
     )
+    zero: str = setting(
+        one_of(POOLS, PAGES),
+        PAGES if _DEFAULTS.zero_pages else POOLS,
+        "what is zeroed before somebody else gets it: the memory of `pools`, or also single `pages` within a pool",
+        metavar="X",
+    )
     echo: dict[str, Any]
 
     @classmethod
@@ -213,6 +220,7 @@ class Config(Listening):
             event_ring=self.event_ring,
             checksums=self.checksums == ON,
             verify_share=self.verify_share,
+            zero_pages=self.zero == PAGES,
         )
 
     @property

@@ -104,3 +104,8 @@ def _tell_pools(families: Families, cache: KvCache) -> None:
         "Pages taken out of the prefix cache because they, or pages before them, were corrupted.",
         {p: p.totals.withdrawn_pages for p in pools},
     )
+    counter(
+        "pages_zeroed_total",
+        "Pages zeroed before they were granted again.",
+        {p: p.table.unclean.zeroed_pages for p in pools if p.table.unclean is not None},
+    )

@@ -30,6 +30,7 @@ class FakeArena:
         self.admitted: list[str] = []
         self.closed = False
         self.damage: dict[int, int] = {}
+        self.zeroed: list[int] = []
 
     def admit(self, owner: str) -> None:
         self.admitted.append(owner)
@@ -45,6 +46,9 @@ class FakeArena:
 
     def checksums(self, pages: list[int]) -> list[int]:
         return [self.damage.get(page, 0) for page in pages]
+
+    def zero(self, pages: list[int]) -> None:
+        self.zeroed += pages
 
     def close(self) -> None:
         self.closed = True

@@ -126,6 +126,8 @@ ACTIONS: list[tuple[Callable[[Watched], None], set[str]]] = [
 CONSTANT = {"budget_bytes", "run_info"}
 #: GPU memory is what this is for.
 ON_GPUS = {"attach_turns_total"}
+#: Zeroing pages is.
+ON_REQUEST = {"pages_zeroed_total"}
 
 
 def test_every_documented_metric_is_scraped_and_fed(tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_every_documented_metric_is_scraped_and_fed(tmp_path: Path) -> None:
             stats = running.stub.GetStats(pb.GetStatsRequest())
             check_against(after, stats)
         assert after.own() == documented()
-        assert {name for name in documented() if name not in moved} == {PREFIX + name for name in ON_GPUS}
+        assert {name for name in documented() if name not in moved} == {PREFIX + name for name in ON_GPUS | ON_REQUEST}
         assert after.value(f"{PREFIX}budget_bytes") == 1 << 20
         assert after.labels(f"{PREFIX}run_info") == [{"epoch": f"{running.daemon.epoch:016x}", "eviction": "lru"}]
         assert after.value("process_resident_memory_bytes") > 0
@@ -195,6 +197,15 @@ def test_evictions_are_told_by_cause(tmp_path: Path) -> None:
             for cause in ("allocation", "request", "expiry")
         }
         assert counts == {"allocation": 2, "request": 2, "expiry": 1}
+
+
+def test_zeroed_pages_are_counted(tmp_path: Path) -> None:
+    with contextlib.closing(Running(tmp_path, *ENDPOINT, "--zero", "pages")) as running:
+        watched = Watched(running)
+        watched.open()
+        watched.demand("a", 8, PROMPT)
+        watched.end("a")
+        until(watched.look, f"{PREFIX}pages_zeroed_total", 8, pool="pool")
 
 
 def test_turns_to_attach_are_counted(tmp_path: Path) -> None:

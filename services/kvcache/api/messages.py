@@ -65,6 +65,7 @@ def pool_stats_message(pool: Pool, sessions: int) -> pb.PoolStats:
         verified_pages=pool.checksums.verified_pages if pool.checksums else 0,
         corrupted_pages=pool.checksums.corrupted_pages if pool.checksums else 0,
         withdrawn_pages=totals.withdrawn_pages,
+        zeroed_pages=table.unclean.zeroed_pages if table.unclean is not None else 0,
     )
 
 

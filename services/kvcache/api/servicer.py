@@ -134,6 +134,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         if hits := self._cache.hits_to_verify(request.session_id, demands, caller):
             await self._scrubber.verify_hits(hits)
         told, pool = self._cache.allocate(request.session_id, demands, removed, caller)
+        if (unclean := pool.table.unclean) is not None and unclean.granted:
+            await self._scrubber.zero_granted(pool)  # nobody writes in a page that is told to nobody
         response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
         for sequence_id, answer in told:
             grant = response.grants.add()
@@ -180,6 +182,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         answer.generations.extend(pool.table.generations(sequence.pages))
         if request.include_tokens:
             answer.tokens.extend(sequence.tokens)
+        await self._scrubber.zero_granted(pool)
         return pb.GetSequenceResponse(epoch=self._cache.epoch, sequence=answer)
 
     @maps_errors

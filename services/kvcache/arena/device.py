@@ -1,7 +1,8 @@
 """Pages in GPU memory: a single runtime allocation, which engines open by its IPC handle.
 
 It is exported once, as a whole, and neither moved nor freed while a session may have it mapped. The daemon itself
-writes only the canaries, and reads published pages for their checksums, in a kernel of its own.
+writes only the canaries, zeroes pages that nobody was told of, and reads published ones for their checksums, in a
+kernel of its own.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ class DeviceArena:
                 total_bytes=total,
             ) from error
         try:
+            # What was there before may be another pool's: the runtime hands freed memory out again as it is.
+            gpu.zero(self._pointer, allocated)
+            gpu.synchronize()
             self._device = DeviceMemory(gpu.ordinal, gpu.id, gpu.export(self._pointer))
         except BaseException:
             gpu.free(self._pointer)
@@ -102,6 +106,13 @@ class DeviceArena:
         """Those of ``kernels.device.checksum``; see ``pool.Arena``."""
         with self._access.held():
             return self._read(self._gpu, self._pointer, self._page_bytes, pages)
+
+    def zero(self, pages: list[int]) -> None:
+        """Set pages to zero, by the runtime; see ``pool.Arena``. The arena itself begins as zeros."""
+        with self._access.held():
+            for page in pages:
+                self._gpu.zero(self._pointer + page * self._page_bytes, self._page_bytes)
+            self._gpu.synchronize()
 
     def close(self) -> None:
         """Free the memory. A failure is only logged, so that the other arenas can still be closed."""

@@ -7,6 +7,7 @@ unlocked file, which the next daemon in the same directory removes.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -116,6 +117,17 @@ class FileArena:
                 with whole[at : min(at + PIECE_BYTES, start + self._page_bytes)] as piece:
                     checksum = zlib.crc32(piece, checksum)
         return checksum
+
+    def zero(self, pages: list[int]) -> None:
+        """Set pages to zero; see ``pool.Arena``. The file itself begins as zeros."""
+        for page in pages:
+            start = page * self._page_bytes
+            for at in range(start, start + self._page_bytes, PIECE_BYTES):
+                with self._access.held():
+                    first = ctypes.c_char.from_buffer(self._map, at)
+                    # Unlike an assignment to the map, this lets other threads run.
+                    ctypes.memset(ctypes.addressof(first), 0, min(PIECE_BYTES, start + self._page_bytes - at))
+                    del first  # the map could not be closed
 
     def close(self) -> None:
         """Remove the file. The memory stays allocated until engines that map it unmap it."""

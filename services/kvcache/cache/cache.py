@@ -63,6 +63,7 @@ class Limits:
     event_ring: int = 65536
     checksums: bool = True
     verify_share: float = 0.01
+    zero_pages: bool = False
 
 
 class KvCache:
@@ -106,7 +107,9 @@ class KvCache:
             self.events,
             limits.eviction,
             limits.retained_share,
-            wake if limits.checksums else None,
+            wake,
+            checksums=limits.checksums,
+            zero_pages=limits.zero_pages,
         )
         self._sessions = Sessions()
         self._quarantine = Quarantine(alive)

@@ -61,7 +61,10 @@ class Pools:
         events: EventRing,
         eviction: str,
         retained_share: float,
-        wake: Callable[[], None] | None = None,
+        wake: Callable[[], None] = lambda: None,
+        *,
+        checksums: bool = True,
+        zero_pages: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._allotment = allotment
@@ -73,6 +76,8 @@ class Pools:
         self._eviction = eviction
         self._retained_share = retained_share
         self._wake = wake
+        self._checksums = checksums
+        self._zero_pages = zero_pages
         self._by_id: dict[str, Pool] = {}
         self.dropped = 0
 
@@ -175,6 +180,8 @@ class Pools:
                 self._eviction,
                 self._retained_share,
                 self._wake,
+                checksums=self._checksums,
+                zero_pages=self._zero_pages,
             )
         except BaseException:
             arena.close()

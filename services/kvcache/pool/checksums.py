@@ -44,7 +44,11 @@ class Checksums:
     def published(self, page: int) -> None:
         """The page has been published: what was known of it is void, and it waits for its checksum."""
         self._known[page] = 0
-        self._enqueue(page)
+        if not self._queued[page]:  # as `_enqueue`: part of every step
+            self._queued[page] = 1
+            self._waiting.append(page)
+            if len(self._waiting) == 1:
+                self._wake()
 
     def _enqueue(self, page: int) -> None:
         if not self._queued[page]:

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Hashable, Iterator, Sequence
 
 from services.kvcache.eviction.retention import RetainingQueue
+from services.kvcache.pool.unclean import UncleanPages
 
 
 class PageState(enum.IntEnum):
@@ -40,7 +41,8 @@ class PageTable:
     Nearly every page has one holder, so the first holder is stored by itself, and only further holders need a set.
     """
 
-    def __init__(self, total: int, cached: RetainingQueue) -> None:
+    def __init__(self, total: int, cached: RetainingQueue, unclean: UncleanPages | None = None) -> None:
+        """``unclean``: pages given up are zeroed before they are granted again."""
         self.total = total
         self.cached = cached
         self.quarantined_count = 0
@@ -51,11 +53,12 @@ class PageTable:
         self._held_count = 0
         self._fresh = 0
         self._recycled = array("I")
+        self.unclean = unclean
 
     @property
     def free_count(self) -> int:
         """Pages in state FREE."""
-        return self.total - self._fresh + len(self._recycled)
+        return self.total - self._fresh + self.recycled_count
 
     @property
     def never_used_count(self) -> int:
@@ -65,7 +68,7 @@ class PageTable:
     @property
     def recycled_count(self) -> int:
         """Free pages that were granted before."""
-        return len(self._recycled)
+        return len(self._recycled) + (0 if self.unclean is None else self.unclean.free_count)
 
     @property
     def held_count(self) -> int:
@@ -113,6 +116,8 @@ class PageTable:
         elif self._fresh < self.total:
             page = self._fresh
             self._fresh += 1
+        elif self.unclean is not None and self.unclean.free_count:
+            page = self.unclean.take()
         else:
             raise LookupError("no free page")
         self._states[page] = _HELD
@@ -175,7 +180,7 @@ class PageTable:
         Raises ValueError if a holder does not hold its page; the pages before it have then been given back.
         """
         first, others, states, generations = self._first, self._others, self._states, self._generations
-        recycle = self._recycled.append
+        recycle = self._recycled.append if self.unclean is None else self.unclean.add
         for page, holder in zip(pages, holders, strict=True):
             if first[page] is holder and page not in others:
                 first[page] = None
@@ -196,6 +201,8 @@ class PageTable:
         """HELD without holders to QUARANTINED."""
         self._leave_held(page)
         self._states[page] = PageState.QUARANTINED
+        if self.unclean is not None:
+            self.unclean.forget(page)
         self.quarantined_count += 1
 
     def free(self, page: int) -> None:
@@ -211,7 +218,22 @@ class PageTable:
             raise ValueError(f"page {page} is free already")
         self._states[page] = _FREE
         self._generations[page] = (self._generations[page] + 1) & 0xFFFFFFFF
-        self._recycled.append(page)
+        if self.unclean is None:
+            self._recycled.append(page)
+        else:
+            self.unclean.add(page)
+
+    def zeroing(self, most: int) -> list[tuple[int, int]]:
+        """The next pages to set to zero, as (id, generation): granted ones before free ones."""
+        pages = [] if self.unclean is None else self.unclean.next(most)
+        return [(page, self._generations[page]) for page in pages]
+
+    def zeroed(self, pages: list[tuple[int, int]]) -> None:
+        """These pages have been set to zero since ``zeroing`` named them."""
+        if self.unclean is not None:
+            for page, generation in pages:
+                if self.unclean.zeroed(page, same=self._generations[page] == generation):
+                    self._recycled.append(page)
 
     def _leave_held(self, page: int) -> None:
         if self._states[page] != _HELD or self._first[page] is not None:
@@ -239,7 +261,8 @@ class PageTable:
         }
         if counts != told:
             yield f"counted {counts}, ledger says {told}"
-        free = set(self._recycled) | set(range(self._fresh, self.total))
+        unclean = set() if self.unclean is None else set(self.unclean.free())
+        free = set(self._recycled) | unclean | set(range(self._fresh, self.total))
         if len(free) != self.free_count:
             yield f"a page is on the free list twice: {len(free)} distinct of {self.free_count}"
         for page in free:

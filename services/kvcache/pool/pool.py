@@ -16,6 +16,7 @@ from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.page_table import PageState, PageTable
 from services.kvcache.pool.prefix_cache import ChainHash, PrefixCache
 from services.kvcache.pool.sequence import Sequence
+from services.kvcache.pool.unclean import UncleanPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,9 @@ class Arena(Protocol):
         Raises GpuError, and ValueError once the arena is closed.
         """
 
+    def zero(self, pages: list[int]) -> None:
+        """Set all bytes of these pages to zero. As ``checksums``."""
+
     def close(self) -> None:
         """Free the memory. No session may be attached. Waits for a call on another thread, which then fails."""
 
@@ -96,9 +100,12 @@ class Pool:
         events: EventRing,
         eviction: str,
         retained_share: float,
-        wake: Callable[[], None] | None = None,
+        wake: Callable[[], None] = lambda: None,
+        *,
+        checksums: bool = True,
+        zero_pages: bool = False,
     ) -> None:
-        """``wake`` is called when there is work for ``scrubber``; without it no checksums are kept."""
+        """``wake`` is called when there is work for ``scrubber``: ``checksums`` to take, or ``zero_pages`` given up."""
         self.id = pool_id
         self.layout = layout
         self.page_size = layout.page_size
@@ -107,9 +114,10 @@ class Pool:
         policy = make_queue(eviction, total_pages, self.index)
         # Rounded first, so that a share of 0.29 of 100 pages is 29.
         retained = int(round(total_pages * retained_share, 6))
-        self.table = PageTable(total_pages, RetainingQueue(policy, self.index, retained))
+        unclean = UncleanPages(wake) if zero_pages else None
+        self.table = PageTable(total_pages, RetainingQueue(policy, self.index, retained), unclean)
         self.sequences: dict[Sequence, None] = {}
-        self.checksums = None if wake is None else Checksums(self.table, self.index, wake)
+        self.checksums = Checksums(self.table, self.index, wake) if checksums else None
         self.totals = Totals()
         self.last_used = 0.0
         self.owner = ""  # the identity for which it was made

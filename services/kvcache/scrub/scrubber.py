@@ -18,6 +18,7 @@ from services.kvcache.cache.cache import KvCache
 from services.kvcache.pool.checksums import Checksums, Reference
 from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.purge import purge
+from services.kvcache.pool.unclean import UncleanPages
 
 log = structlog.get_logger()
 
@@ -45,7 +46,7 @@ class Scrubber:
         self._cache = cache
         self._work = work
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scrubber")
-        self._taking, self._purging = asyncio.Lock(), asyncio.Lock()
+        self._taking, self._purging, self._zeroing = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
 
     async def run(self) -> None:
         """Take checksums of what is published, and remove what was found corrupted. Ends when it is cancelled."""
@@ -56,6 +57,7 @@ class Scrubber:
                 try:
                     await self._take_checksums(pool)
                     await self._purge(pool)
+                    await self.zero_waiting(pool)
                 except Exception:
                     # Nor may one pool's trouble end the work for the others.
                     log.exception("scrub_failed", pool=pool.id)
@@ -70,6 +72,37 @@ class Scrubber:
             if pool.checksums is not None:
                 async for _ in self._verify(pool, pool.checksums, pages, "hit"):
                     pass
+
+    async def zero_granted(self, pool: Pool) -> None:
+        """Returns when every page that the pool has granted so far is zero, or was. Raises GpuError."""
+        if (unclean := pool.table.unclean) is not None:
+            granted = set(unclean.granted)
+            while self._is_there(pool) and not unclean.granted.keys().isdisjoint(granted):
+                await self._zero(pool, unclean)
+
+    async def zero_waiting(self, pool: Pool) -> None:
+        """Zero the pages that wait for it."""
+        unclean = pool.table.unclean
+        while unclean is not None and unclean.is_due and self._is_there(pool):
+            try:
+                await self._zero(pool, unclean)
+            except GpuError as error:
+                log.error("zeroing_failed", pool=pool.id, detail=error.message)
+                return
+
+    async def _zero(self, pool: Pool, unclean: UncleanPages) -> None:
+        async with self._zeroing:
+            pages = pool.table.zeroing(_batch(pool))
+            numbers = [page for page, _ in pages]
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._thread, pool.arena.zero, numbers)
+            except BaseException as error:
+                # One that was cancelled here may still be zeroed by the thread, before any that it is handed next.
+                unclean.defer(numbers)
+                if isinstance(error, ValueError) and not self._is_there(pool):
+                    return
+                raise
+            pool.table.zeroed(pages)
 
     async def verify_all(self) -> Report:
         """Verify every published page. It takes no more memory in a larger pool, and others are served meanwhile."""

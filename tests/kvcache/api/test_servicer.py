@@ -480,6 +480,9 @@ def test_every_documented_reason_is_reached() -> None:
     # test_identity needs several callers for these, or another limit.
     reached["OpenSession"] |= {"EXCEEDS_SHARE", "TOO_MANY_POOLS"}
     reached["AttachSession"].add("GPU_ERROR")
+    # And test_zeroing these.
+    reached["AllocatePages"].add("GPU_ERROR")
+    reached["GetSequence"].add("GPU_ERROR")
     assert reached == documented
 
 

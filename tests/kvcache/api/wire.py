@@ -264,7 +264,7 @@ class Wire:
         answer = self.stubs[0].GetStats(pb.GetStatsRequest(), timeout=TIMEOUT_S)
         [pool] = answer.pools
         numbers = {field.name: getattr(pool, field.name) for field in pool.DESCRIPTOR.fields}
-        for name in ("pool_id", "layout", "page_bytes", "device_ordinal"):
+        for name in ("pool_id", "layout", "page_bytes", "device_ordinal", "zeroed_pages"):
             numbers.pop(name, None)
         return {
             **numbers,

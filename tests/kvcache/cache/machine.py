@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -152,7 +152,7 @@ class Direct:
         """Nothing to free."""
 
 
-def new_world() -> World:
+def new_world(**options: Any) -> World:
     return World(
         PAGES,
         page_size=SIZE,
@@ -161,6 +161,7 @@ def new_world() -> World:
         default_ttl_s=TTL_S,
         retained_share=MOST_RETAINED / PAGES,
         verify_share=0.0,
+        **options,
     )
 
 

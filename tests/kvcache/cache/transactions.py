@@ -232,6 +232,8 @@ def _call(world: World, operation: Operation) -> Answer:
         case Expire(age):
             return cache.expire_sequences(age)
         case Sweep():
+            for pool in cache.pools:
+                pool.table.zeroed(pool.table.zeroing(2))
             return frozenset(session.id for session in cache.sweep())
         case PassTime(seconds):
             world.now += seconds
