@@ -7,7 +7,7 @@ succeed.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class ServiceError(Exception):
@@ -30,6 +30,14 @@ class ServiceError(Exception):
         self.metadata = {key: str(value) for key, value in metadata.items()}
         if retry_after_s is not None:
             self.retry_after_s = retry_after_s
+
+    def bare(self) -> Self:
+        """This error without where it was raised, which keeps all that was at hand there, requests included.
+
+        An error that a function keeps for later would keep that function's own frame: a cycle.
+        """
+        self.__traceback__ = self.__context__ = self.__cause__ = None
+        return self
 
 
 class Internal(ServiceError):

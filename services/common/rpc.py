@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 import structlog
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import any_pb2, descriptor_pool, duration_pb2, message_factory
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
@@ -25,6 +25,7 @@ from grpc_status import rpc_status
 from services.common.access.identity import ANYONE, CALLER, Identity
 from services.common.access.in_flight import InFlight
 from services.common.call_stats import CallStats
+from services.common.edge.message_limit import MessageLimit, MessageLimits
 from services.common.errors import BY_REASON, FieldInvalid, Internal, ServiceError
 
 log = structlog.get_logger()
@@ -86,7 +87,11 @@ def error_from(failure: grpc.RpcError) -> ServiceError:
 
 
 async def _abort(context: Any, error: ServiceError, domain: str) -> NoReturn:
-    await context.abort_with_status(rpc_status.to_status(status_of(error, domain)))
+    # gRPC keeps the exception that this raises with the call. A frame in its traceback that knew the call would make
+    # that a cycle, and the request, which may be large, would wait in it for a garbage collection.
+    aborting = context.abort_with_status(rpc_status.to_status(status_of(error, domain)))
+    del context
+    await aborting
     raise error  # abort_with_status raises; this is for the type checker
 
 
@@ -99,19 +104,25 @@ def unexpected(method: str) -> Internal:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands in for a message that could not be parsed; ``why`` is the parser's error."""
+    """Stands in for a message that was not or could not be parsed; ``why`` is for its sender."""
 
     why: str
 
 
-def _lenient(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+def _checked(service: str, name: str, handler: grpc.RpcMethodHandler, limit: MessageLimit) -> grpc.RpcMethodHandler:
+    """The handler with messages refused that exceed the limit, before they are parsed, or cannot be parsed."""
     parse = handler.request_deserializer
+    method = descriptor_pool.Default().FindServiceByName(service).methods_by_name[name]
+    kind = message_factory.GetMessageClass(method.input_type)
 
     def parse_or_say(data: bytes) -> Any:
+        why = limit.why_refused(name, data, kind)
+        if why is not None:
+            return Unreadable(why)
         try:
             return parse(data)
         except DecodeError as error:
-            return Unreadable(str(error))
+            return Unreadable(f"the message cannot be parsed: {error}")
 
     return handler._replace(request_deserializer=parse_or_say)
 
@@ -157,6 +168,7 @@ def _counted(
                 if refusal is None:
                     in_flight.end(caller)
                 ended(context, began, code)
+                del context  # as in ``_abort``
                 await responses.aclose()
 
         return handler._replace(unary_stream=stream)
@@ -176,6 +188,7 @@ def _counted(
             if refusal is None:
                 in_flight.end(caller)
             ended(context, began, code)
+            del context  # as in ``_abort``
 
     return handler._replace(unary_unary=unary)
 
@@ -193,20 +206,22 @@ def unproven(context: Any) -> Identity:
 
 
 class Readable:
-    """Wraps a server while a servicer is added to it, so that unparsable messages reach the servicer's methods instead
-    of failing with UNKNOWN inside gRPC. ``calls`` counts the calls served, `CALLER` says by whom,
-    and ``in_flight`` limits them.
+    """Wraps a server while a servicer is added to it, so that messages beyond their method's limit, and unparsable
+    ones, reach the servicer's methods as `Unreadable` instead of failing with UNKNOWN inside gRPC. ``calls`` counts the
+    calls served, `CALLER` says by whom, and ``in_flight`` limits them.
     """
 
     def __init__(
         self,
         server: grpc.aio.Server,
         calls: CallStats,
+        limits: MessageLimits,
         identify: Identify = unproven,
         in_flight: InFlight | None = None,
     ) -> None:
         self._server = server
         self._calls = calls
+        self._limits = limits
         self._identify = identify
         self._in_flight = in_flight or InFlight()
 
@@ -217,7 +232,13 @@ class Readable:
     def add_registered_method_handlers(self, service: str, handlers: dict[str, grpc.RpcMethodHandler]) -> None:
         """Forwards to the server, with the handlers wrapped."""
         served = {
-            name: _counted(name, _lenient(handler), self._calls, self._identify, self._in_flight)
+            name: _counted(
+                name,
+                _checked(service, name, handler, self._limits.of(name)),
+                self._calls,
+                self._identify,
+                self._in_flight,
+            )
             for name, handler in handlers.items()
         }
         self._server.add_registered_method_handlers(service, served)
@@ -227,14 +248,14 @@ def _check_readable(request: Any) -> None:
     if isinstance(request, Refused):
         raise request.error
     if isinstance(request, Unreadable):
-        raise FieldInvalid(f"the message cannot be parsed: {request.why}")
+        raise FieldInvalid(request.why)
 
 
 def maps_errors(domain: str) -> Callable[[Handler], Handler]:
     """Decorate a grpc.aio servicer method, unary or server-streaming, to report its errors as rich statuses.
 
     Any other exception is a bug: it is logged under an id, and the caller receives only that id. A message that
-    ``Readable`` could not parse is FIELD_INVALID.
+    ``Readable`` refused is FIELD_INVALID.
     """
 
     def decorate(handler: Handler) -> Handler:
@@ -242,17 +263,22 @@ def maps_errors(domain: str) -> Callable[[Handler], Handler]:
 
             @functools.wraps(handler)
             async def stream(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
+                failed: ServiceError | None = None
                 responses = handler(self, request, context)
                 try:
                     _check_readable(request)
                     async for response in responses:
                         yield response
                 except ServiceError as error:
-                    await _abort(context, error, domain)
+                    failed = error.bare()
                 except Exception:
-                    await _abort(context, unexpected(handler.__name__), domain)
+                    failed = unexpected(handler.__name__)
                 finally:
                     await responses.aclose()
+                if failed is not None:
+                    aborting = _abort(context, failed, domain)
+                    del context  # as in ``_abort``
+                    await aborting
 
             return stream  # type: ignore[return-value]
 
@@ -262,9 +288,12 @@ def maps_errors(domain: str) -> Callable[[Handler], Handler]:
                 _check_readable(request)
                 return await handler(self, request, context)
             except ServiceError as error:
-                await _abort(context, error, domain)
+                failed = error.bare()
             except Exception:
-                await _abort(context, unexpected(handler.__name__), domain)
+                failed = unexpected(handler.__name__)
+            aborting = _abort(context, failed, domain)
+            del context  # as in ``_abort``
+            await aborting
 
         return unary  # type: ignore[return-value]
 

@@ -28,6 +28,7 @@ from services.common.access.identity import Identity
 from services.common.access.in_flight import InFlight
 from services.common.call_stats import CallStats
 from services.common.edge import descriptors, keepalive
+from services.common.edge.message_limit import MessageLimit, MessageLimits
 from services.common.edge.paths import make_directory
 from services.common.edge.reflection import Reflection
 from services.common.edge.tls import Certificates, Tls
@@ -36,11 +37,13 @@ from services.common.rpc import Identify, Readable, certified, unproven
 
 log = structlog.get_logger()
 
-#: Enough for 4096 demands with prompts; gRPC itself rejects a larger message.
+#: The largest message of any service; methods have limits of their own.
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 
 #: Seconds that a caller has to greet, TLS included.
 HANDSHAKE_S = 20.0
+
+_DEFAULT_LIMITS = MessageLimits({}, MessageLimit(MAX_MESSAGE_BYTES))
 
 _TCP = "host:port with a port of 0 to 65535"
 _UNIX_PATH_LIMIT = 107  # bytes of sockaddr_un.sun_path, less the terminator
@@ -129,6 +132,7 @@ class Serving:
     may; and TCP, where a certificate shows it or nothing does. They share the servicers, and ``in_flight``. Each has at
     most ``max_connections`` connections, and closes further ones.
     Health is NOT_SERVING until ``ready()``; ``drain()`` sets it back, then lets calls in flight end.
+    ``limits`` are those of the service's messages; of far larger ones gRPC itself refuses to read the rest.
     """
 
     def __init__(
@@ -141,6 +145,7 @@ class Serving:
         max_connections: int = 1024,
         guests: Sequence[int] = (),
         in_flight: InFlight | None = None,
+        limits: MessageLimits = _DEFAULT_LIMITS,
     ) -> None:
         check_exposure(listeners, tls, insecure)
         self._guests = guests
@@ -150,6 +155,7 @@ class Serving:
         self._tls = tls
         self._max_connections = max_connections
         self._certificates: Certificates | None = None
+        self._limits = limits
         self._health = health.aio.HealthServicer()
         self._paths: list[tuple[Path, int]] = []
         self._servers: list[grpc.aio.Server] = []
@@ -180,11 +186,12 @@ class Serving:
             await server.start()
 
     def _server(self, identify: Identify) -> grpc.aio.Server:
+        # Whose message is a little too large shall hear so from its method, with a reason.
         # Without so_reuseport=0, a second server on a port in use would silently take every other connection.
         server = grpc.aio.server(
             options=[
                 ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", min(2 * self._limits.size, MAX_MESSAGE_BYTES)),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 *keepalive.SERVER,
                 ("grpc.server_handshake_timeout_ms", round(1000 * HANDSHAKE_S)),
@@ -195,7 +202,7 @@ class Serving:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         Reflection((self._service, health.SERVICE_NAME)).add_to(server)
         for register, calls in self._registered:
-            register(Readable(server, calls, identify, self._in_flight))
+            register(Readable(server, calls, self._limits, identify, self._in_flight))
         return server
 
     def _bind_guest(self, guest: Identity, uid: int) -> None:

@@ -18,6 +18,7 @@ from services.common.edge.reloading import reread
 from services.common.errors import Draining, InvalidConfiguration, ModelInvalid, ServiceError
 from services.common.prometheus import Endpoint
 from services.common.serving import Serving, configure_logging
+from services.engine.api.limits import LIMITS
 from services.engine.api.served import Served
 from services.engine.api.servicer import SERVICE, EngineServicer
 from services.engine.config import LOCAL, Config, default_pool_id, model_id
@@ -78,6 +79,7 @@ class Engine:
             config.listeners,
             tls=config.tls,
             insecure=config.insecure,
+            limits=LIMITS,
             max_connections=config.max_connections,
         )
         self._source: PageSource | None = None  # until the engine's thread takes it over

@@ -23,6 +23,7 @@ from services.common.errors import GpuError, InvalidConfiguration
 from services.common.gpu_ipc import Gpu, Runtime
 from services.common.prometheus import Endpoint
 from services.common.serving import Serving, configure_logging
+from services.kvcache.api.limits import LIMITS
 from services.kvcache.api.roles import ENGINE
 from services.kvcache.api.servicer import SERVICE, KvCacheServicer
 from services.kvcache.arena.device import DeviceArena, ReadChecksums
@@ -99,6 +100,7 @@ class Daemon:
             max_connections=config.max_connections,
             guests=self._policy.guests,
             in_flight=InFlight(config.identity_calls),
+            limits=LIMITS,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._endpoint: Endpoint | None = None

@@ -160,7 +160,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 with inside(f"requests[{index}]"):
                     begun[index] = await self._begin(message, items.stream(index, max(1, message.n)), deadline)
             except ServiceError as error:
-                items.fail(index, error)
+                items.fail(index, error.bare())
             except Exception:
                 items.fail(index, rpc.unexpected("BatchGenerate"))
             await asyncio.sleep(0)  # let other calls run between two prompts

@@ -26,9 +26,17 @@ from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
 from services.common.call_stats import CallStats
 from services.common.edge import keepalive
+from services.common.edge.message_limit import STEP_TOKENS
 from services.common.edge.paths import check_socket
 from services.common.edge.tls import ClientTls
-from services.common.errors import AttachMismatch, InvalidConfiguration, KvCacheDown, ServiceError, SessionExpired
+from services.common.errors import (
+    AttachMismatch,
+    ExceedsPool,
+    InvalidConfiguration,
+    KvCacheDown,
+    ServiceError,
+    SessionExpired,
+)
 from services.common.gpu_ipc import Gpu
 from services.common.serving import MAX_MESSAGE_BYTES
 from services.engine.pages.connection import Connection
@@ -61,6 +69,9 @@ _DATA_TYPES = {"f32": pb.DATA_TYPE_F32, "f16": pb.DATA_TYPE_F16, "bf16": pb.DATA
 
 
 Reply = TypeVar("Reply")
+
+#: A call of an exchange, and the demands that it makes.
+_Part = tuple[pb.AllocatePagesRequest, Items[Demand]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +180,21 @@ class GrpcPageSource:
     # --- the step call --------------------------------------------------------------------------------------------
 
     def exchange(self, demands: Items[Demand], removed: Items[str]) -> Exchange:
-        """Send one AllocatePages. Raises SessionExpired without a session."""
-        session = self._live()
-        request = pb.AllocatePagesRequest(
-            session_id=session.id, remove_sequence_ids=removed, demands=_demand_messages(demands)
-        )
-        return _Call(self, session, request, demands)
+        """Send one AllocatePages, or several, one after the other, when the prompts are too long for one.
 
-    def send(self, request: pb.AllocatePagesRequest, session: _Session, demands: Items[Demand]) -> Attempt[_Answer]:
-        """Start one attempt at a call of the session, which asks for ``demands``; what is answered is its result."""
-        return Attempt(self._caller, partial(self._answered, request, demands, _call_s(session.lease)))
+        Raises SessionExpired without a session.
+        """
+        session = self._live()
+        parts = [
+            (pb.AllocatePagesRequest(session_id=session.id, demands=_demand_messages(some)), some)
+            for some in _in_parts(demands)
+        ]
+        parts[0][0].remove_sequence_ids.extend(removed)
+        return _Call(self, session, parts)
+
+    def send(self, parts: list[_Part], session: _Session) -> Attempt[_Answer]:
+        """Start one attempt at the calls of the session; what is answered to all of them is its result."""
+        return Attempt(self._caller, partial(self._answered, parts, _call_s(session.lease)))
 
     def now(self) -> float:
         """The clock that leases are measured with."""
@@ -293,9 +309,12 @@ class GrpcPageSource:
         except grpc.RpcError as failure:
             raise _error_of(failure, self.target) from failure
 
-    def _answered(self, request: pb.AllocatePagesRequest, demands: Items[Demand], timeout_s: float) -> _Answer:
-        reply = self._timed("AllocatePages", request, timeout_s)
-        return _Answer(reply.epoch, _grants(reply, demands))  # made here, a step runs meanwhile
+    def _answered(self, parts: list[_Part], timeout_s: float) -> _Answer:
+        grants: list[Grant] = []
+        for request, demands in parts:
+            reply = self._timed("AllocatePages", request, timeout_s)
+            grants += _grants(reply, demands)  # made here, a step runs meanwhile
+        return _Answer(reply.epoch, grants)
 
     def _timed(self, method: str, request: Any, timeout_s: float) -> Any:
         began, code = self._clock(), "UNKNOWN"
@@ -335,22 +354,15 @@ class Attempt(Generic[Reply]):
 
 
 class _Call:
-    """An AllocatePages call under way. Sent again as it is when nobody answers: a replay changes nothing more."""
+    """An exchange under way. Sent again as it is when nobody answers: a replay changes nothing more."""
 
-    def __init__(
-        self,
-        source: GrpcPageSource,
-        session: _Session,
-        request: pb.AllocatePagesRequest,
-        demands: Items[Demand],
-    ) -> None:
-        """``demands`` are those of the request."""
-        self._source, self._session, self._request, self._demands = source, session, request, demands
+    def __init__(self, source: GrpcPageSource, session: _Session, parts: list[_Part]) -> None:
+        self._source, self._session, self._parts = source, session, parts
         self._send()
 
     def _send(self) -> None:
         self._sent_at = self._source.now()
-        self._future = self._source.send(self._request, self._session, self._demands)
+        self._future = self._source.send(self._parts, self._session)
 
     def result(self) -> list[Grant]:
         """Wait for the grants. Raises SessionExpired, KvCacheDown and whatever the call is refused with."""
@@ -373,11 +385,35 @@ def _call_s(lease: Lease) -> float:
     return min(MAX_CALL_S, lease.ttl_s / 3)
 
 
+def _in_parts(demands: Items[Demand]) -> list[Items[Demand]]:
+    """The demands in order, in as many calls as their tokens need; nearly always in one."""
+    if sum(map(_token_count, demands)) <= STEP_TOKENS:
+        return [demands]
+    parts, room = [list[Demand]()], STEP_TOKENS
+    for demand in demands:
+        count = _token_count(demand)
+        if count > room and parts[-1]:
+            parts.append([])
+            room = STEP_TOKENS
+        parts[-1].append(demand)
+        room -= count
+    return list(parts)
+
+
+def _token_count(demand: Demand) -> int:
+    return len(demand.tokens) if demand.opening is None else len(demand.opening.prompt)
+
+
+def _is_too_long(demand: Demand) -> bool:
+    """Whether no call can open it; such a demand is refused here, since a refused call would refuse them all."""
+    return demand.opening is not None and len(demand.opening.prompt) > STEP_TOKENS
+
+
 def _demand_messages(demands: Items[Demand]) -> Iterator[pb.Demand]:
     """In order: one message for each sequence to open, and one for all that go on in a row."""
     for opens, group in groupby(demands, attrgetter("opens")):
         if opens:
-            yield from (pb.Demand(opening=_opening(demand)) for demand in group)
+            yield from (pb.Demand(opening=_opening(demand)) for demand in group if not _is_too_long(demand))
         else:
             yield pb.Demand(steps=_steps(list(group)))
 
@@ -412,6 +448,13 @@ def _grants(reply: pb.AllocatePagesResponse, demands: Items[Demand]) -> list[Gra
     for demand in demands:
         if told and told[0].sequence_id == demand.sequence_id:
             grants.append(_grant(told.popleft()))
+        elif _is_too_long(demand):
+            error = ExceedsPool(
+                f"the prompt has {_token_count(demand)} tokens; a KV-cache daemon takes at most {STEP_TOKENS}",
+                field="prompt",
+                limit=STEP_TOKENS,
+            )
+            grants.append(Grant(demand.sequence_id, error=error))
         else:
             grants.append(Grant(demand.sequence_id, demand.known_pages))  # nothing to tell: it has what it asked for
     return grants

@@ -290,7 +290,7 @@ class EngineLoop:
         error = KvCacheDown(f"the KV-cache daemon has not answered for {self._patience:g} s")
         self._abort_all(error)
         if self._refusal is None:
-            self._refusal = error
+            self._refusal = error.bare()
             self._on_serving(False)
 
     # --- messages -----------------------------------------------------------------------------------------------

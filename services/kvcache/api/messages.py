@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf import duration_pb2
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from services.common.edge.message_limit import STEP_TOKENS
 from services.common.errors import FieldInvalid
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.cache.explain import PageAnswer
@@ -141,22 +142,30 @@ def snapshot_messages(cache: KvCache, pool_id: str) -> Iterator[pb.CacheLinks]:
 def read_demands(items: Any) -> list[Steps | Opening]:
     """The demands of AllocatePages. Raises FieldInvalid."""
     demands: list[Steps | Opening] = []
-    count = 0
+    _check_sequences(len(items))  # none but an empty step is of no sequence
+    count = tokens = 0
     for at, item in enumerate(items):
         match item.WhichOneof("demand"):
             case "steps":
+                tokens += check_tokens(len(item.steps.tokens), tokens, f"demands[{at}].steps.tokens")
                 demands.append(read_steps(item.steps, f"demands[{at}].steps", growing=True))
                 count += len(item.steps.sequence_ids)
             case "opening":
+                tokens += check_tokens(len(item.opening.prompt.tokens), tokens, f"demands[{at}].opening.prompt.tokens")
                 demands.append(_read_opening(item.opening, f"demands[{at}].opening"))
                 count += 1
             case _:
                 raise FieldInvalid(f"demands[{at}] has neither steps nor an opening", field=f"demands[{at}]")
+    _check_sequences(count)
+    return demands
+
+
+def _check_sequences(count: int) -> None:
+    """Raises FieldInvalid when demands are of too many sequences."""
     if count > MAX_ITEMS:
         raise FieldInvalid(
             f"demands are of {count} sequences; they may be of {MAX_ITEMS}", field="demands", limit=MAX_ITEMS
         )
-    return demands
 
 
 def _read_opening(opening: pb.SequenceOpening, field: str) -> Opening:
@@ -179,29 +188,31 @@ def _read_opening(opening: pb.SequenceOpening, field: str) -> Opening:
 
 def read_steps(steps: pb.SequenceSteps, field: str, *, growing: bool) -> Steps:
     """The columns of a step, with those that tell of pages when it is ``growing``. Raises FieldInvalid."""
-    ids = steps.sequence_ids[:]
-    count = len(ids)
+    count = len(steps.sequence_ids)
     check_items(count, f"{field}.sequence_ids")
-    _check_names(ids, f"{field}.sequence_ids")
-    columns = Steps(
-        ids,
-        steps.starts[:],
-        steps.token_counts[:],
-        array("I", steps.tokens[:]),
-        steps.total_pages[:],
-        steps.known_pages[:],
-    )
     pages = count if growing else 0
-    lengths = (count, count, count, sum(columns.token_counts), pages, pages)
-    for name, length in zip(Steps._fields, lengths, strict=True):
-        has = len(getattr(columns, name))
-        if has != length:
-            raise FieldInvalid(
-                f"{field}.{name} has {has} entries; for {count} sequences it must have {length}",
-                field=f"{field}.{name}",
-                limit=length,
-            )
-    return columns
+    # Before any of them is copied: each may be as long as a message.
+    _check_column(steps, "starts", count, count, field)
+    _check_column(steps, "token_counts", count, count, field)
+    counts = steps.token_counts[:]
+    _check_column(steps, "tokens", sum(counts), count, field)
+    _check_column(steps, "total_pages", pages, count, field)
+    _check_column(steps, "known_pages", pages, count, field)
+    ids = steps.sequence_ids[:]
+    _check_names(ids, f"{field}.sequence_ids")
+    tokens = array("I", steps.tokens[:])
+    return Steps(ids, steps.starts[:], counts, tokens, steps.total_pages[:], steps.known_pages[:])
+
+
+def _check_column(steps: pb.SequenceSteps, name: str, length: int, count: int, field: str) -> None:
+    """Raises FieldInvalid when a column is not as long as its ``count`` sequences need it to be."""
+    has = len(getattr(steps, name))
+    if has != length:
+        raise FieldInvalid(
+            f"{field}.{name} has {has} entries; for {count} sequences it must have {length}",
+            field=f"{field}.{name}",
+            limit=length,
+        )
 
 
 def read_retention(message: pb.Retention) -> Retention:
@@ -264,6 +275,17 @@ def check_items(count: int, field: str) -> None:
     """Raises FieldInvalid when a batch is too large."""
     if count > MAX_ITEMS:
         raise FieldInvalid(f"{field} has {count} items; it may have {MAX_ITEMS}", field=field, limit=MAX_ITEMS)
+
+
+def check_tokens(count: int, before: int, field: str) -> int:
+    """``count``, unless it is too many tokens for a call that has so many ``before``. Raises FieldInvalid."""
+    if before + count > STEP_TOKENS:
+        raise FieldInvalid(
+            f"{field} has {count} tokens, after {before} in the call; it may have {STEP_TOKENS} together",
+            field=field,
+            limit=STEP_TOKENS,
+        )
+    return count
 
 
 def read_ids(ids: Any, field: str) -> list[str]:

@@ -150,6 +150,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     async def AppendTokens(self, request: pb.AppendTokensRequest, context: Any) -> pb.AppendTokensResponse:
         """See the proto."""
         caller = self._policy.require(ENGINE)
+        messages.check_tokens(len(request.steps.tokens), 0, "steps.tokens")
         steps = messages.read_steps(request.steps, "steps", growing=False)
         response = pb.AppendTokensResponse(epoch=self._cache.epoch)
         for sequence_id, error in self._cache.append(request.session_id, steps, caller):
@@ -244,6 +245,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         """See the proto."""
         self._policy.require(NEEDED["ExplainPrefix"])
         messages.check_name(request.salt, "salt", least=0)
+        messages.check_tokens(len(request.prompt), 0, "prompt")
         answers = self._cache.explain(
             request.pool_id,
             array("I", request.prompt),

@@ -290,7 +290,7 @@ class KvCache:
             try:
                 told.append((demand.sequence_id, open_sequence(session, pool, demand, now)))
             except ServiceError as error:
-                told.append((demand.sequence_id, error))
+                told.append((demand.sequence_id, error.bare()))
         pool.totals.refused_demands += sum(isinstance(one, CapacityExceeded | QuotaExceeded) for _, one in told)
         return told, pool
 

@@ -54,7 +54,7 @@ def advance(session: Session, pool: Pool, steps: Steps, now: float) -> list[tupl
                 session, pool, sequence, start, new, wanted, len(sequence.pages) if known is None else known, now
             )
         except ServiceError as error:
-            told.append((name, error))
+            told.append((name, error.bare()))
             continue
         if grant.pages or grant.copies:
             told.append((name, grant))

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from services.common.edge.message_limit import STEP_TOKENS
 from services.common.errors import (
     AttachMismatch,
+    ExceedsPool,
     InvalidConfiguration,
     KvCacheDown,
     LayoutMismatch,
@@ -72,6 +74,22 @@ def address(daemon: Running) -> str:
 def made(daemon: Running, **options: Any) -> GrpcPageSource:
     options.setdefault("pool_pages", 8)
     return GrpcPageSource(address(daemon), "pool", GEOMETRY, **options)
+
+
+# --- calls ---------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_too_long_for_one_call_are_sent_in_several(source: GrpcPageSource) -> None:
+    source.reopen()
+    source.exchange([OPENING], []).result()
+    long = {name: [number] * (STEP_TOKENS // 2 + 1) for number, name in enumerate("bcd")}
+    openings = [dataclasses.replace(OPENING, sequence_id=name, opening=Opening(long[name])) for name in long]
+    too_long = dataclasses.replace(OPENING, sequence_id="x", opening=Opening([7] * (STEP_TOKENS + 1)))
+    fork = Demand("e", start=0, tokens=[], total_pages=0, known_pages=0, parent="d")
+    grants = source.exchange([openings[0], too_long, *openings[1:], fork], ["a"]).result()
+    assert [grant.sequence_id for grant in grants] == ["b", "x", "c", "d", "e"]
+    assert [len(grant.pages) for grant in grants] == [2, 0, 2, 2, 0], "the removal came first, and freed two of eight"
+    assert [type(grant.error) for grant in grants] == [type(None), ExceedsPool, type(None), type(None), type(None)]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -320,12 +338,12 @@ def losing(source: GrpcPageSource, replies: int) -> list[pb.AllocatePagesRequest
     """Lose the next replies; collects what was sent."""
     send, sent = source.send, list[pb.AllocatePagesRequest]()
 
-    def lossy(request: pb.AllocatePagesRequest, session: Any, steps: Any) -> Any:
-        sent.append(request)
-        future = send(request, session, steps)
+    def lossy(parts: Any, session: Any) -> Any:
+        sent.extend(request for request, _ in parts)
+        future = send(parts, session)
         return Lossy(future) if len(sent) <= replies else future
 
-    source.send = lossy  # type: ignore[method-assign,assignment]
+    source.send = lossy  # type: ignore[method-assign]
     return sent
 
 

@@ -43,7 +43,7 @@ def stub_of(service: Service) -> kvcache_pb2_grpc.KvCacheServiceStub:
 # --- what clients send ---
 
 
-@pytest.mark.parametrize("length", [129, 100_000])
+@pytest.mark.parametrize("length", [129, 16_000])
 def test_an_error_about_a_huge_name_still_tells_its_reason(running: Running, length: int) -> None:
     name = "\U000e0001" * length
     requests = [
