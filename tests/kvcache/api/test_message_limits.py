@@ -175,7 +175,7 @@ def nested(depth: int) -> bytes:
     ],
 )
 def test_what_is_no_message_is_not_passed_on(kind: type[Message], message: bytes) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="behind its message|wire type|within a field|10 bytes|nested"):
         count_fields(message, kind, 1 << 16)
     limit = MessageLimit(1 << 20, 1 << 16)
     why = limit.why_refused("M", b"\x0a\x00" * SMALL + message, kind) if kind is not struct_pb2.Value else ""
