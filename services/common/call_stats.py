@@ -24,6 +24,12 @@ class CallStats:
         self._bounds = tuple(bounds)
         self.handled: dict[tuple[str, ...], int] = {}
         self.seconds: dict[str, Histogram] = {}
+        self._slowest = ("", 0.0)
+
+    def take_slowest(self) -> tuple[str, float]:
+        """The method and the duration of the longest call that ended since this was last asked; none is ("", 0)."""
+        slowest, self._slowest = self._slowest, ("", 0.0)
+        return slowest
 
     def done(self, method: str, code: str, seconds: float) -> None:
         """Record a call that has ended; ``code`` is the name of its gRPC status code."""
@@ -32,3 +38,5 @@ class CallStats:
         if distribution is None:
             distribution = self.seconds[method] = Histogram(self._bounds)
         distribution.observe(seconds)
+        if seconds > self._slowest[1]:
+            self._slowest = (method, seconds)

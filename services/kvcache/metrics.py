@@ -11,6 +11,7 @@ from services.common.call_stats import CallStats
 from services.common.prometheus import Families, Rows
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.pool.pool import Pool
+from services.kvcache.presence import LoopWatch
 
 PREFIX = "rocmforge_kvcache_"
 
@@ -21,9 +22,10 @@ COLLECT_S = 5.0
 class KvCacheMetrics(Collector):
     """Collects a cache's metrics at each scrape, on the cache's own event loop, between two transactions."""
 
-    def __init__(self, cache: KvCache, calls: CallStats, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, cache: KvCache, calls: CallStats, watch: LoopWatch, loop: asyncio.AbstractEventLoop) -> None:
         self._cache = cache
         self._calls = calls
+        self._watch = watch
         self._loop = loop
 
     def collect(self) -> list[Metric]:
@@ -46,6 +48,8 @@ class KvCacheMetrics(Collector):
         turns: Rows = {("taken",): cache.attach_turns, ("refused",): cache.attach_refusals}
         families.counters("attach_turns_total", "Attempts of sessions to attach to GPU memory.", ("outcome",), turns)
         families.counter("pools_dropped_total", "Pools whose memory was freed.", cache.pools.dropped)
+        families.histogram("loop_held_seconds", "How much too late the event loop came back.", self._watch.held)
+        families.gauge("loop_held_seconds_max", "The longest that the event loop was held.", self._watch.longest_s)
         families.calls("rpc", "Calls served by the daemon", self._calls)
         _tell_pools(families, cache)
         return families.metrics

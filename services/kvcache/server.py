@@ -8,7 +8,6 @@ import functools
 import itertools
 import os
 import secrets
-import time
 from collections.abc import Callable
 
 import structlog
@@ -36,6 +35,7 @@ from services.kvcache.lease.process import ProcessTable
 from services.kvcache.metrics import KvCacheMetrics
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import Arena
+from services.kvcache.presence import LoopWatch, PresentClock
 from services.kvcache.scrub.scrubber import Scrubber
 
 log = structlog.get_logger()
@@ -46,14 +46,15 @@ SWEEP_INTERVAL_S = 0.5
 class Daemon:
     """Call ``start``, connect to ``bound``, call ``stop``. Tests run the same object on a free port.
 
-    With ``config.device`` gpu, raises InvalidConfiguration if there is no usable GPU.
+    Without a ``clock`` time stands still while the event loop is away. With ``config.device`` gpu, raises
+    InvalidConfiguration if there is no usable GPU.
     """
 
     def __init__(
         self,
         config: Config,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
         load_runtime: Callable[[], Runtime] = Runtime.load,
         read_checksums: ReadChecksums = kernel_checksums,
     ) -> None:
@@ -75,6 +76,7 @@ class Daemon:
             log.info("arena_made", **where, bytes=arena.size_bytes, pages=pages, layout=str(layout))
             return arena
 
+        clock = PresentClock() if clock is None else clock
         work = asyncio.Event()
         self.cache = KvCache(
             config.limits,
@@ -88,6 +90,7 @@ class Daemon:
         )
         self.scrubber = Scrubber(self.cache, work)
         self.calls = CallStats()
+        self.watch = LoopWatch(clock, self.calls)
         self._policy = config.policy
         self._servicer = KvCacheServicer(
             self.cache, self.scrubber, self._policy, owner_of=processes.owner, shared_pools=config.shared_pools
@@ -129,10 +132,14 @@ class Daemon:
         )
         await self._serving.start()
         if self.config.metrics is not None:
-            collector = KvCacheMetrics(self.cache, self.calls, asyncio.get_running_loop())
+            collector = KvCacheMetrics(self.cache, self.calls, self.watch, asyncio.get_running_loop())
             self._endpoint = Endpoint(self.config.metrics, collector)
             await asyncio.to_thread(self._endpoint.start)
-        self._tasks = [asyncio.create_task(self._sweep()), asyncio.create_task(self.scrubber.run())]
+        self._tasks = [
+            asyncio.create_task(self._sweep()),
+            asyncio.create_task(self.watch.run()),
+            asyncio.create_task(self.scrubber.run()),
+        ]
         await self._serving.ready()
 
     def reload(self, read: Callable[[], Config]) -> None:

@@ -20,6 +20,19 @@ from services.kvcache.server import Daemon
 LAYOUT_PB = pb.PageLayout(page_size=4, layers=1, kv_heads=1, head_dim=4, data_type=pb.DATA_TYPE_F32)
 
 
+def attached(stub: kvcache_pb2_grpc.KvCacheServiceStub, pool_id: str = "pool", **fields: Any) -> str:
+    """Open a session of eight pages and attach as an engine does; the session id."""
+    fields.setdefault("pool_pages", 8)
+    fields.setdefault("layout", LAYOUT_PB)
+    opened = stub.OpenSession(pb.OpenSessionRequest(pool_id=pool_id, **fields))
+    with open(opened.arena.file_path, "r+b") as file, mmap.mmap(file.fileno(), opened.arena.size_bytes) as arena:
+        at = opened.arena.canary_offset
+        canary = arena[at : at + 32]
+        arena[at + 32 : at + 64] = bytes(byte ^ 0xFF for byte in canary)
+    stub.AttachSession(pb.AttachSessionRequest(session_id=opened.session_id, seen=canary))
+    return str(opened.session_id)
+
+
 class Running:
     """The daemon's loop runs in a thread; ``now`` is its clock; ``options`` are its others: what gives it GPUs."""
 
@@ -52,14 +65,7 @@ class Running:
 
     def session(self, pool_id: str = "pool", **fields: Any) -> str:
         """Open and attach as an engine does; the session id."""
-        fields.setdefault("pool_pages", 8)
-        opened = self.stub.OpenSession(pb.OpenSessionRequest(pool_id=pool_id, layout=LAYOUT_PB, **fields))
-        with open(opened.arena.file_path, "r+b") as file, mmap.mmap(file.fileno(), opened.arena.size_bytes) as arena:
-            at = opened.arena.canary_offset
-            canary = arena[at : at + 32]
-            arena[at + 32 : at + 64] = bytes(byte ^ 0xFF for byte in canary)
-        self.stub.AttachSession(pb.AttachSessionRequest(session_id=opened.session_id, seen=canary))
-        return str(opened.session_id)
+        return attached(self.stub, pool_id, **fields)
 
     async def drain(self) -> None:
         self.daemon._servicer.drain()

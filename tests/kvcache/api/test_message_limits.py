@@ -1,4 +1,3 @@
-# mypy: disable-error-code="attr-defined"
 """Messages that cost more than they say: refused by their bytes, and gone with their reply."""
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from google.protobuf.message import Message
 from rocmforge.engine.v1 import engine_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
+from services.common.access.in_flight import InFlight
+from services.common.call_stats import CallStats
 from services.common.edge.message_limit import SMALL, STEP_BYTES, STEP_TOKENS, MessageLimit, count_fields
 from services.common.errors import FieldInvalid
 from services.kvcache.api.limits import LIMITS
@@ -175,7 +176,7 @@ def nested(depth: int) -> bytes:
     ],
 )
 def test_what_is_no_message_is_not_passed_on(kind: type[Message], message: bytes) -> None:
-    with pytest.raises(ValueError, match="behind its message|wire type|within a field|10 bytes|nested"):
+    with pytest.raises(ValueError, match=r"behind its message|wire type|within a field|10 bytes|nested"):
         count_fields(message, kind, 1 << 16)
     limit = MessageLimit(1 << 20, 1 << 16)
     why = limit.why_refused("M", b"\x0a\x00" * SMALL + message, kind) if kind is not struct_pb2.Value else ""
@@ -261,7 +262,7 @@ def test_nothing_of_a_refused_request_outlives_its_call(name: str) -> None:
     handler = grpc.unary_unary_rpc_method_handler(getattr(Servicer(), name))
     if name == "streams":
         handler = grpc.unary_stream_rpc_method_handler(getattr(Servicer(), name))
-    counted = rpc._counted(name, handler, rpc.CallStats(), rpc.unproven)
+    counted = rpc._counted(name, handler, CallStats(), rpc.unproven, InFlight())
     request, context = Body(), Context()
     gone, its_call = weakref.ref(request), weakref.ref(context)
 
