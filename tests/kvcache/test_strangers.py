@@ -25,9 +25,10 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
 from services.common.serving import guest_socket
+from services.healthcheck import wait_serving
 from tests.kvcache.conftest import LAYOUT_PB
 from tests.kvcache.stranger import Stranger
-from tests.processes import ROOT, Service, kvcache
+from tests.processes import ROOT, START_S, Service, kvcache
 
 TENANT, RIVAL, VIEWER, NOBODY = 3000, 3001, 3002, 3999
 PROMPT = list(range(1, 18))
@@ -237,3 +238,35 @@ def test_where_another_user_cannot_come_the_daemon_says_so_and_stops() -> None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert f"--arena-dir {shut}/a: uid 3000 cannot be let in, because it may not pass through {shut}" in done.stderr
+
+
+#: A daemon that is no root: what it imports, it imports before it gives root up, as tests/kvcache/stranger.py does.
+UNPRIVILEGED = """
+import os, sys
+from services.kvcache.__main__ import main
+os.setgroups([])
+os.setresgid(*[int(sys.argv[1])] * 3)
+os.setresuid(*[int(sys.argv[1])] * 3)
+raise SystemExit(main(sys.argv[2:]))
+"""
+
+
+def test_a_daemon_without_privileges_lets_another_user_in_and_nobody_else() -> None:
+    with tempfile.TemporaryDirectory(prefix="rf-") as name:
+        os.chown(name, TENANT, TENANT)
+        socket = Path(name) / "k.sock"
+        flags = ["--listen", f"unix:{socket}", "--arena-dir", f"{name}/a", "--memory", "1MiB"]
+        command = [sys.executable, "-c", UNPRIVILEGED, str(TENANT), *flags, "--allow", f"viewer=uid:{VIEWER}"]
+        daemon = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        try:
+            wait_serving(f"unix:{socket}", alive=lambda: daemon.poll() is None, timeout_s=START_S)
+            address = f"unix:{guest_socket(socket, VIEWER)}"
+            for uid, reached, code in ((VIEWER, address, None), (NOBODY, address, "UNAVAILABLE")):
+                with Stranger(uid, reached) as stranger:
+                    assert stranger.ask("GetStats").get("code") == code, uid
+            for uid, code in ((TENANT, None), (VIEWER, "UNAVAILABLE")):
+                with Stranger(uid, f"unix:{socket}") as stranger:
+                    assert stranger.ask("Fsck").get("code") == code, uid
+        finally:
+            daemon.terminate()
+            assert daemon.wait(60) == 0
