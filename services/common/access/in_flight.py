@@ -11,22 +11,22 @@ class InFlight:
 
     def __init__(self, most: int | None = None) -> None:
         self.most = most
-        self._counts: dict[Identity, int] = {}
+        self._counts: dict[str, int] = {}  # by text, whose hash is kept
 
     def begin(self, caller: Identity) -> TooManyCalls | None:
         """A call begins, and ``end`` is to be told of it; or the reason for which it must not."""
-        count = self._counts.get(caller, 0)
+        count = self._counts.get(caller.text, 0)
         if self.most is not None and count >= self.most:
             return TooManyCalls(
                 f"{caller} has {count} calls in flight, the limit of one identity", identity=caller, limit=self.most
             )
-        self._counts[caller] = count + 1
+        self._counts[caller.text] = count + 1
         return None
 
     def end(self, caller: Identity) -> None:
         """A call that had begun is over."""
-        count = self._counts[caller] - 1
+        count = self._counts[caller.text] - 1
         if count:
-            self._counts[caller] = count
+            self._counts[caller.text] = count
         else:
-            del self._counts[caller]
+            del self._counts[caller.text]

@@ -43,6 +43,8 @@ class Policy:
         for one in allowed:
             has = self._roles.get(one.identity, frozenset())
             self._roles[one.identity] = has | {one.role} | includes[one.role]
+        # Asked at every call: a string keeps its hash.
+        self._by_text = {identity.text: roles for identity, roles in self._roles.items()}
 
     @property
     def guests(self) -> list[int]:
@@ -61,7 +63,7 @@ class Policy:
     def require(self, role: str) -> str:
         """The caller of the call being served, as text. Raises RoleMissing unless it has the role."""
         caller = CALLER.get()
-        if role not in self._roles.get(caller, ()):
+        if role not in self._by_text.get(caller.text, ()):
             raise RoleMissing(
                 f"this call needs the role {role}, which {caller} does not have; the service gives it with --allow "
                 f"{role}={caller}",
