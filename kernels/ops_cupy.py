@@ -20,7 +20,7 @@ from kernels import ops_numpy
 from kernels.attention import plan as attention
 from kernels.attention import selftest
 from kernels.attention.plan import Attention, Geometry, size_class
-from kernels.device import module
+from kernels.device import module, tuning
 from kernels.device.gpu import this_gpu
 from kernels.device.pinned import Pinned
 from kernels.device.staging import Staging
@@ -111,13 +111,21 @@ class CupyOps:
 
     Types are ``f32``, ``f16`` and ``bf16``, and for pages also ``int8``. `weight`, `rope_table` and `fitted` make this
     device the calling thread's current one; a forward pass begins with `fitted`. With ``replays``, steps of a few
-    tokens per row are replayed.
+    tokens per row are replayed. ``tuned`` says which kernels were measured to be best.
 
     Raises ValueError for an unknown type, and for int8 pages with replays. Methods raise `module.KernelError` when a
     kernel does not compile, `gemm.GemmError` when a product fails, and CuPy's own errors when the GPU fails.
     """
 
-    def __init__(self, device: int, dtype: str, kv_dtype: str, page_size: int, replays: Replays | None = None) -> None:
+    def __init__(
+        self,
+        device: int,
+        dtype: str,
+        kv_dtype: str,
+        page_size: int,
+        replays: Replays | None = None,
+        tuned: tuning.Tuning = tuning.NOTHING,
+    ) -> None:
         import cupy
 
         if dtype not in KINDS or dtype == "int8":
@@ -130,6 +138,7 @@ class CupyOps:
         self._device = cupy.cuda.Device(device)
         self._device.use()
         self._gpu = this_gpu(device)
+        self._tuned = tuned
         self._kind, self._kv_kind, self._page_size = KINDS[dtype], KINDS[kv_dtype], page_size
         self._dtype = _DTYPES[self._kind]
         self._attentions: dict[tuple[int, int, int, int, float], Attention] = {}
@@ -339,7 +348,12 @@ class CupyOps:
 
     def _few(self, product: gemv.Product) -> bool:
         """Whether to compute a product with gemv.hip."""
-        return gemv.fits(product)
+        return gemv.fits(product) and self._blocks_of(product) != 0
+
+    def _blocks_of(self, product: gemv.Product) -> int | None:
+        """The tuned number of blocks of a multiprocessor, 0 for the library; None if it was not tuned."""
+        weight_rows = product.outputs * (1 + product.gated)
+        return self._tuned.products.get((product.rows, product.inputs, weight_rows, product.itemsize))
 
     def _normed(
         self, kernel: str, product: gemv.Product, x: Any, norm: Any, eps: float, weight: Any, residual: Any
@@ -351,7 +365,7 @@ class CupyOps:
         return out, x if total is None else total
 
     def _gemv(self, kernel: str, product: gemv.Product, arguments: list[Any], shared: int = 0) -> None:
-        launch = gemv.launch(self._gpu, product)
+        launch = gemv.launch(self._gpu, product, self._blocks_of(product))
         sizes = [np.int32(product.rows), np.int32(product.inputs), np.int32(product.outputs), np.int32(launch.split)]
         compiled = self._module("gemv", RF_ROWS=launch.rows)
         compiled.launch(kernel, launch.blocks, gemv.THREADS, [*arguments, *sizes], shared)
@@ -455,7 +469,8 @@ class CupyOps:
         """Whether attention of ``geometry`` uses matrix units; the first time, this runs the self-test."""
         found = self._verdicts.get(geometry)
         if found is None:
-            found = self._verdicts[geometry] = selftest.tested(selftest.CupyDevice(module.load), geometry, self._gpu)
+            gpu = self._tuned.gpu(self._gpu, geometry.dtype, geometry.kv_dtype, geometry.head_dim, geometry.group)
+            found = self._verdicts[geometry] = selftest.tested(selftest.CupyDevice(module.load), geometry, gpu)
         return found
 
     def _geometry(self, query_heads: int, layers: int, kv_heads: int, head_dim: int) -> Geometry:

@@ -241,6 +241,7 @@ def decode_cost(geometry: Geometry, gpu: Gpu, rows: int) -> Cost:
         blocks = 4 if geometry.head_dim <= 128 else 3 if rows <= 8 else 2
     else:
         blocks = 3 if rows <= 4 and geometry.kv_dtype != "F32" else 2
+    blocks = gpu.decode_blocks or blocks
     return Cost(blocks, enough=2, block=64, split=64)
 
 

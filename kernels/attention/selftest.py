@@ -68,7 +68,7 @@ def tested(device: TriedDevice, geometry: Geometry, gpu: Gpu) -> Verdict:
     bound = BOUNDS["BF16" if geometry.kv_dtype == "INT8" else geometry.dtype] if geometry.dtype in BOUNDS else 0.0
     errors: dict[str, float] = {}
     for kernel, new, decode_all in _tiles(geometry, gpu):
-        errors[kernel] = _error(device, geometry, gpu, new, decode_all)
+        errors[kernel] = error_of(device, geometry, gpu, new, decode_all)
         if not errors[kernel] <= bound:  # NaN is no less
             return Verdict(replace(gpu, matrix=NO_MATRIX), "wrong", errors, kernel, bound)
     return Verdict(gpu, "used" if errors else "none", errors, "", bound)
@@ -91,18 +91,20 @@ def _tiles(geometry: Geometry, gpu: Gpu) -> Iterator[tuple[str, int, bool]]:
         )
 
 
-def _error(device: TriedDevice, geometry: Geometry, gpu: Gpu, new: int, decode_all: bool) -> float:
-    """||out - expected|| / ||expected|| of a row of ``new`` tokens behind `CACHED` others, of one kv head."""
+def error_of(
+    device: TriedDevice, geometry: Geometry, gpu: Gpu, new: int, decode_all: bool, cached: int = CACHED
+) -> float:
+    """||out - expected|| / ||expected|| of a row of ``new`` tokens behind ``cached`` others, of one kv head."""
     one = replace(geometry, query_heads=geometry.group, kv_heads=1, layers=1)
     rng = np.random.default_rng(new)
     scale = one.head_dim**-0.5
     q = rng.standard_normal((new, one.group, one.head_dim)).astype(_STORED[one.dtype])
-    keys = CACHED + new
+    keys = cached + new
     pages = -(-keys // one.page_size)
     table = rng.permutation(pages).astype(np.int32)
     arena, k, v = _pages(one, rng, pages, table, keys)
     attention = Attention(device.compile, one, gpu, scale)
-    plan = attention.plan(np.array([CACHED]), np.array([new]), decode_all=decode_all)
+    plan = attention.plan(np.array([cached]), np.array([new]), decode_all=decode_all)
     out = device.empty(q.shape, q.dtype)
     partials, stats = (device.empty(max(1, count), np.float32) for count in attention.scratch(plan))
     parts = [device.array(plan.packed[part]) for part in plan.parts]
@@ -110,7 +112,7 @@ def _error(device: TriedDevice, geometry: Geometry, gpu: Gpu, new: int, decode_a
     attention.run(
         plan, parts, device.array(q), width, device.array(arena), 0, device.array(table), pages, out, partials, stats
     )
-    found, expected = device.get(out).astype(np.float64), _expected(q.astype(np.float64), k, v, scale)
+    found, expected = device.get(out).astype(np.float64), _expected(q.astype(np.float64), k, v, cached, scale)
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
@@ -132,10 +134,10 @@ def _pages(
 
 
 def _expected(
-    q: NDArray[np.float64], k: NDArray[np.float64], v: NDArray[np.float64], scale: float
+    q: NDArray[np.float64], k: NDArray[np.float64], v: NDArray[np.float64], cached: int, scale: float
 ) -> NDArray[np.float64]:
     scores = np.einsum("tgd,kd->tgk", q, k) * scale
-    hidden = np.arange(len(k))[None, :] > CACHED + np.arange(len(q))[:, None]
+    hidden = np.arange(len(k))[None, :] > cached + np.arange(len(q))[:, None]
     scores = np.where(hidden[:, None, :], -math.inf, scores)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     mixed: NDArray[np.float64] = np.einsum("tgk,kd->tgd", weights / weights.sum(axis=-1, keepdims=True), v)

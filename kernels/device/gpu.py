@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 #: Values of RF_MATRIX: scalar multiplications, NVIDIA's mma.sync, AMD's MFMA or WMMA.
 NO_MATRIX, MATRIX_16X8X16, MATRIX_16X16X16 = 0, 1, 2
@@ -13,17 +15,21 @@ class Gpu:
     """The properties of a GPU that determine kernel layout.
 
     ``matrix`` selects the matrix unit of common.h: `matrix_unit` of the target, or on a CPU any, for tests.
+    ``decode_blocks``: blocks of `attention_decode` that a multiprocessor runs at a time, if that was tuned; else 0.
     """
 
     wave: int
     processors: int
     matrix: int
+    decode_blocks: int = 0
 
     def __post_init__(self) -> None:
         if self.wave not in (32, 64):
             raise ValueError(f"wave={self.wave}: must be 32 or 64")
         if self.processors < 1:
             raise ValueError(f"processors={self.processors}: must be at least 1")
+        if self.decode_blocks < 0:
+            raise ValueError(f"decode_blocks={self.decode_blocks}: must be at least 0")
         if self.matrix not in (NO_MATRIX, MATRIX_16X8X16, MATRIX_16X16X16):
             raise ValueError(f"matrix={self.matrix}: must be {NO_MATRIX}, {MATRIX_16X8X16} or {MATRIX_16X16X16}")
         if self.matrix == MATRIX_16X8X16 and self.wave != 32:
@@ -40,14 +46,25 @@ def matrix_unit(target: str) -> int:
     return NO_MATRIX
 
 
+def target_of(properties: Mapping[str, Any]) -> str:
+    """Return the compiler's target without features, ``gfx942`` or ``sm_90``, of a device's properties."""
+    arch = properties.get("gcnArchName", b"")
+    if arch:
+        return str(arch.decode().split(":")[0])
+    return f"sm_{properties['major']}{properties['minor']}"
+
+
+def target(device: int) -> str:
+    """Return `target_of` CuPy's ``device``."""
+    import cupy
+
+    return target_of(cupy.cuda.runtime.getDeviceProperties(device))
+
+
 def this_gpu(device: int | None = None, matrix: bool = True) -> Gpu:
     """Return CuPy's ``device``, by default the current one; without ``matrix``, as if it had no matrix unit."""
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id if device is None else device)
-    if cupy.cuda.runtime.is_hip:
-        target = properties["gcnArchName"].decode()
-    else:
-        target = f"sm_{properties['major']}{properties['minor']}"
-    unit = matrix_unit(target) if matrix else NO_MATRIX
+    unit = matrix_unit(target_of(properties)) if matrix else NO_MATRIX
     return Gpu(int(properties["warpSize"]), int(properties["multiProcessorCount"]), unit)

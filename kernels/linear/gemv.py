@@ -71,8 +71,8 @@ def fits(product: Product) -> bool:
     )
 
 
-def launch(gpu: Gpu, product: Product) -> Launch:
-    """The launch configuration of a product.
+def launch(gpu: Gpu, product: Product, blocks: int | None = None) -> Launch:
+    """The launch configuration of a product; ``blocks`` of a multiprocessor, if that was tuned.
 
     ``split`` depends only on the weight and the GPU, so that a row's sums do not depend on the number of rows.
     """
@@ -86,6 +86,6 @@ def launch(gpu: Gpu, product: Product) -> Launch:
     ):
         split *= 2
     # No more blocks than fit, balanced over the multiprocessors.
-    room = gpu.processors * BLOCKS[product.rows > 1]
+    room = gpu.processors * (blocks or BLOCKS[product.rows > 1])
     rows = next(rows for rows in COMPILED if rows >= product.rows)
     return Launch(split, min(-(-product.pairs // (waves // split)), room), rows)

@@ -20,7 +20,7 @@ from services.common.values import Kind, byte_size, one_of, seconds, whole
 from services.engine.checkpoint.gguf.model import is_gguf
 from services.engine.checkpoint.gguf.shards import files_of, name_of
 from services.engine.delivery.registry import RegistryLimits
-from services.engine.model.backend import CPU, DEVICES, DTYPES, KV_DTYPES, REPLAYS
+from services.engine.model.backend import AUTO, CPU, DEVICES, DTYPES, KV_DTYPES, OFF, REPLAYS
 from services.engine.scheduling.admission import Limits
 
 PORT = 50051
@@ -161,6 +161,13 @@ class Config(Listening):
         f"how recurring GPU steps are launched, {', '.join(REPLAYS)}: replay reduces host time, which limits small "
         "models; graphs are NVIDIA only; default: tapes, off for int8 pages",
         metavar="HOW",
+    )
+    tuning: str = setting(
+        Kind(str, "path, auto or off"),
+        AUTO,
+        f"the kernels measured to be best on this GPU: a file of `python -m services.doctor first-light`, `{OFF}`, or "
+        f"`{AUTO}`: the one that first light left in the cache directory, if it did",
+        metavar="PATH",
     )
     page_size: int = setting(whole(1, 4096), 16, "tokens per page", metavar="N")
     max_batch: int = setting(whole(1, 1024), 32, "most requests that run at once", metavar="N")

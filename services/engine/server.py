@@ -162,9 +162,9 @@ class Engine:
         """Create the backend that the flags select. Raises InvalidConfiguration."""
         config = self.config
         if config.device == CPU:
-            return on_host(config.dtype, config.kv_dtype, config.replay)
+            return on_host(config.dtype, config.kv_dtype, config.replay, config.tuning)
         dtype = config.dtype or checkpoint.config.dtype
-        return on_gpu(config.gpu, dtype, config.kv_dtype, config.page_size, config.replay)
+        return on_gpu(config.gpu, dtype, config.kv_dtype, config.page_size, config.replay, tuned=config.tuning)
 
     def _load(self, checkpoint: Checkpoint, backend: Backend) -> tuple[Model, Drawer]:
         """Load the model and prepare its sampler. Raises ModelInvalid, InvalidConfiguration."""

@@ -171,3 +171,11 @@ def test_how_steps_are_replayed() -> None:
         with pytest.raises(InvalidConfiguration, match=f"--replay {how}: not available on a CPU"):
             on_host(None, None, how)
     assert on_host(None, None, "off").name == "numpy"
+
+
+def test_a_tuning_file_is_for_a_gpu() -> None:
+    assert (Config.read([], {}).tuning, Config.read(["--tuning", "t.json"], {}).tuning) == ("auto", "t.json")
+    with pytest.raises(InvalidConfiguration, match=r"--tuning t.json: not available on a CPU"):
+        on_host(None, None, None, "t.json")
+    for how in ("auto", "off"):
+        assert on_host(None, None, None, how).name == "numpy"

@@ -70,3 +70,54 @@ def test_units_that_are_wrong_are_told_and_not_used() -> None:
     [event] = [event for event in told["events"] if event["event"] == "matrix_units_wrong"]
     assert (event["log_level"], event["kernel"]) == ("warning", "attention_prefill")
     assert event["error"] > 10 * event["bound"]
+
+
+TUNED = """
+import json, os, sys
+from pathlib import Path
+from structlog.testing import capture_logs
+from benchmarks.shapes import TINY
+from kernels.device import tuning
+from services.common.errors import InvalidConfiguration
+from services.engine.model.backend import AUTO, on_gpu
+path = Path(sys.argv[1])
+group = TINY.query_heads // TINY.kv_heads
+chosen = tuning.Tuning({("BF16", "BF16", TINY.head_dim, group): (False, 1)}, {(1, 64, 64, 2): 0, (2, 64, 64, 2): 3})
+path.write_text(chosen.as_json("gfx942"))
+told = {}
+with capture_logs() as events:
+    backend = on_gpu(0, "bf16", None, 16, tuned=str(path))
+    backend.prepare(TINY)
+told["events"], told["units"] = events, backend.matrix_units()
+from kernels.linear import gemv
+told["few"] = [backend.ops._few(gemv.Product(rows, 64, 64, 2)) for rows in (1, 2)]
+path.write_text(chosen.as_json("gfx90a"))
+try:
+    on_gpu(0, "bf16", None, 16, tuned=str(path))
+except InvalidConfiguration as error:
+    told["error"] = error.message
+path.rename(tuning.default_path("gfx942"))
+with capture_logs() as events:
+    told["ignored"] = on_gpu(0, "bf16", None, 16, tuned=AUTO).ops._tuned == tuning.NOTHING
+told["warnings"] = events
+tuning.default_path("gfx942").write_text(chosen.as_json("gfx942"))
+told["found"] = on_gpu(0, "bf16", None, 16, tuned=AUTO).ops._tuned == chosen
+told["off"] = on_gpu(0, "bf16", None, 16).ops._tuned == tuning.NOTHING
+print(json.dumps(told))
+"""
+
+
+def test_an_engine_uses_the_kernels_of_the_tuning_file(tmp_path: Path) -> None:
+    (tmp_path / "rocmforge").mkdir()
+    environment = {**standin.environment(memory=64 << 20), "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", TUNED, str(tmp_path / "t.json")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["units"] == "none"  # matrix units are right here, and the file says that scalar kernels are faster
+    assert told["few"] == [False, True]
+    assert [event["event"] for event in told["events"]] == ["tuning", "matrix_units"]
+    assert "arch is 'gfx90a'; this GPU is gfx942" in told["error"] and told["error"].startswith("--tuning ")
+    [event] = told["warnings"]
+    assert (event["event"], event["log_level"], told["ignored"]) == ("tuning_ignored", "warning", True)
+    assert told["found"] and told["off"]

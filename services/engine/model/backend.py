@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
 
 from kernels import ops_numpy
 from kernels.attention.selftest import Verdict
+from kernels.device import tuning
+from kernels.device.gpu import target
 from kernels.device.module import KernelError
 from kernels.ops import Ops
 from kernels.ops_cupy import CupyOps
@@ -29,6 +32,8 @@ DEVICES = (CPU, GPU)
 DTYPES = ("f32", "f16", "bf16")
 KV_DTYPES = (*DTYPES, "int8")
 TAPES, GRAPHS, OFF = "tapes", "graphs", "off"
+#: Of a tuning: the file that first light left, if it did.
+AUTO = "auto"
 REPLAYS = (TAPES, GRAPHS, OFF)
 
 log = structlog.get_logger()
@@ -66,10 +71,12 @@ class Backend:
         return memory.array if isinstance(memory, DevicePages) else memory
 
 
-def on_host(dtype: str | None, kv_dtype: str | None, replay: str | None = None) -> Backend:
+def on_host(dtype: str | None, kv_dtype: str | None, replay: str | None = None, tuned: str = OFF) -> Backend:
     """The NumPy backend, which computes in f32. Raises InvalidConfiguration for other dtypes, and for replay."""
     if replay not in (None, OFF):
         raise InvalidConfiguration(f"--replay {replay}: not available on a CPU; see --device", field="--replay")
+    if tuned not in (AUTO, OFF):
+        raise InvalidConfiguration(f"--tuning {tuned}: not available on a CPU; see --device", field="--tuning")
     for flag, value in (("--dtype", dtype), ("--kv-dtype", kv_dtype)):
         if value not in (None, "f32"):
             raise InvalidConfiguration(f"{flag} {value}: a CPU supports only f32; see --device", field=flag)
@@ -83,16 +90,18 @@ def on_gpu(
     page_size: int,
     replay: str | None = None,
     make_ops: Callable[..., CupyOps] = CupyOps,
+    tuned: str = OFF,
 ) -> Backend:
-    """The CuPy backend on GPU ``ordinal``; ``make_ops`` creates its operations. Raises InvalidConfiguration when the
-    GPU cannot be used.
+    """The CuPy backend on GPU ``ordinal``; ``make_ops`` creates its operations. ``tuned`` is a file that says which
+    kernels are best, `AUTO` or `OFF`. Raises InvalidConfiguration when the GPU or the file cannot be used.
     """
     gpu = Runtime.load().gpu(ordinal)
     # Writing int8 pages launches kernels with extents specific to the step, so it cannot be replayed.
     replay = replay or (OFF if kv_dtype == "int8" else TAPES)
     try:
         replays = None if replay == OFF else Graphs() if replay == GRAPHS else Tapes()
-        ops = make_ops(ordinal, dtype, kv_dtype or dtype, page_size, replays)
+        chosen = {} if tuned == OFF else {"tuned": _tuning(tuned, target(ordinal))}
+        ops = make_ops(ordinal, dtype, kv_dtype or dtype, page_size, replays, **chosen)
     except ValueError as error:
         raise InvalidConfiguration(f"--replay {replay}: {error}", field="--replay") from error
 
@@ -114,6 +123,23 @@ def on_gpu(
     units = [""]
     name = "rocm" if gpu.runtime.is_hip else "cuda"
     return Backend(name, ops, dtype, kv_dtype or dtype, gpu, prepare, ops.synchronize, lambda: units[0])
+
+
+def _tuning(tuned: str, arch: str) -> tuning.Tuning:
+    """Read the file. One that was named must be right; the one of the cache directory is only used if it is."""
+    path = tuning.default_path(arch) if tuned == AUTO else Path(tuned)
+    if tuned == AUTO and not path.exists():
+        return tuning.NOTHING
+    try:
+        found = tuning.read(path, arch)
+    except tuning.TuningError as error:
+        if tuned != AUTO:
+            raise InvalidConfiguration(f"--tuning {error}", field="--tuning") from error
+        change = "remove the file, or run `python -m services.doctor first-light` again"
+        log.warning("tuning_ignored", detail=str(error), change=change)
+        return tuning.NOTHING
+    log.info("tuning", path=str(path), attention=len(found.attention), products=len(found.products))
+    return found
 
 
 def _tell(verdict: Verdict, ordinal: int) -> None:
