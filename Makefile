@@ -1,7 +1,7 @@
 # Newcomers, developers and .ci/run use the same targets. `make` without one lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery buf chaos clients fuzz help setup protos protos-bundle release-protos run up down smollm2 soak test test-fast test-gpu test-isa lint lint-style lint-types lint-protos bench-step tools clean
+.PHONY: atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery buf chaos clients fuzz first-light help setup protos protos-bundle release-protos run up down smollm2 soak test test-fast test-gpu test-isa lint lint-style lint-types lint-protos bench-step tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -79,6 +79,9 @@ test-fast: setup ## Run only tests that start no process and compile nothing, in
 test-gpu: setup ## Run the GPU tests on this machine's GPU; fails without one
 	@# Compiling for AMD needs no GPU but a clang that a GPU machine may lack, so CI does that.
 	@ROCMFORGE_TEST_GPU=1 $(PY) -m pytest tests/gpu tests/kernels --ignore tests/kernels/device/test_targets.py -k "not amd_matrix_units_compile"
+
+first-light: setup ## Try everything on this machine's GPU, and write a report to send
+	@$(PY) -m services.doctor first-light $(if $(QUICK),--quick)
 
 test-isa: setup ## Run all kernel tests as AMD machine code on this CPU
 	@ROCMFORGE_TEST_ISA=1 $(PY) -m pytest -n auto --maxprocesses 4 tests/kernels tests/simulators -k "gfx"

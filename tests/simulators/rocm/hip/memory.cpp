@@ -84,12 +84,12 @@ template <class Visit> void each_file(Visit visit) {
     closedir(folder);
 }
 
-// Bytes that all processes have of a device of this machine.
+// Bytes that all processes have of a device of this machine; what a process had that is gone is free.
 size_t in_use(int physical) {
     size_t sum = 0;
     each_file([&](const Name &name, const std::string &path) {
         struct stat status;
-        if (name.machine == machine() && name.device == physical && stat(path.c_str(), &status) == 0)
+        if (name.machine == machine() && name.device == physical && alive(name.owner) && stat(path.c_str(), &status) == 0)
             sum += (size_t)status.st_size;
     });
     return sum;
