@@ -298,7 +298,7 @@ def measure_pages(pages: int) -> PageRow:
         clock=time.monotonic,
         random_bytes=bytes,
         make_arena=lambda *_: NoArena(),
-        alive=lambda process: None,
+        observe=lambda process: None,
     )
     layout = PageLayout(page_size=PAGE, layers=1, kv_heads=1, head_dim=8, dtype="f16")
     session = cache.open_session("bench", "bench", layout)

@@ -82,7 +82,7 @@ class Loaded:
             clock=time.monotonic,
             random_bytes=lambda n: next(counter).to_bytes(n, "big"),
             make_arena=arena,
-            alive=lambda process: None,
+            observe=lambda process: None,
         )
         self.made: list[str] = []
 

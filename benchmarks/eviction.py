@@ -114,7 +114,7 @@ def hits(trace: Trace, pages: int, policy: str) -> Iterator[int]:
         clock=lambda: 0.0,
         random_bytes=bytes,
         make_arena=_NoArena,
-        alive=lambda process: None,
+        observe=lambda process: None,
     )
     session = cache.open_session("replay", "trace", layout, pool_pages=pages)
     cache.attach_session(session.id, bytes(CANARY_BYTES))

@@ -1,7 +1,8 @@
 """An engine as a process that computes a step when the test lets it, and otherwise is the product as it is run.
 
 ``python -m tests.gated`` is ``python -m services.engine`` with a gate between the scheduler and the model: each step
-takes a byte out of a pipe, and waits for one when there is none.
+takes a byte out of a pipe, and waits for one when there is none. Before that it puts one into another pipe, so that a
+test knows when the engine is in a step that it has not computed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from tests.gpus import environment
 from tests.processes import Service, engine
 
 PIPE = "TESTS_STEPS"
+#: Behind the name of that pipe, the other's.
+REACHED = ".reached"
 #: Less than a pipe holds.
 MANY = 30_000
 
@@ -34,25 +37,37 @@ class Steps:
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path)
+        os.mkfifo(f"{path}{REACHED}")
         self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        self._told = os.open(f"{path}{REACHED}", os.O_RDWR)
+        self._let = self._reached = 0
         self._closed = False
 
     def let(self, count: int = MANY) -> None:
         """Let so many more steps through."""
         if os.write(self._pipe, bytes(count)) != count:
             raise ValueError(f"the pipe has no room for {count} steps")
+        self._let += count
 
     def hold(self) -> None:
         """Take back what was let and not computed."""
         with contextlib.suppress(BlockingIOError):
-            while os.read(self._pipe, MANY):
-                pass
+            while taken := os.read(self._pipe, MANY):
+                self._let -= len(taken)
+
+    def until_held(self) -> None:
+        """Wait until all that was let is computed, and the engine is in a step that waits: after its last look at its
+        lease, and before it reads or writes a page.
+        """
+        while self._reached <= self._let:
+            self._reached += len(os.read(self._told, MANY))
 
     def close(self) -> None:
         """Let all steps through that are still to come. Closing twice changes nothing."""
         if not self._closed:
             self._closed = True
             os.close(self._pipe)
+            os.close(self._told)
 
 
 @contextlib.contextmanager
@@ -82,11 +97,15 @@ class GatedRunner:
     def __init__(self, *given: Any) -> None:
         self._inner = Runner(*given)
         self._pipe = os.open(os.environ[PIPE], os.O_RDONLY)
+        # To write alone would fail once nobody reads; and nobody may for as long as the test runs.
+        self._told = os.open(os.environ[PIPE] + REACHED, os.O_RDWR | os.O_NONBLOCK)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         self._inner.copy_pages(copies)
 
     def run(self, step: Sequence[Chunk]) -> list[Result]:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._told, b"\0")
         os.read(self._pipe, 1)
         return self._inner.run(step)
 

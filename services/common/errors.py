@@ -191,6 +191,18 @@ class PoolInUse(ServiceError):
     code, reason = "FAILED_PRECONDITION", "POOL_IN_USE"
 
 
+class QuarantineUnknown(ServiceError):
+    """No lost session of this name has pages or memory in quarantine."""
+
+    code, reason = "NOT_FOUND", "QUARANTINE_UNKNOWN"
+
+
+class EngineAlive(ServiceError):
+    """The lost session's process is alive and may write its pages: nobody can vouch for it but itself."""
+
+    code, reason = "FAILED_PRECONDITION", "ENGINE_ALIVE"
+
+
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 

@@ -42,7 +42,7 @@ def namespaces(machine: Machine, peer: int | None, needs_gpu: bool) -> Finding:
     if "pid" in apart:
         return warning(
             told,
-            "share the pid namespace: otherwise the daemon cannot see that an engine was killed, and waits for its "
-            "lease to expire",
+            "share the pid namespace: otherwise the daemon cannot see that an engine was killed, and keeps its "
+            "incomplete pages in quarantine until somebody releases them",
         )
     return ok(f"{told}; sharing host memory does not depend on them")

@@ -20,6 +20,7 @@ from services.kvcache.arena.host import default_directory
 from services.kvcache.arena.room import Room, default_memory
 from services.kvcache.cache.cache import MAX_TTL_S, MIN_TTL_S, Limits
 from services.kvcache.eviction.policy import POLICIES, policy_name
+from services.kvcache.lease.quarantine import FENCES
 from services.kvcache.pool.budget import MAX_PAGES
 
 CPU, GPU = "cpu", "gpu"
@@ -93,9 +94,16 @@ class Config(Listening):
     drain_s: float = setting(
         seconds(0, 3600),
         _DEFAULTS.drain_s,
-        "seconds that a lost session's unfinished pages stay in quarantine, unless its process is proven gone",
+        "seconds that a lost session's engine has to come back before --fence applies to it",
         name="drain",
         metavar="S",
+    )
+    fence: str = setting(
+        one_of(*FENCES),
+        _DEFAULTS.fence,
+        "what becomes of a lost engine whose process is alive past --drain: `wait` keeps its unfinished pages in "
+        "quarantine until it ends or comes back, `kill` kills it",
+        metavar="HOW",
     )
     cache_ttl_s: float | None = setting(
         seconds(0.001, 10**9),
@@ -207,6 +215,7 @@ class Config(Listening):
             pool_pages=self.pool_pages,
             default_ttl_s=self.session_ttl_s,
             drain_s=self.drain_s,
+            fence=self.fence,
             cache_ttl_s=self.cache_ttl_s,
             eviction=self.eviction,
             retained_share=self.retained_share,

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from services.common.call_stats import CallStats
 from services.common.prometheus import Families, Rows
 from services.kvcache.cache.cache import KvCache
+from services.kvcache.lease.quarantine import Fence
 from services.kvcache.pool.pool import Pool
 from services.kvcache.presence import LoopWatch
 
@@ -45,6 +46,10 @@ class KvCacheMetrics(Collector):
             "sessions_expired_total", "Sessions lost: lease expired, or process gone.", cache.expired_sessions
         )
         families.counter("sequences_expired_total", "Sequences ended as leaked.", cache.expired_sequences)
+        lost = [record.fence for record in cache.quarantine.lost()]
+        fences: Rows = {(fence.name.lower(),): lost.count(fence) for fence in Fence}
+        families.gauges("sessions_lost", "Lost sessions that may still write pages.", ("fence",), fences)
+        families.counter("engines_killed_total", "Engines killed for their silence.", cache.quarantine.killed)
         turns: Rows = {("taken",): cache.attach_turns, ("refused",): cache.attach_refusals}
         families.counters("attach_turns_total", "Attempts of sessions to attach to GPU memory.", ("outcome",), turns)
         families.counter("pools_dropped_total", "Pools whose memory was freed.", cache.pools.dropped)

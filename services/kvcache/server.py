@@ -84,7 +84,7 @@ class Daemon:
             clock=clock,
             random_bytes=secrets.token_bytes,
             make_arena=make_arena,
-            alive=processes.alive,
+            observe=processes.observe,
             devices=None if gpus is None else len(gpus),
             wake=work.set,
         )

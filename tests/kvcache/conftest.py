@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,17 @@ def attached(stub: kvcache_pb2_grpc.KvCacheServiceStub, pool_id: str = "pool", *
         arena[at + 32 : at + 64] = bytes(byte ^ 0xFF for byte in canary)
     stub.AttachSession(pb.AttachSessionRequest(session_id=opened.session_id, seen=canary))
     return str(opened.session_id)
+
+
+def myself() -> pb.ProcessIdentity:
+    """This process, as an engine names itself."""
+    return identity_of(os.getpid())
+
+
+def identity_of(pid: int) -> pb.ProcessIdentity:
+    """A process of this namespace."""
+    start = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return pb.ProcessIdentity(pid=pid, start_time=start, pid_namespace=os.readlink("/proc/self/ns/pid"))
 
 
 class Running:

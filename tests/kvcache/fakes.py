@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterable
 
 from services.kvcache.cache.cache import KvCache, Limits
-from services.kvcache.lease.sessions import Process, Session
+from services.kvcache.lease.sessions import Session
+from services.kvcache.lease.witness import Process
 from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import DeviceMemory, Pool
@@ -54,17 +55,58 @@ class FakeArena:
         self.closed = True
 
 
+class FakeWitness:
+    """Of one process; it dies when it is killed, unless it is ``immortal``."""
+
+    def __init__(self, processes: FakeProcesses, pid: int) -> None:
+        self._processes = processes
+        self._pid = pid
+        self.uid = processes.uids.get(pid, OWN_UID)
+        self.own = self.uid == OWN_UID
+        self.closed = False
+
+    def gone(self) -> bool:
+        if self.closed:
+            raise ValueError(f"the witness of {self._pid} is closed")
+        return self._pid not in self._processes.living
+
+    def kill(self) -> bool:
+        self._processes.killed.append(self._pid)
+        if self._pid in self._processes.refusing:
+            return False
+        if self._pid not in self._processes.lingering:
+            self._processes.kill(self._pid)
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+OWN_UID = 1000
+
+
 class FakeProcesses:
-    """Processes live until ``kill``; pids not in ``seen`` cannot be seen."""
+    """Processes of one namespace, "here", that live until ``kill``; ``uids`` has whose they are, if not the daemon's.
+
+    Those ``refusing`` cannot be killed by the daemon, and those ``lingering`` do not end of it at once.
+    """
 
     def __init__(self) -> None:
-        self.seen: dict[int, bool] = {}
+        self.living: set[int] = set()
+        self.uids: dict[int, int] = {}
+        self.killed: list[int] = []
+        self.refusing: set[int] = set()
+        self.lingering: set[int] = set()
+        self.witnesses: list[FakeWitness] = []
 
     def kill(self, pid: int) -> None:
-        self.seen[pid] = False
+        self.living.discard(pid)
 
-    def alive(self, process: Process) -> bool | None:
-        return self.seen.get(process.pid)
+    def observe(self, process: Process) -> FakeWitness | None:
+        if process.pid_namespace != "here":
+            return None
+        self.witnesses.append(FakeWitness(self, process.pid))
+        return self.witnesses[-1]
 
 
 class World:
@@ -89,9 +131,9 @@ class World:
             Limits(**settings),  # type: ignore[arg-type]
             epoch=7,
             clock=lambda: self.now,
-            random_bytes=lambda n: next(counter).to_bytes(n, "big"),
+            random_bytes=lambda n: next(counter).to_bytes(n, "little"),
             make_arena=self._make_arena,
-            alive=self.processes.alive,
+            observe=self.processes.observe,
             chain_hash=chain_hash,
             devices=devices,
         )
@@ -100,12 +142,15 @@ class World:
         self.arenas.append(FakeArena(layout, pages, slots, device))
         return self.arenas[-1]
 
-    def attached(self, pool_id: str = "pool", pid: int | None = None, **options: object) -> Session:
-        """A session that has proved its mapping."""
+    def attached(
+        self, pool_id: str = "pool", pid: int | None = None, *, seen: bool = True, **options: object
+    ) -> Session:
+        """A session that has proved its mapping, of a living process that the daemon can see or not."""
         process = None
         if pid is not None:
-            self.processes.seen[pid] = True
-            process = Process(pid, 1, "here")
+            if seen:
+                self.processes.living.add(pid)
+            process = Process(pid, 1, "here" if seen else "elsewhere")
         session = self.cache.open_session("test", pool_id, self.layout, process=process, **options)  # type: ignore[arg-type]
         arena = self.cache.pool_of(session).arena
         arena.answers[session.canary_slot] = bytes(b ^ 0xFF for b in session.canary)  # type: ignore[attr-defined]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import socket
+import subprocess
 import urllib.error
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,7 @@ from services.common.prometheus import Endpoint
 from services.common.serving import Listener
 from services.kvcache.config import Config
 from services.kvcache.metrics import PREFIX
-from tests.kvcache.conftest import Running
+from tests.kvcache.conftest import Running, identity_of
 from tests.kvcache.messages import opening, report
 from tests.kvcache.ongpus import OnGpus
 from tests.scraping import NOTHING, Scrape, read, scrape, until
@@ -116,7 +118,7 @@ ACTIONS: list[tuple[Callable[[Watched], None], set[str]]] = [
     (lambda w: w.end("x"), {"sequences"}),
     (lambda w: w.demand("g", 2, PROMPT), {"sequences"}),
     (Watched.expire, {"sequences_expired_total", "pages"}),
-    (lambda w: w.pass_time(100), {"sessions_expired_total", "sessions"}),
+    (lambda w: w.pass_time(100), {"sessions_expired_total", "sessions", "sessions_lost"}),
     (lambda w: w.open("other"), {"sessions_opened_total"}),
     (lambda w: w.pass_time(100), {"sessions_expired_total"}),
     (lambda w: w.pass_time(100), set()),
@@ -124,10 +126,8 @@ ACTIONS: list[tuple[Callable[[Watched], None], set[str]]] = [
 ]
 #: Known from the start on.
 CONSTANT = {"budget_bytes", "run_info"}
-#: GPU memory is what this is for.
-ON_GPUS = {"attach_turns_total"}
-#: Zeroing pages is.
-ON_REQUEST = {"pages_zeroed_total"}
+#: GPU memory is what this is for; zeroing pages; and engines that may be killed.
+ELSEWHERE = {"attach_turns_total", "pages_zeroed_total", "engines_killed_total"}
 
 
 def test_every_documented_metric_is_scraped_and_fed(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_every_documented_metric_is_scraped_and_fed(tmp_path: Path) -> None:
             stats = running.stub.GetStats(pb.GetStatsRequest())
             check_against(after, stats)
         assert after.own() == documented()
-        assert {name for name in documented() if name not in moved} == {PREFIX + name for name in ON_GPUS | ON_REQUEST}
+        assert {name for name in documented() if name not in moved} == {PREFIX + name for name in ELSEWHERE}
         assert after.value(f"{PREFIX}budget_bytes") == 1 << 20
         assert after.labels(f"{PREFIX}run_info") == [{"epoch": f"{running.daemon.epoch:016x}", "eviction": "lru"}]
         assert after.value("process_resident_memory_bytes") > 0
@@ -158,6 +158,10 @@ def check_against(seen: Scrape, stats: pb.GetStatsResponse) -> None:
 
     assert value("sessions_expired_total") == stats.expired_sessions
     assert value("sequences_expired_total") == stats.expired_sequences
+    assert value("engines_killed_total") == stats.killed_engines
+    for fence in ("draining", "alive", "unseen", "killed"):
+        number = pb.Fence.Value(f"FENCE_{fence.upper()}")
+        assert value("sessions_lost", fence=fence) == sum(lost.fence == number for lost in stats.lost_sessions)
     assert {labels["pool"] for labels in seen.labels(f"{PREFIX}pages")} == {pool.pool_id for pool in stats.pools}
     for pool in stats.pools:
         name = pool.pool_id
@@ -222,6 +226,22 @@ def test_turns_to_attach_are_counted(tmp_path: Path) -> None:
         assert turns == {"taken": 2, "refused": 1}
         refused = {"method": "OpenSession", "code": "RESOURCE_EXHAUSTED"}
         until(Watched(running).look, f"{PREFIX}rpc_handled_total", 1, **refused)
+
+
+def test_engines_that_were_killed_are_counted(tmp_path: Path) -> None:
+    running = Running(tmp_path, *ENDPOINT, "--fence", "kill", "--drain", "1")
+    with contextlib.closing(running), subprocess.Popen(["sleep", "infinity"]) as engine:
+        watched = Watched(running)
+        running.session(process=identity_of(engine.pid))
+        watched.pass_time(11)
+        assert watched.look().value(f"{PREFIX}sessions_lost", fence="draining") == 1
+        watched.pass_time(1)
+        assert engine.wait(60) == -signal.SIGKILL
+        watched.pass_time(0)
+        seen = watched.look()
+        check_against(seen, running.stub.GetStats(pb.GetStatsRequest()))
+        assert seen.value(f"{PREFIX}engines_killed_total") == 1
+        assert not running.stub.GetStats(pb.GetStatsRequest()).lost_sessions
 
 
 def test_calls_are_counted_by_how_they_ended(tmp_path: Path) -> None:

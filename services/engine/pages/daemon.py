@@ -129,6 +129,7 @@ class GrpcPageSource:
         # gRPC's own futures start a thread for each call, and contend with the step for the interpreter all the while.
         self._caller = ThreadPoolExecutor(1, thread_name_prefix="kvcache-call")
         self._session: _Session | None = None
+        self._to_close: list[str] = []  # unmapped, and the daemon does not know yet
         self._total_pages = 0
         self._keeper = LeaseKeeper(lambda: self._session.lease if self._session else None, self._renew, clock)
 
@@ -204,13 +205,15 @@ class GrpcPageSource:
 
     def reopen(self) -> None:
         """Open a session, map its memory and verify the mapping. No step may be in flight, and no view of the old
-        memory may be kept.
+        memory may be kept: the session before, lost or not, is closed first, and with that its pages are vouched for.
 
         Raises KvCacheDown when there is no answer, AttachMismatch when the memory does not match, and any error of
         OpenSession; InvalidConfiguration when the daemon's socket is not one that this user may trust.
         """
-        self._end()
+        self._let_go()
         self._check_socket()
+        # Nobody else vouches: a session that the daemon did not hear closed would keep its pages from all.
+        self._close_sessions(MAX_CALL_S)
         sent_at = self._clock()
         opened = self._call("OpenSession", self._opening(), MAX_CALL_S)
         memory: Pages | DevicePages | None = None
@@ -221,8 +224,8 @@ class GrpcPageSource:
             attach = pb.AttachSessionRequest(session_id=opened.session_id, seen=seen)
             lease.renewed(sent_at, self._call("AttachSession", attach, _call_s(lease)).epoch)
         except BaseException:
-            _unmap(memory)
-            self._close_session(opened.session_id)
+            self._vouch(opened.session_id, memory)
+            self._close_best_effort()
             raise
         self._session, self._total_pages = _Session(opened.session_id, lease, memory), opened.arena.total_pages
         log.info(
@@ -239,7 +242,8 @@ class GrpcPageSource:
         """Close the session, best effort. Idempotent."""
         self._keeper.close()
         self._caller.shutdown()
-        self._end()
+        self._let_go()
+        self._close_best_effort()
         self._connection.close()
 
     def _check_socket(self) -> None:
@@ -250,17 +254,38 @@ class GrpcPageSource:
     def _others(self) -> tuple[int, ...]:
         return () if self._owner is None else (self._owner,)
 
-    def _end(self) -> None:
-        """Close the session, if any; errors are ignored: it may have expired, or the daemon may be gone."""
+    def _let_go(self) -> None:
+        """Unmap the session's memory, if there is one, and remember to close it."""
         session, self._session = self._session, None
         if session is not None:
-            _unmap(session.memory)  # first: a daemon without sessions may free it
-            self._close_session(session.id)
+            self._vouch(session.id, session.memory)
 
-    def _close_session(self, session_id: str) -> None:
+    def _vouch(self, session_id: str, memory: Pages | DevicePages | None) -> None:
+        """Unmap, and have the session closed, unless the GPU may still write its pages: then the daemon waits for the
+        end of this process.
+        """
+        # A mapped file goes when its last array does, and nothing writes it but this thread.
+        if not isinstance(memory, DevicePages) or memory.close():
+            self._to_close.append(session_id)
+        else:
+            log.error("session_not_vouched_for", pool_id=self._pool_id)
+
+    def _close_sessions(self, timeout_s: float) -> None:
+        """Close what is to be closed. Raises KvCacheDown when there is no answer; any answer will do."""
+        while self._to_close:
+            try:
+                self._call("CloseSession", pb.CloseSessionRequest(session_id=self._to_close[0]), timeout_s)
+            except KvCacheDown:
+                raise
+            except ServiceError as error:
+                log.warning("session_not_closed", reason=error.reason, detail=error.message)
+            del self._to_close[0]
+
+    def _close_best_effort(self) -> None:
+        """Silence is ignored: a session expires, and the end of the process speaks for it."""
         try:
-            self._call("CloseSession", pb.CloseSessionRequest(session_id=session_id), CLOSE_S)
-        except ServiceError as error:
+            self._close_sessions(CLOSE_S)
+        except KvCacheDown as error:
             log.info("session_not_closed", reason=error.reason, detail=error.message)
 
     def _opening(self) -> pb.OpenSessionRequest:
@@ -473,12 +498,6 @@ def _error_of(failure: grpc.RpcError, target: str) -> ServiceError:
     if failure.code() in _SILENT:
         return KvCacheDown(f"no answer from the KV-cache daemon at {target}: {error.message}")
     return error
-
-
-def _unmap(memory: Pages | DevicePages | None) -> None:
-    """Let go of memory on a GPU; a mapped file goes when its last array does."""
-    if isinstance(memory, DevicePages):
-        memory.close()
 
 
 def _process() -> pb.ProcessIdentity | None:

@@ -36,6 +36,7 @@ class DevicePages:
     _release: Callable[[int], None]
     _views: weakref.WeakSet[_Mapping] = field(default_factory=weakref.WeakSet)
     _closed: bool = False
+    _clean: bool = True
 
     @property
     def array(self) -> Any:
@@ -53,13 +54,14 @@ class DevicePages:
         memory = cupy.cuda.UnownedMemory(self.pointer, size, viewed, self.gpu.ordinal)
         return cupy.ndarray((self.total_pages, self.page_bytes), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
-    def close(self) -> None:
-        """Synchronize the device, then unmap or free the pages. Idempotent.
+    def close(self) -> bool:
+        """Synchronize the device, then unmap or free the pages; whether both were done, so that nothing of this process
+        can touch the pages any more. Idempotent.
 
         Never raises: a device that fails here has already failed a step, which reported the error.
         """
         if self._closed:
-            return
+            return self._clean
         self._closed = True
         if self._views:
             log.error("pages_still_viewed", device=self.gpu.ordinal, views=len(self._views))
@@ -67,7 +69,9 @@ class DevicePages:
             try:
                 step()
             except GpuError as error:
+                self._clean = False
                 log.error("pages_not_unmapped", device=self.gpu.ordinal, detail=error.message)
+        return self._clean
 
 
 def map_device_pages(

@@ -189,6 +189,10 @@ class EngineLoop:
             results = self._runner.run(step)
             computed = self._clock()
             self.totals.steps += 1
+            if not self._source.may_launch():
+                # The lease ended during the step, and others may have written what the step has read since.
+                self._lose(SessionExpired("the lease ended during a step"))
+                return 0.0
             advance = self.scheduler.apply(step, results)
             self._count_tokens(advance)
             self._events += advance.events

@@ -496,6 +496,9 @@ class Scheduler:
             self._admission.close()  # the refused demand was ahead of need; the next one is not
         elif isinstance(error, SequenceUnknown | SequenceRemoved):
             log.warning("sequence_lost", request_id=sequence.id, source_id=sequence.source_id, reason=error.reason)
+            if sequence.state is State.RUNNING:
+                # The source ended it and keeps its pages, which a step was to write: no step does from now on.
+                self._release(sequence)
             self._requeue(sequence)
         elif isinstance(error, ExceedsPool):
             self.finish(sequence, Outcome(error=error))

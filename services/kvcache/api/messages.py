@@ -18,7 +18,8 @@ from services.kvcache.cache.grant import Grant
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from services.kvcache.eviction.retention import Retention
-from services.kvcache.lease.sessions import Process
+from services.kvcache.lease.quarantine import Record
+from services.kvcache.lease.witness import Process
 from services.kvcache.pool.events import MAX_LINKS, Event, EventKind, Link
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import Pool
@@ -67,6 +68,20 @@ def pool_stats_message(pool: Pool, sessions: int) -> pb.PoolStats:
         corrupted_pages=pool.checksums.corrupted_pages if pool.checksums else 0,
         withdrawn_pages=totals.withdrawn_pages,
         zeroed_pages=table.unclean.zeroed_pages if table.unclean is not None else 0,
+    )
+
+
+def lost_session_message(record: Record, now: float) -> pb.LostSession:
+    """A lost session in GetStats."""
+    session = record.session
+    return pb.LostSession(
+        session_handle=session.handle,
+        client_name=session.client_name,
+        pool_id=record.pool.id,
+        quarantined_pages=record.page_count,
+        lost_for=duration_message(max(0.0, now - record.lost_at)) if record.lost_at is not None else None,
+        pid=session.pid,
+        fence=getattr(pb, f"FENCE_{record.fence.name}"),
     )
 
 

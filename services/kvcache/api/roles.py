@@ -30,6 +30,7 @@ NEEDED = {
     "WatchEvents": VIEWER,
     "EvictPages": OPERATOR,
     "ExpireSequences": OPERATOR,
+    "ReleaseQuarantine": OPERATOR,
     "DropPool": OPERATOR,
     "Fsck": OPERATOR,
 }

@@ -19,7 +19,8 @@ from services.common.errors import Draining, FieldInvalid, ServiceError
 from services.kvcache.api import messages
 from services.kvcache.api.roles import ENGINE, INCLUDES, NEEDED, OPERATOR
 from services.kvcache.cache.cache import KvCache
-from services.kvcache.lease.sessions import Process, Session
+from services.kvcache.lease.sessions import Session
+from services.kvcache.lease.witness import Process
 from services.kvcache.pool.sequence import Sequence
 from services.kvcache.scrub.scrubber import Report, Scrubber
 
@@ -67,6 +68,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         messages.check_name(request.pool_id, "pool_id")
         if not request.HasField("layout"):
             raise FieldInvalid("layout is missing", field="layout")
+        process = self._proven(messages.read_process(request.process))
         session = self._cache.open_session(
             request.client_name,
             request.pool_id,
@@ -74,7 +76,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             pool_pages=request.pool_pages if request.HasField("pool_pages") else None,
             max_pages=request.max_pages if request.HasField("max_pages") else None,
             ttl_s=request.ttl.ToNanoseconds() / 1e9 if request.HasField("ttl") else None,
-            process=self._proven(messages.read_process(request.process)),
+            process=process,
+            uid=self._owner_of(process) if process is not None else None,
             device=request.device_ordinal if request.HasField("device_ordinal") else None,
             caller=caller,
             private=not self._shared_pools and caller != self._policy.owner.text,
@@ -219,6 +222,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             uptime=messages.duration_message(cache.now() - cache.started_at),
             expired_sessions=cache.expired_sessions,
             expired_sequences=cache.expired_sequences,
+            lost_sessions=[messages.lost_session_message(record, cache.now()) for record in cache.quarantine.lost()],
+            killed_engines=cache.quarantine.killed,
         )
 
     @maps_errors
@@ -272,6 +277,15 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             raise FieldInvalid("older_than must be a duration of 0 s or more", field="older_than")
         count = self._cache.expire_sequences(request.older_than.ToNanoseconds() / 1e9)
         return pb.ExpireSequencesResponse(epoch=self._cache.epoch, expired_sequences=count)
+
+    @maps_errors
+    async def ReleaseQuarantine(
+        self, request: pb.ReleaseQuarantineRequest, context: Any
+    ) -> pb.ReleaseQuarantineResponse:
+        """See the proto."""
+        self._policy.require(NEEDED["ReleaseQuarantine"])
+        count = self._cache.release_quarantine(request.session_handle)
+        return pb.ReleaseQuarantineResponse(epoch=self._cache.epoch, released_pages=count)
 
     @maps_errors
     async def DropPool(self, request: pb.DropPoolRequest, context: Any) -> pb.DropPoolResponse:

@@ -26,8 +26,9 @@ from services.kvcache.cache.explain import PageAnswer, explain
 from services.kvcache.cache.grant import Grant
 from services.kvcache.cache.opening import Opening, Prompt, check_prompt, open_sequence
 from services.kvcache.cache.steps import Steps, advance
-from services.kvcache.lease.quarantine import Aliveness, Quarantine
-from services.kvcache.lease.sessions import Process, Session, Sessions
+from services.kvcache.lease.quarantine import WAIT, Quarantine
+from services.kvcache.lease.sessions import Session, Sessions
+from services.kvcache.lease.witness import Observe, Process
 from services.kvcache.pool.budget import CANARY_BYTES, Allotment, ArenaMaker, Pools
 from services.kvcache.pool.events import EventRing
 from services.kvcache.pool.layout import PageLayout
@@ -41,6 +42,9 @@ MIN_TTL_S, MAX_TTL_S = 1.0, 600.0
 #: open 10 s. Opens from several processes at a time are not to be relied on.
 ATTACH_S = 10.0
 
+#: The uid of a process that was gone when it was first looked at.
+NOBODY = -1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -50,6 +54,7 @@ class Limits:
     pool_pages: int | None = None
     default_ttl_s: float = 10.0
     drain_s: float = 30.0
+    fence: str = WAIT
     cache_ttl_s: float | None = None
     eviction: str = "lru"
     retained_share: float = 0.5
@@ -69,9 +74,9 @@ class Limits:
 class KvCache:
     """Sessions, pools and what is quarantined.
 
-    ``random_bytes`` makes session ids and canaries; ``clock`` is monotonic, in seconds; ``make_arena`` and ``alive``
-    are the ways to memory and to the process table. ``devices`` is how many GPUs there are to put pools on; with None
-    pools are in the host's memory. ``wake`` is called when there is work for ``scrubber``.
+    ``random_bytes`` makes session ids and canaries; ``clock`` is monotonic, in seconds; ``make_arena`` and
+    ``observe`` are the ways to memory and to the process table. ``devices`` is how many GPUs there are to put pools
+    on; with None pools are in the host's memory. ``wake`` is called when there is work for ``scrubber``.
     """
 
     def __init__(
@@ -82,7 +87,7 @@ class KvCache:
         clock: Callable[[], float],
         random_bytes: Callable[[int], bytes],
         make_arena: ArenaMaker,
-        alive: Aliveness,
+        observe: Observe,
         chain_hash: ChainHash = blake2b_chain,
         devices: int | None = None,
         wake: Callable[[], None] = lambda: None,
@@ -112,7 +117,8 @@ class KvCache:
             zero_pages=limits.zero_pages,
         )
         self._sessions = Sessions()
-        self._quarantine = Quarantine(alive)
+        self.quarantine = Quarantine(limits.drain_s, limits.fence)
+        self._observe = observe
         self._clock = clock
         self._random_bytes = random_bytes
 
@@ -128,6 +134,7 @@ class KvCache:
         max_pages: int | None = None,
         ttl_s: float | None = None,
         process: Process | None = None,
+        uid: int | None = None,
         device: int | None = None,
         caller: str = "",
         private: bool = False,
@@ -135,14 +142,20 @@ class KvCache:
         """A new session of the caller, on the pool, which is made if need be. The session's canary is in its arena
         then. A ``private`` pool is the caller's own: others that name it get another one.
 
+        ``uid`` is the user that the caller was proven to be, if it was: a process of another is not taken for its.
+
         Raises FieldInvalid, LayoutMismatch, InvalidConfiguration, ExceedsBudget, ExceedsShare, TooManyPools,
         TooManySessions, AttachBusy, GpuError.
         """
         ttl = self.limits.default_ttl_s if ttl_s is None else ttl_s
         if not MIN_TTL_S <= ttl <= MAX_TTL_S:
             raise FieldInvalid(f"ttl is {ttl:g} s; it must be {MIN_TTL_S:g} to {MAX_TTL_S:g} s", field="ttl")
-        if len(self._sessions) >= self.limits.max_sessions:
-            raise TooManySessions(f"{len(self._sessions)} sessions are open, the limit", limit=self.limits.max_sessions)
+        opened, lost = len(self._sessions), len(self.quarantine)
+        if opened + lost >= self.limits.max_sessions:
+            raise TooManySessions(
+                f"{opened} sessions are open and {lost} lost ones in quarantine, the limit",
+                limit=self.limits.max_sessions,
+            )
         self._check_sessions_of(caller)
         if max_pages == 0:
             raise FieldInvalid("max_pages is 0; a session needs at least one page", field="max_pages")
@@ -168,8 +181,13 @@ class KvCache:
             max_sequences=self.limits.max_sequences,
             max_pages=max_pages,
             attach_until=now + ATTACH_S if device is not None else 0.0,
+            uid=uid,
         )
         pool.arena.write_canary(session.canary_slot, session.canary)
+        session.witness = self._observe(process) if process is not None else None
+        if session.witness is not None and uid is not None and session.witness.uid not in (uid, NOBODY):
+            session.let_go()
+            session.witness = None
         pool.last_used = now
         self._sessions.add(session)
         self.opened_sessions += 1
@@ -229,8 +247,8 @@ class KvCache:
                 raise AttachBusy("another engine is attaching to GPU memory, which only one does at a time")
 
     def _is_used(self, pool: Pool) -> bool:
-        """Whether somebody maps the pool's memory, or may: a lost session that is not proven gone."""
-        return self.session_count(pool) > 0 or self._quarantine.waits_for(pool)
+        """Whether somebody maps the pool's memory, or may: a lost session without proof of its end."""
+        return self.session_count(pool) > 0 or self.quarantine.waits_for(pool)
 
     def renew_session(self, session_id: str, caller: str = "") -> Session:
         """Extend a lease. Raises SessionExpired."""
@@ -238,14 +256,24 @@ class KvCache:
 
     def close_session(self, session_id: str, caller: str = "") -> int | None:
         """End a session whose engine touches no page any more; the number of its sequences, None when the caller has
-        no such session.
+        no such session. Of a lost one the engine's word frees what is in quarantine; its sequences ended before.
         """
         session = self._sessions.pop(session_id, caller)
         if session is None:
-            return None
-        count = len(session.sequences)
-        self._end(session, lost=False)
-        return count
+            return 0 if self.quarantine.vouch(session_id, caller) else None
+        pool, sequences = self.pool_of(session), list(session.sequences.values())
+        pool.release(sequences, self._clock())
+        session.sequences.clear()
+        pool.last_used = self._clock()
+        self.quarantine.vouch(session.id, caller)
+        session.let_go()
+        return len(sequences)
+
+    def release_quarantine(self, handle: str) -> int:
+        """Free the pages of a lost session whose engine the caller knows to be gone, though the daemon cannot see it;
+        how many. Raises QuarantineUnknown, EngineAlive.
+        """
+        return self.quarantine.release(handle)
 
     def _use(self, session_id: str, caller: str) -> Session:
         now = self._clock()
@@ -255,19 +283,13 @@ class KvCache:
         pool.table.cached.pass_time(now)
         return session
 
-    def _end(self, session: Session, *, lost: bool) -> None:
+    def _lose(self, session: Session) -> None:
         now, pool, unsafe = self._clock(), self.pool_of(session), list[int]()
-        if lost:
-            for sequence in session.sequences.values():
-                unsafe += pool.lose(sequence, now)
-        else:
-            pool.release(list(session.sequences.values()), now)
+        for sequence in session.sequences.values():
+            unsafe += pool.lose(sequence, now)
         session.sequences.clear()
         pool.last_used = now
-        # The handle of a GPU's memory is opened before a session attaches, so that any may have it mapped.
-        mapped = lost and (session.attached or pool.arena.device is not None)
-        self._quarantine.add(pool, unsafe, session.process, now + self.limits.drain_s, mapped=mapped)
-        self._quarantine.ended(session.id, now + self.limits.drain_s if lost else now)
+        self.quarantine.lose(session, pool, unsafe, now)
 
     # --- sequences ---
 
@@ -310,6 +332,7 @@ class KvCache:
 
     def _remove(self, session: Session, sequence_ids: list[str]) -> list[bool]:
         found = session.forget(sequence_ids)
+        self.quarantine.vouch_for(session.id, sequence_ids)
         self.pool_of(session).release([sequence for sequence in found if sequence is not None], self._clock())
         return [sequence is not None for sequence in found]
 
@@ -352,14 +375,14 @@ class KvCache:
         A session is lost when its deadline passes or its process is proven gone.
         """
         now = self._clock()
-        lost = [s for s in self._sessions.all() if s.deadline <= now or self._quarantine.gone(s.process)]
+        lost = [s for s in self._sessions.all() if s.deadline <= now or s.is_gone()]
         for session in lost:
             self._sessions.pop(session.id, session.owner)
-            self._end(session, lost=True)
+            self._lose(session)
         self.expired_sessions += len(lost)
         if self.limits.sequence_ttl_s is not None:
             self.expire_sequences(self.limits.sequence_ttl_s)
-        self._quarantine.sweep(now)
+        self.quarantine.sweep(now, {s.process for s in self._sessions.all() if s.process is not None})
         for pool in self.pools:
             pool.table.cached.pass_time(now)
             if self.limits.cache_ttl_s is not None:
@@ -369,8 +392,8 @@ class KvCache:
     def expire_sequences(self, older_than_s: float) -> int:
         """End sequences untouched for so long, as leaked; how many.
 
-        Their engine may still be writing their unfinished pages: those stay in quarantine as long as its session
-        lives, and then for a drain. It is told SEQUENCE_REMOVED when it asks for them again.
+        Their engine may still be writing their unfinished pages: those stay in quarantine until it removes them itself,
+        as it does when it asks for them again and is told SEQUENCE_REMOVED, or else as a lost session's do.
         """
         now, count = self._clock(), 0
         sessions = {session.id: session for session in self._sessions.all()}
@@ -379,8 +402,7 @@ class KvCache:
             for sequence in old:
                 session = sessions[sequence.session_id]
                 session.forget([sequence.id])
-                unsafe = pool.lose(sequence, now)
-                self._quarantine.add(pool, unsafe, session.process, session_id=session.id)
+                self.quarantine.leave(session, pool, sequence.id, pool.lose(sequence, now))
             count += len(old)
         self.expired_sequences += count
         return count
@@ -410,7 +432,7 @@ class KvCache:
         sessions = self.session_count(pool)
         if sessions:
             raise PoolInUse(f"pool {pool_id!r} has {sessions} sessions", field="pool_id", sessions=sessions)
-        if self._quarantine.waits_for(pool):
+        if self.quarantine.waits_for(pool):
             raise PoolInUse(
                 f"pool {pool_id!r}: the engine of a lost session may still have its memory mapped", field="pool_id"
             )
@@ -419,6 +441,9 @@ class KvCache:
     def close(self) -> None:
         """Give all memory back. Engines that still map it keep their mapping and find no daemon."""
         self.pools.close()
+        self.quarantine.close()
+        for session in self._sessions.all():
+            session.let_go()
 
     # --- looking ---
 
@@ -471,6 +496,6 @@ class KvCache:
         for pool in self.pools:
             if listed[pool.id] != set(pool.sequences):
                 yield f"pool {pool.id} has sequences that no session lists, or the reverse"
-            waiting = self._quarantine.pages(pool)
+            waiting = self.quarantine.pages(pool)
             if len(waiting) != pool.table.quarantined_count or len(set(waiting)) != len(waiting):
                 yield f"pool {pool.id}: {pool.table.quarantined_count} pages quarantined, {len(waiting)} waited for"

@@ -1,83 +1,219 @@
 """Quarantine for pages that a lost session may still write, and for pools whose memory it may still map.
 
-An engine that lost its lease may still have a kernel in flight, and the daemon cannot unmap its memory. Its unfinished
-pages wait here until its process is proven gone or the drain period is over; they never go straight to another
-sequence. Until then the pool's memory is kept too: on a GPU, freeing memory that another process has mapped is
-undefined behaviour.
+An engine that lost its lease may have a step in flight, or may be stopped in the middle of one and go on in an hour,
+and the daemon cannot unmap its memory. Its unfinished pages wait here, and no time that passes frees one. It takes
+evidence that nothing writes it any more:
+
+- the process is proven gone;
+- the engine vouches, by closing the lost session once its last step is over;
+- an operator vouches, for a process that the daemon cannot see.
+
+With ``--fence=kill`` the daemon itself sees to the first. Until then the pool's memory is kept too: on a GPU, freeing
+memory that another process has mapped is undefined behaviour.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import enum
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 
-from services.kvcache.lease.sessions import Process
+import structlog
+
+from services.common.errors import EngineAlive, QuarantineUnknown
+from services.kvcache.lease.sessions import Session
+from services.kvcache.lease.witness import Process
 from services.kvcache.pool.pool import Pool
 
-#: True: the process is alive. False: it is proven gone. None: it is not visible from here.
-Aliveness = Callable[[Process], bool | None]
+log = structlog.get_logger()
+
+#: What becomes of a lost session whose process lives on behind the drain: its pages wait for it, or it is killed.
+WAIT, KILL = "wait", "kill"
+FENCES = (WAIT, KILL)
+
+#: The key of what a session held when it was lost; no sequence has this id.
+_HELD = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
+class Fence(enum.Enum):
+    """What a lost session waits for."""
+
+    DRAINING = enum.auto()  # it was lost a moment ago: its engine may just be slow
+    ALIVE = enum.auto()  # its process is alive: for the end of that, or its word
+    UNSEEN = enum.auto()  # its process cannot be seen from here: for its word, or an operator's
+    KILLED = enum.auto()  # it was killed, and is not gone yet
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """What one session may still write: pages by the sequence that left them, and the pool's memory, mapped.
+
+    ``lost_at`` is None while the session lives and some of its sequences were expired.
+    """
+
+    session: Session
     pool: Pool
-    pages: list[int]
-    process: Process | None
-    until: float
-    session_id: str
+    left: dict[str, list[int]] = field(default_factory=dict)
+    lost_at: float | None = None
+    overdue: bool = False
+    killed: bool = False
+
+    @property
+    def pages(self) -> list[int]:
+        """All pages, in the order they were left."""
+        return [page for pages in self.left.values() for page in pages]
+
+    @property
+    def page_count(self) -> int:
+        """How many pages it keeps."""
+        return sum(map(len, self.left.values()))
+
+    @property
+    def fence(self) -> Fence:
+        """What it waits for, once its session is lost."""
+        if self.killed:
+            return Fence.KILLED
+        if not self.overdue:
+            return Fence.DRAINING
+        return Fence.UNSEEN if self.session.witness is None else Fence.ALIVE
 
 
 class Quarantine:
-    """Batches of pages, each waiting for a process to be gone or for a point in time."""
+    """One record for each session that left pages, or may have memory mapped. Times are seconds of the cache's clock.
 
-    def __init__(self, alive: Aliveness) -> None:
-        self._alive = alive
-        self._batches: list[_Batch] = []
+    ``drain_s`` is how long a lost session may stay silent before it counts as fenced: it is told of then and, if
+    ``fence`` is kill, killed.
+    """
 
-    def gone(self, process: Process | None) -> bool:
-        """Whether a process is proven gone."""
-        return process is not None and self._alive(process) is False
+    def __init__(self, drain_s: float, fence: str = WAIT) -> None:
+        self._drain_s = drain_s
+        self._kills = fence == KILL
+        self._records: dict[str, Record] = {}
+        self.killed = 0
 
-    def add(
-        self,
-        pool: Pool,
-        pages: list[int],
-        process: Process | None,
-        until: float = math.inf,
-        session_id: str = "",
-        *,
-        mapped: bool = False,
-    ) -> None:
-        """Keep quarantined pages until the process is gone or the clock reads ``until``.
+    def __len__(self) -> int:
+        """Lost sessions."""
+        return sum(record.lost_at is not None for record in self._records.values())
 
-        Without ``until``, the pages belong to a live session, which may write them until it ends; ``ended`` then sets
-        the time. With ``mapped``, the batch keeps the pool's memory even if it has no pages, because the process may
-        have it mapped.
+    def lost(self) -> Iterator[Record]:
+        """The lost sessions, in the order in which they left their first pages."""
+        return (record for record in self._records.values() if record.lost_at is not None)
+
+    def leave(self, session: Session, pool: Pool, sequence_id: str, pages: list[int]) -> None:
+        """A live session's sequence was ended, and its engine may still write these pages."""
+        if pages:
+            self._record(session, pool).left[sequence_id] = pages
+
+    def lose(self, session: Session, pool: Pool, pages: list[int], now: float) -> None:
+        """A session is lost, with these unfinished pages and all that it left before."""
+        # The handle of a GPU's memory is opened before a session attaches, so that any may have it mapped.
+        mapped = session.attached or pool.arena.device is not None
+        if pages or mapped or session.id in self._records:
+            record = self._record(session, pool)
+            record.lost_at = now
+            if pages:
+                record.left[_HELD] = pages
+        else:
+            session.let_go()
+
+    def _record(self, session: Session, pool: Pool) -> Record:
+        return self._records.setdefault(session.id, Record(session, pool))
+
+    def vouch(self, session_id: str, caller: str) -> bool:
+        """The engine touches no page of this session of the caller any more, live or lost; whether there was anything
+        of it here.
         """
-        if pages or mapped:
-            self._batches.append(_Batch(pool, pages, process, until, session_id))
+        record = self._records.get(session_id)
+        if record is None or record.session.owner != caller:
+            return False
+        self._end(record, "vouched")
+        return True
 
-    def ended(self, session_id: str, until: float) -> None:
-        """A session has ended: pages that it left while it was live wait until the clock reads ``until``."""
-        self._batches = [
-            replace(batch, until=until) if batch.session_id == session_id else batch for batch in self._batches
-        ]
+    def vouch_for(self, session_id: str, sequence_ids: list[str]) -> None:
+        """The engine touches no page of these sequences any more, which were ended without it."""
+        record = self._records.get(session_id)
+        if record is None:
+            return
+        for sequence_id in sequence_ids:
+            record.pool.unquarantine(record.left.pop(sequence_id, []))
+        if record.lost_at is None and not record.left:
+            del self._records[session_id]
 
-    def sweep(self, now: float) -> None:
-        """Free pages that nothing can write any more."""
-        waiting: list[_Batch] = []
-        for batch in self._batches:
-            if batch.until <= now or self.gone(batch.process):
-                batch.pool.unquarantine(batch.pages)
-            else:
-                waiting.append(batch)
-        self._batches = waiting
+    def release(self, handle: str) -> int:
+        """An operator vouches for a lost session; how many pages that frees. Raises QuarantineUnknown, EngineAlive."""
+        record = next((record for record in self.lost() if record.session.handle == handle), None)
+        if record is None:
+            raise QuarantineUnknown(f"no lost session {handle[:64]!r} is in quarantine", field="session_handle")
+        witness = record.session.witness
+        if witness is not None and not witness.gone():
+            pid = record.session.pid
+            raise EngineAlive(
+                f"session {handle}: its process {pid} is alive and may write its pages; end the process, and they "
+                "come back by themselves",
+                field="session_handle",
+                pid=pid,
+            )
+        count = record.page_count
+        self._end(record, "released")
+        return count
+
+    def sweep(self, now: float, busy: Collection[Process]) -> None:
+        """Free what nothing can write any more, and see to those that stay silent. ``busy`` processes have a session:
+        whatever became of an earlier one, they are at work, and not killed.
+        """
+        for record in [*self.lost()]:
+            session, witness = record.session, record.session.witness
+            if witness is not None and witness.gone():
+                self._end(record, "gone")
+            elif record.lost_at is not None and now - record.lost_at >= self._drain_s:
+                if witness is None and not record.left and record.pool.arena.device is None:
+                    # A mapped file outlives its removal: no other engine gets this memory by it.
+                    self._end(record, "drained")
+                    continue
+                if not record.overdue:
+                    record.overdue = True
+                    log.warning("engine_fenced", fence=record.fence.name.lower(), **_facts(record))
+                if self._kills and not record.killed and session.process not in busy:
+                    self._kill(record)
+
+    def _kill(self, record: Record) -> None:
+        session, witness = record.session, record.session.witness
+        # A caller of another user could name any process; whose identity is known was compared with the process.
+        if witness is None or not (witness.own or session.uid is not None):
+            return
+        record.killed = witness.kill()
+        if record.killed:
+            self.killed += 1
+            log.warning("engine_killed", **_facts(record))
+
+    def _end(self, record: Record, why: str) -> None:
+        del self._records[record.session.id]
+        record.pool.unquarantine(record.pages)
+        if record.overdue:
+            log.info("engine_fence_over", why=why, **_facts(record))
+        if record.lost_at is not None:
+            record.session.let_go()
 
     def waits_for(self, pool: Pool) -> bool:
         """Whether a process may still map or write the pool's memory."""
-        return any(batch.pool is pool for batch in self._batches)
+        return any(record.pool is pool for record in self._records.values())
 
     def pages(self, pool: Pool) -> list[int]:
         """The pages of a pool in quarantine."""
-        return [page for batch in self._batches if batch.pool is pool for page in batch.pages]
+        return [page for record in self._records.values() if record.pool is pool for page in record.pages]
+
+    def close(self) -> None:
+        """Let go of all processes."""
+        for record in self._records.values():
+            record.session.let_go()
+
+
+def _facts(record: Record) -> dict[str, object]:
+    session = record.session
+    return {
+        "session": session.handle,
+        "client": session.client_name,
+        "pool": record.pool.id,
+        "pid": session.pid,
+        "pages": record.page_count,
+    }

@@ -1,4 +1,4 @@
-"""Sessions: each is an engine's lease on a pool, with a deadline and what is known of its process."""
+"""Sessions: each is an engine's lease on a pool, with a deadline and a witness of its process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from services.common.errors import SequenceRemoved, SequenceUnknown, SessionExpired, SessionNotAttached
+from services.kvcache.lease.witness import Process, Witness
 from services.kvcache.pool.sequence import Sequence
 
 #: Removed sequence ids that a session remembers, so that a late or replayed call cannot recreate one. A call that is
@@ -14,18 +15,13 @@ from services.kvcache.pool.sequence import Sequence
 REMEMBERED_REMOVALS = 65536
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    """An engine's process; ``start_time``, in clock ticks since boot, distinguishes it from a reuse of its pid."""
-
-    pid: int
-    start_time: int
-    pid_namespace: str
-
-
 @dataclass(slots=True, eq=False)
 class Session:
-    """One engine's lease on one pool, and its sequences. Times are seconds of the cache's clock."""
+    """One engine's lease on one pool, and its sequences. Times are seconds of the cache's clock.
+
+    ``process`` is what the engine said; ``witness`` is of that process, and None if it cannot be seen or is not the
+    caller's. ``uid`` is the user that the caller was proven to be, and so the process; None if nobody proved it.
+    """
 
     id: str  # a secret: whoever presents it, and is its owner, acts as the session
     client_name: str
@@ -39,6 +35,8 @@ class Session:
     max_sequences: int
     attach_by: float  # without an attachment by then, it ends
     max_pages: int | None = None
+    witness: Witness | None = None
+    uid: int | None = None
     attached: bool = False
     attach_until: float = 0.0  # until it attaches to GPU memory, other sessions wait for it up to this time
     sequences: dict[str, Sequence] = field(default_factory=dict)
@@ -49,6 +47,20 @@ class Session:
     def handle(self) -> str:
         """What people call it by. It names the session, and nobody can act with it."""
         return hashlib.blake2b(self.id.encode(), digest_size=6, person=b"rocmforge.handle").hexdigest()
+
+    @property
+    def pid(self) -> int | None:
+        """The pid of its process, if the daemon sees that process under it."""
+        return self.process.pid if self.process is not None and self.witness is not None else None
+
+    def is_gone(self) -> bool:
+        """Whether its process is proven gone."""
+        return self.witness is not None and self.witness.gone()
+
+    def let_go(self) -> None:
+        """Close its witness: what becomes of the process is of no more interest."""
+        if self.witness is not None:
+            self.witness.close()
 
     def renew(self, now: float) -> None:
         """Extend the deadline to one TTL from now, but never that for attaching."""

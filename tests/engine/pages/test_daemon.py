@@ -467,3 +467,66 @@ def test_a_session_whose_memory_is_wrong_is_not_left_behind(
     with pytest.raises(AttachMismatch):
         source.reopen()
     assert sessions(daemon) == 0
+
+
+def lost(daemon: Running) -> list[pb.LostSession]:
+    return list(daemon.stub.GetStats(pb.GetStatsRequest()).lost_sessions)
+
+
+def lose(daemon: Running) -> None:
+    daemon.now += 11
+    daemon.sweep()
+    daemon.now += 100
+    daemon.sweep()
+
+
+def test_opening_anew_vouches_for_a_session_that_was_lost_long_ago(daemon: Running, source: GrpcPageSource) -> None:
+    source.reopen()
+    source.exchange([OPENING], []).result()
+    lose(daemon)
+    [one] = lost(daemon)
+    assert (one.quarantined_pages, one.pid, one.fence) == (2, os.getpid(), pb.FENCE_ALIVE)
+    source.reopen()
+    assert lost(daemon) == []
+    assert daemon.stub.GetStats(pb.GetStatsRequest()).pools[0].free_pages == 8
+
+
+def test_no_session_is_opened_before_the_last_one_was_heard_to_be_closed(
+    daemon: Running, source: GrpcPageSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else would vouch for its pages."""
+    source.reopen()
+    source.exchange([OPENING], []).result()
+    lose(daemon)
+    call, closes = source._timed, list[str]()
+
+    def deaf(method: str, request: Any, timeout_s: float) -> Any:
+        if method == "CloseSession":
+            closes.append(request.session_id)
+            if len(closes) < 3:
+                raise Silent
+        return call(method, request, timeout_s)
+
+    monkeypatch.setattr(source, "_timed", deaf)
+    for _ in range(2):
+        with pytest.raises(KvCacheDown):
+            source.reopen()
+    assert sessions(daemon) == 0 and len(lost(daemon)) == 1
+    source.reopen()
+    assert len(set(closes)) == 1 and sessions(daemon) == 1 and lost(daemon) == []
+
+
+def test_a_close_that_is_refused_is_not_asked_for_again(
+    source: GrpcPageSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.reopen()
+    call = source._call
+
+    def refusing(method: str, request: Any, timeout_s: float) -> Any:
+        if method == "CloseSession":
+            raise SequenceUnknown("no")
+        return call(method, request, timeout_s)
+
+    monkeypatch.setattr(source, "_call", refusing)
+    source.reopen()
+    assert source.may_launch()

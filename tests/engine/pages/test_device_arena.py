@@ -107,8 +107,8 @@ def test_an_engine_lets_go_before_it_ends_its_session(
 ) -> None:
     source.reopen()
     first, order = source.memory, list[str]()
-    close = source._close_session
-    monkeypatch.setattr(source, "_close_session", lambda i: (order.append(f"mapped: {len(api.mapped)}"), close(i)))
+    close = source._close_sessions
+    monkeypatch.setattr(source, "_close_sessions", lambda s: (order.append(f"mapped: {len(api.mapped)}"), close(s)))
     api.calls.clear()
     source.reopen()
     assert order == ["mapped: 0"]
@@ -340,7 +340,22 @@ def test_a_gpu_that_fails_at_the_end_is_logged(owner: Gpu, logged: list[Any], fu
     api = process(owner)
     pages, _ = map_device_pages(exported(owner)[1], GEOMETRY, api.gpu(0), **announced())
     api.fail[function] = 719
-    pages.close()
+    assert not pages.close() and not pages.close()
     assert [event["event"] for event in logged] == ["pages_not_unmapped"]
     assert function in logged[0]["detail"]
+
+
+@pytest.mark.parametrize("function", ["deviceSynchronize", "ipcCloseMemHandle"])
+def test_an_engine_does_not_vouch_for_pages_that_its_gpu_may_still_write(
+    daemon: OnGpus, api: FakeRuntime, function: str
+) -> None:
+    source = made(daemon, api.gpu(1))
+    source.reopen()
+    source.exchange([OPENING], []).result()
+    daemon.now += 11
+    daemon.sweep()
+    api.fail[function] = 719
+    source.close()
+    [lost] = daemon.stub.GetStats(pb.GetStatsRequest()).lost_sessions
+    assert lost.quarantined_pages > 0
     assert "ipcCloseMemHandle" in api.calls, "it was tried all the same"

@@ -25,6 +25,7 @@ from services.common.errors import (
 )
 from services.engine.pages.local import LocalPageSource
 from services.engine.pages.source import Demand, Exchange, PageCopy
+from services.engine.sampling.result import Result
 from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import IDLE_CHECK_S, EngineLoop
@@ -330,6 +331,25 @@ def test_an_idle_engine_wakes_for_a_deadline() -> None:
     assert isinstance(error_of(harness, "a"), DeadlineExceeded)
     assert ended_at - began == pytest.approx(0.03)
     assert harness.loop.scheduler.next_deadline == float("inf")
+
+
+def test_what_a_step_computed_while_the_lease_ended_is_not_used() -> None:
+    """Pages that it read may have been others' by then."""
+    harness = Harness()
+    harness.submit(make_request("a", max_tokens=6))
+    harness.iterate(3)
+    said, run = len(harness.tokens["a"]), harness.memory.run
+
+    def garbage(step: Sequence[Chunk]) -> list[Result]:
+        harness.source.lease = False
+        return [(result + 1) % 7 if isinstance(result, int) else result for result in run(step)]
+
+    harness.memory.run = garbage  # type: ignore[method-assign]
+    harness.iterate()
+    harness.memory.run = run  # type: ignore[method-assign]
+    assert len(harness.tokens["a"]) == said
+    harness.until_idle()
+    assert harness.tokens["a"] == alone(make_request(max_tokens=6)) and harness.source.reopened == 1
 
 
 def test_a_drain_lets_those_go_on_that_lost_their_pages() -> None:

@@ -14,6 +14,7 @@ from services.common.errors import (
     KvCacheDown,
     QueueFull,
     RequestExists,
+    SequenceRemoved,
     SequenceUnknown,
 )
 from services.engine.pages.source import Demand, Grant, Retention
@@ -205,6 +206,19 @@ def test_a_report_that_is_refused_is_given_up() -> None:
     scheduler.demands()
     scheduler.granted([Grant(sequence.source_id, error=SequenceUnknown("gone"))])
     assert scheduler.demands() == ([], [sequence.source_id])
+
+
+def test_a_sequence_that_the_source_ended_is_removed_there_and_begins_anew() -> None:
+    """The source keeps the pages until it hears that no step writes them."""
+    scheduler, _ = started()
+    sequence = scheduler.submit(make_request("a"))
+    serve(scheduler)
+    name = sequence.source_id
+    while not scheduler.demands()[0]:
+        step(scheduler)
+    scheduler.granted([Grant(name, error=SequenceRemoved("expired"))])
+    [again], removed = scheduler.demands()
+    assert removed == [name] and again.opens and again.sequence_id != name
 
 
 def test_ending_twice_changes_nothing() -> None:

@@ -28,7 +28,7 @@ from services.kvcache.arena.host import FileArena, prepare_directory
 from services.kvcache.cache.grant import Grant
 from services.kvcache.config import Config
 from services.kvcache.lease.process import ProcessTable
-from services.kvcache.lease.sessions import Process
+from services.kvcache.lease.witness import Process
 from services.kvcache.pool import budget
 from tests.kvcache.cache.demands import Demand, fork, grouped, growth, opening
 from tests.kvcache.conftest import LAYOUT_PB, Running
@@ -129,23 +129,26 @@ def test_a_process_whose_first_thread_ended_is_not_gone() -> None:
         process = identity(child.pid)
         while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             pass
-        assert ProcessTable().alive(process) is True
+        witness = ProcessTable().observe(process)
+        assert witness is not None and not witness.gone()
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert ProcessTable().alive(process) is False, "no thread is left, though nobody has waited for it"
+        assert witness.gone(), "no thread is left, though nobody has waited for it"
     finally:
         child.kill()
         child.communicate()
-    assert ProcessTable().alive(process) is False
+    again = ProcessTable().observe(process)
+    assert again is not None and again.gone()
 
 
 def test_a_process_that_proc_hides_is_not_gone(tmp_path: Path) -> None:
     (tmp_path / "self" / "ns").mkdir(parents=True)
     (tmp_path / "self" / "ns" / "pid").symlink_to("pid:[1]")
     table = ProcessTable(tmp_path)
-    assert table.alive(Process(os.getpid(), 1, "pid:[1]")) is None
+    assert table.observe(Process(os.getpid(), 1, "pid:[1]")) is None
     for unused in (2**22 + 1, 2**32 - 1):
-        assert table.alive(Process(unused, 1, "pid:[1]")) is False
+        witness = table.observe(Process(unused, 1, "pid:[1]"))
+        assert witness is not None and witness.gone()
 
 
 # --- sockets ---

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,8 @@ from google.protobuf import duration_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
 from services.common.errors import ServiceError
-from tests.kvcache.conftest import LAYOUT_PB, Running
+from tests.kvcache.cache.transactions import handle_of
+from tests.kvcache.conftest import LAYOUT_PB, Running, myself
 from tests.kvcache.messages import fork, opening, report, step
 
 PROTO = Path(__file__).parents[3] / "protos/rocmforge/kvcache/v1/kvcache.proto"
@@ -364,6 +366,14 @@ def unattached(running: Running) -> str:
 
 
 #: (rpc, what provokes it, status code, reason, field or "", words of the sentence)
+def lost_and_alive(running: Running) -> str:
+    """A lost session of this process, as the daemon names it."""
+    session = running.session(process=myself())
+    running.now += 11
+    running.sweep()
+    return handle_of(session)
+
+
 REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]] = [
     *(
         (
@@ -442,6 +452,8 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
     ("ExplainPrefix", lambda r: refused(lambda: r.session() and r.stub.ExplainPrefix(pb.ExplainPrefixRequest(pool_id="pool"))), "INVALID_ARGUMENT", "FIELD_INVALID", "prompt", "at least one"),
     ("EvictPages", lambda r: refused(lambda: r.stub.EvictPages(pb.EvictPagesRequest(pool_id="none"))), "NOT_FOUND", "POOL_UNKNOWN", "pool_id", "'none'"),
     ("ExpireSequences", lambda r: refused(lambda: r.stub.ExpireSequences(pb.ExpireSequencesRequest())), "INVALID_ARGUMENT", "FIELD_INVALID", "older_than", "0 s or more"),
+    ("ReleaseQuarantine", lambda r: refused(lambda: r.stub.ReleaseQuarantine(pb.ReleaseQuarantineRequest(session_handle=r.session()))), "NOT_FOUND", "QUARANTINE_UNKNOWN", "session_handle", "no lost session"),
+    ("ReleaseQuarantine", lambda r: refused(lambda: r.stub.ReleaseQuarantine(pb.ReleaseQuarantineRequest(session_handle=lost_and_alive(r)))), "FAILED_PRECONDITION", "ENGINE_ALIVE", "session_handle", f"process {os.getpid()} is alive"),
     ("DropPool", lambda r: refused(lambda: r.stub.DropPool(pb.DropPoolRequest(pool_id="none"))), "NOT_FOUND", "POOL_UNKNOWN", "pool_id", "'none'"),
     ("DropPool", lambda r: refused(lambda: r.session() and r.stub.DropPool(pb.DropPoolRequest(pool_id="pool"))), "FAILED_PRECONDITION", "POOL_IN_USE", "pool_id", "1 sessions"),
 ]  # fmt: skip

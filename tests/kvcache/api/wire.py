@@ -51,11 +51,14 @@ from tests.kvcache.cache.transactions import (
     PassTime,
     Recorded,
     Refused,
+    Release,
     Remove,
     Removed,
     Renew,
     Sweep,
     Table,
+    handle_of,
+    namespace_of,
     perform,
     start,
 )
@@ -162,7 +165,7 @@ def _recorded(name: str) -> Any:
 
 for _name in (
     *("OpenSession", "RenewSession", "CloseSession", "AllocatePages", "AppendTokens"),
-    *("RemoveSequences", "GetSequence", "EvictPages", "ExpireSequences"),
+    *("RemoveSequences", "GetSequence", "EvictPages", "ExpireSequences", "ReleaseQuarantine"),
 ):
     setattr(Recording, _name, _recorded(_name))
 
@@ -238,7 +241,8 @@ class Wire:
         request.layout.page_size = self.world.layout.page_size
         if operation.pid is not None:
             start(self.world, operation.pid)
-            request.process.CopyFrom(pb.ProcessIdentity(pid=operation.pid, start_time=1, pid_namespace="here"))
+            namespace = namespace_of(operation.pid)
+            request.process.CopyFrom(pb.ProcessIdentity(pid=operation.pid, start_time=1, pid_namespace=namespace))
         self.servicer.expect(operation, "OpenSession", request)
         opened = stub.OpenSession(request, timeout=TIMEOUT_S)
         arena, slot = self.world.arenas[-1], opened.arena.canary_offset
@@ -304,6 +308,8 @@ def request_of(operation: Operation) -> tuple[str, Any]:
             return "RenewSession", pb.RenewSessionRequest(session_id=session)
         case Close(session):
             return "CloseSession", pb.CloseSessionRequest(session_id=session)
+        case Release(session):
+            return "ReleaseQuarantine", pb.ReleaseQuarantineRequest(session_handle=handle_of(session))
         case Evict(most, retained):
             return "EvictPages", pb.EvictPagesRequest(pool_id="pool", max_pages=most, include_retained=retained)
         case Expire(age):
@@ -350,6 +356,8 @@ def answer_of(response: Any) -> Answer:
             return float(response.ttl.ToNanoseconds() / 1e9)
         case pb.CloseSessionResponse():
             return response.removed_sequences if response.closed else None
+        case pb.ReleaseQuarantineResponse():
+            return int(response.released_pages)
         case pb.EvictPagesResponse():
             return Evicted(response.evicted_pages, response.retained_pages)
         case pb.ExpireSequencesResponse():

@@ -240,24 +240,25 @@ def test_an_idle_pool_gives_way_on_its_own_gpu_only(running: OnGpus) -> None:
     }
 
 
-def test_a_lost_engines_memory_stays_until_it_is_gone_or_the_drain_over(running: OnGpus) -> None:
+def test_a_lost_engines_memory_stays_until_somebody_vouches(running: OnGpus) -> None:
     """Nobody holds a page; yet freeing memory that another process has mapped is undefined."""
     running.attach(running.open(0, pid=7))
     most = ((1 << 20) - CANARIES) // PAGE
-    running.now += 11
-    running.sweep()
-    assert running.stub.GetStats(pb.GetStatsRequest()).expired_sessions == 1
+    for seconds in (11, 31, 10_000_000):
+        running.now += seconds
+        running.sweep()
+    stats = running.stub.GetStats(pb.GetStatsRequest())
+    [lost] = stats.lost_sessions
+    assert stats.expired_sessions == 1 and lost.fence == pb.FENCE_UNSEEN and not lost.HasField("pid")
     error = refused(lambda: running.stub.DropPool(pb.DropPoolRequest(pool_id="pool/gpu0")))
     assert error.reason == "POOL_IN_USE" and "mapped" in error.message
     assert refused(lambda: running.open(0, pool_id="other", pool_pages=most)).reason == "EXCEEDS_BUDGET"
     assert running.machine.used(0) == running.arena_bytes()
-    running.attach(running.open(0))  # another engine may come back to the warm pool meanwhile
-    running.now += 9
-    running.sweep()
-    running.now += 31
-    running.sweep()
-    running.now += 31
-    running.sweep()
+    again = running.open(0)  # another engine may come back to the warm pool meanwhile
+    running.attach(again)
+    running.end(again)
+    assert refused(lambda: running.open(0, pool_id="other", pool_pages=most)).reason == "EXCEEDS_BUDGET"
+    running.stub.ReleaseQuarantine(pb.ReleaseQuarantineRequest(session_handle=lost.session_handle))
     running.open(0, pool_id="other", pool_pages=most)
     assert running.machine.used(0) == running.arena_bytes(most)
 

@@ -27,6 +27,7 @@ from tests.kvcache.cache.transactions import (
     Kill,
     Operation,
     PassTime,
+    Release,
     Remove,
     Renew,
     Sweep,
@@ -249,11 +250,35 @@ class CloseSession:
 
 
 @dataclass(frozen=True)
+class CloseLost:
+    """The engine comes back, and closes what it lost."""
+
+    at: int
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        lost = [*machine.model.lost]
+        return Close(lost[self.at % len(lost)]) if lost else None
+
+
+@dataclass(frozen=True)
+class ReleaseLost:
+    """Of one that is lost, or not."""
+
+    at: int
+
+    def operation(self, machine: CacheMachine) -> Operation | None:
+        named = [*machine.model.lost, *machine.model.sessions]
+        return Release(named[self.at % len(named)]) if named else None
+
+
+@dataclass(frozen=True)
 class KillProcess:
     at: int
 
     def operation(self, machine: CacheMachine) -> Operation | None:
-        seen = [pid for lease in machine.model.sessions.values() if (pid := lease.pid) is not None and can_be_seen(pid)]
+        model = machine.model
+        pids = [lease.pid for lease in model.sessions.values()] + [pid for pid, _ in model.lost.values()]
+        seen = [pid for pid in pids if pid is not None and can_be_seen(pid)]
         return Kill(seen[self.at % len(seen)]) if seen else None
 
 
@@ -301,6 +326,8 @@ late_uses = st.builds(UseRemoved, which, st.integers(0, 8))
 renewals = st.builds(RenewLease, which)
 endings = st.one_of(
     st.builds(CloseSession, which),
+    st.builds(CloseLost, which),
+    st.builds(ReleaseLost, which),
     st.builds(KillProcess, which),
     st.builds(Do, st.builds(Evict, st.integers(0, 3), st.booleans())),
     st.builds(Do, st.builds(Expire, st.sampled_from([0.0, 1.0, 2.0, 10.0, 100.0]))),

@@ -9,7 +9,6 @@ nothing where the cache may choose: which free page is granted, and which of sev
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -34,11 +33,13 @@ from tests.kvcache.cache.transactions import (
     PassTime,
     Recorded,
     Refused,
+    Release,
     Remove,
     Removed,
     Renew,
     Sweep,
     Table,
+    can_be_seen,
 )
 
 PAGES = 9
@@ -59,8 +60,7 @@ class ModelPage:
     holders: set[Key] = field(default_factory=set)
     link: Link | None = None
     cached_at: float = 0.0
-    quarantine: tuple[int | None, float] | None = None  # pid, until
-    left_by: str = ""  # the session that lived on when the page went into quarantine
+    quarantine: Key | None = None  # who may still write it: a session, and its sequence that was expired, or ""
     content: dict[int, Link] = field(default_factory=dict)
 
 
@@ -112,6 +112,7 @@ class Model:
         self.retained: list[int] = []  # oldest first
         self.promises: dict[Link, tuple[int, float]] = {}  # priority and until when, of links that are found
         self.sessions: dict[str, ModelSession] = {}  # in the order they were opened
+        self.lost: dict[str, tuple[int | None, float]] = {}  # pid and since when, of those nothing is known of since
         self.sequences: dict[Key, ModelSequence] = {}  # in the order of their last access
         self.opened = 0
         self.removed: list[Key] = []
@@ -185,6 +186,8 @@ class Model:
                 self._expire(age, answer, now)
             case Close(session):
                 self._close(session, answer, now)
+            case Release(session):
+                self._release_lost(session, answer)
             case Allocate(session) | Append(session) | Remove(session) | Get(session) | Renew(session):
                 lease = self.sessions.get(session)
                 if lease is None or lease.deadline <= now:
@@ -426,11 +429,16 @@ class Model:
         sequence = self.sequences.get(key)
         if sequence is not None:
             self._release(sequence, now)
+        self._vouched(key)
         if key not in self.removed:
             self.removed.append(key)
         return sequence is not None
 
     def _close(self, session: str, answer: Answer, now: float) -> None:
+        if session in self.lost:
+            assert answer == 0
+            self._over(session)
+            return
         if session not in self.sessions:
             assert answer is None
             return
@@ -438,19 +446,28 @@ class Model:
         assert answer == len(mine)
         for sequence in mine:
             self._release(sequence, now)
-        self._session_ended(session, now)
+        del self.sessions[session]
+        self._over(session)
+
+    def _release_lost(self, session: str, answer: Answer) -> None:
+        """An operator's word is taken of those that cannot be seen, and of no other."""
+        if session not in self.lost:
+            refused(answer, {"QUARANTINE_UNKNOWN"})
+        elif self._seen(self.lost[session][0]) and self.lost[session][0] not in self.killed:
+            refused(answer, {"ENGINE_ALIVE"})
+        else:
+            assert answer == len(self._kept(session))
+            self._over(session)
+
+    def _seen(self, pid: int | None) -> bool:
+        return pid is not None and can_be_seen(pid)
 
     def _expire(self, age: float, answer: Answer, now: float) -> None:
         old = [sequence for sequence in self.sequences.values() if sequence.last_access <= now - age]
         assert answer == len(old)
         for sequence in old:
-            session = sequence.key[0]
-            before = {page for page, model in self.pages.items() if model.quarantine is not None}
-            self._release(sequence, now, (self.sessions[session].pid, math.inf))
+            self._release(sequence, now, sequence.key)
             self.removed.append(sequence.key)
-            for page, model in self.pages.items():
-                if model.quarantine is not None and page not in before:
-                    model.left_by = session
         self.totals["expired_sequences"] += len(old)
 
     def _sweep(self, answer: Answer, now: float) -> None:
@@ -458,15 +475,32 @@ class Model:
         assert answer == frozenset(lost)
         for session in lost:
             for sequence in self.of_session(session):
-                self._release(sequence, now, (self.sessions[session].pid, now + DRAIN_S))
-            self._session_ended(session, now + DRAIN_S)
+                self._release(sequence, now, (session, ""))
+            self.lost[session] = self.sessions.pop(session).pid, now
         self.totals["expired_sessions"] += len(lost)
-        for page, model in self.pages.items():
-            if model.quarantine is not None and (model.quarantine[1] <= now or model.quarantine[0] in self.killed):
-                self._give_up(page)
+        for session, (pid, since) in [*self.lost.items()]:
+            # No time frees a page. What has none and cannot be seen is forgotten with the drain.
+            forgotten = not self._seen(pid) and not self._kept(session) and since + DRAIN_S <= now
+            if pid in self.killed or forgotten:
+                self._over(session)
         self._pass_time(now)
         while self.cached and self.pages[self.cached[0]].cached_at <= now - CACHE_TTL_S:
             self._uncache(self.cached[0], "expired_pages")
+
+    def _kept(self, session: str) -> list[int]:
+        """What a session may still write."""
+        return [page for page, model in self.pages.items() if model.quarantine and model.quarantine[0] == session]
+
+    def _over(self, session: str) -> None:
+        """Nothing of it writes any more."""
+        self.lost.pop(session, None)
+        for page in self._kept(session):
+            self._give_up(page)
+
+    def _vouched(self, key: Key) -> None:
+        """No step of the engine writes what this sequence left."""
+        for page in [page for page, model in self.pages.items() if model.quarantine == key]:
+            self._give_up(page)
 
     def _damage(self, damaged: int, answer: Answer) -> None:
         """The page and all that was computed behind it is in nobody's way any more."""
@@ -493,13 +527,6 @@ class Model:
                 self._give_up(page)
             else:
                 self._unlink(page)
-
-    def _session_ended(self, session: str, until: float) -> None:
-        """What it left in quarantine while it lived waits no longer than until then."""
-        del self.sessions[session]
-        for model in self.pages.values():
-            if model.quarantine is not None and model.left_by == session:
-                model.quarantine, model.left_by = (model.quarantine[0], until), ""
 
     # --- pages ---
 
@@ -614,21 +641,21 @@ class Model:
                 self.links.setdefault(link, []).append(page)
                 self.totals["published_pages"] += 1
 
-    def _let_go_of_copy(self, sequence: ModelSequence, lost: tuple[int | None, float] | None) -> None:
+    def _let_go_of_copy(self, sequence: ModelSequence, lost: Key | None) -> None:
         source = self._source(sequence)
         sequence.copy = None
         self.pages[source].holders.remove(sequence.key)
         if not self.pages[source].holders:
             self._leave(source, lost)
 
-    def _leave(self, page: int, lost: tuple[int | None, float] | None) -> None:
+    def _leave(self, page: int, lost: Key | None) -> None:
         """An unfinished page lost its last holder."""
         if lost is not None:
             self.pages[page].quarantine = lost
         else:
             self._give_up(page)
 
-    def _release(self, sequence: ModelSequence, now: float, lost: tuple[int | None, float] | None = None) -> None:
+    def _release(self, sequence: ModelSequence, now: float, lost: Key | None = None) -> None:
         self._pass_time(now)
         del self.sequences[sequence.key]
         if sequence.copy is not None:

@@ -220,29 +220,6 @@ def test_generation_moves_when_content_is_given_up() -> None:
     assert (again, after) == (page, before + 1)
 
 
-def test_lost_pages_wait_for_the_drain_or_for_proof() -> None:
-    for proof in (True, False):
-        world = World(10, drain_s=30.0)
-        session = world.attached(pid=5)
-        run(world, session, "a", list(range(6)), 3)
-        world.now += 11
-        assert [lost.id for lost in world.cache.sweep()] == [session.id]
-        table = next(iter(world.cache.pools)).table
-        assert (table.cached_count, table.quarantined_count) == (1, 2), "complete pages stay, unfinished ones wait"
-        with pytest.raises(SessionExpired):
-            world.cache.renew_session(session.id)
-        if proof:
-            world.processes.kill(5)
-        else:
-            world.now += 29
-            world.cache.sweep()
-            assert table.quarantined_count == 2
-            world.now += 1
-        world.cache.sweep()
-        world.sound()
-        assert (table.cached_count, table.quarantined_count, table.free_count) == (1, 0, 9)
-
-
 def test_a_killed_engine_is_noticed_before_its_lease_ends() -> None:
     world = World(10)
     session = world.attached(pid=5)

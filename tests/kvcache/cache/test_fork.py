@@ -137,8 +137,7 @@ def test_a_lost_fork_leaves_nothing_behind() -> None:
     world.cache.sweep()
     world.sound()
     assert pool.table.quarantined_count == 2 and pool.table.cached_count == 1
-    world.now += 30
-    world.cache.sweep()
+    world.cache.close_session(session.id)
     assert pool.table.free_count == 9
 
 

@@ -34,6 +34,7 @@ from tests.kvcache.cache.transactions import (
     PassTime,
     Recorded,
     Refused,
+    Release,
     Remove,
     Removed,
     Renew,
@@ -215,7 +216,7 @@ def test_a_call_that_waits_while_its_lease_ends_is_too_late(wire: Wire) -> None:
     assert counts(wire) == {"free": 9, "cached": 1, "quarantined": 2}
 
 
-def test_closing_at_the_deadline_frees_at_once_and_after_the_sweep_frees_nothing(wire: Wire) -> None:
+def test_closing_at_the_deadline_and_after_it_frees_at_once(wire: Wire) -> None:
     session = running(wire)
     wire.ask(PassTime(TTL_S))
     assert wire.ask(Close(session)) == 1, "the engine vouches that it touches no page any more"
@@ -224,8 +225,24 @@ def test_closing_at_the_deadline_frees_at_once_and_after_the_sweep_frees_nothing
     granted(wire.ask(opening(other, "a", [9], 2)))
     wire.ask(PassTime(TTL_S))
     assert wire.ask(Sweep()) == {other}
-    assert wire.ask(Close(other)) is None
     assert counts(wire) == {"free": 9, "cached": 1, "quarantined": 2}
+    wire.ask(PassTime(100 * DRAIN_S))
+    wire.ask(Sweep())
+    assert counts(wire) == {"free": 9, "cached": 1, "quarantined": 2}, "no time frees them"
+    assert wire.ask(Close(other)) == 0, "it vouches for a session that is lost, too"
+    assert counts(wire) == {"free": 11, "cached": 1}
+
+
+def test_a_removal_of_what_expired_vouches_for_its_pages_alone(wire: Wire) -> None:
+    session = running(wire)
+    granted(wire.ask(opening(session, "b", [9], 2)))
+    assert wire.ask(Expire(0.0)) == 2
+    assert counts(wire) == {"free": 7, "cached": 1, "quarantined": 4}
+    assert reason(wire.ask(report(session, "a", 6, [7]))) == "SEQUENCE_REMOVED"
+    wire.ask(Allocate(session, (), ("a",)))
+    assert counts(wire) == {"free": 9, "cached": 1, "quarantined": 2}
+    assert wire.ask(Remove(session, ("b",))) == Removed(0, ("b",), PAGES)
+    assert counts(wire) == {"free": 11, "cached": 1}
 
 
 def test_a_process_proven_gone_loses_its_session_though_its_lease_was_just_renewed(wire: Wire) -> None:
@@ -413,6 +430,15 @@ def drop(wire: Wire, session: str) -> Any:
         return rpc.error_from(failure).reason
 
 
+def release(wire: Wire, session: str) -> Any:
+    """What was lost, once its process is gone and before a sweep sees that."""
+    wire.ask(PassTime(TTL_S))
+    wire.ask(Sweep())
+    wire.ask(Kill(2))
+    answer = wire.ask(Release(session))
+    return answer if isinstance(answer, int) else reason(answer)
+
+
 def attach(wire: Wire, session: str) -> Any:
     canary = wire.world.cache._sessions._by_id[session].canary
     return wire.stubs[0].AttachSession(pb.AttachSessionRequest(session_id=session, seen=canary))
@@ -444,6 +470,7 @@ GONE: dict[str, tuple[Call, Any, Any]] = {
         Removed(0, ("a",), PAGES),
     ),
     "CloseSession": (lambda wire, session: wire.ask(Close(session)), 1, None),
+    "ReleaseQuarantine": (release, 2, "QUARANTINE_UNKNOWN"),
     "DropPool": (drop, pb.DropPoolResponse(epoch=7), "POOL_UNKNOWN"),
 }
 #: What is asked for is asked for again: an operator's wish for room, and a session, which ends with its lease.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,13 @@ class Close:
 
 
 @dataclass(frozen=True)
+class Release:
+    """By an operator, of a lost session."""
+
+    session: str
+
+
+@dataclass(frozen=True)
 class Evict:
     most: int
     retained: bool
@@ -93,7 +101,22 @@ class Damage:
     page: int
 
 
-Operation = Open | Allocate | Append | Remove | Get | Renew | Close | Evict | Expire | Sweep | PassTime | Kill | Damage
+Operation = (
+    Open
+    | Allocate
+    | Append
+    | Remove
+    | Get
+    | Renew
+    | Close
+    | Release
+    | Evict
+    | Expire
+    | Sweep
+    | PassTime
+    | Kill
+    | Damage
+)
 
 # --- answered --------------------------------------------------------------------------------------------------------
 
@@ -197,20 +220,27 @@ def can_be_seen(pid: int) -> bool:
     return pid % 2 == 0
 
 
+def namespace_of(pid: int) -> str:
+    """Of a process, as it is told to the cache, whose own is "here"."""
+    return "here" if can_be_seen(pid) else "elsewhere"
+
+
+def handle_of(session: str) -> str:
+    """What people call it."""
+    return hashlib.blake2b(session.encode(), digest_size=6, person=b"rocmforge.handle").hexdigest()
+
+
 def start(world: World, pid: int) -> None:
     """Have the process live, as far as it can be seen."""
     if can_be_seen(pid):
-        world.processes.seen[pid] = True
+        world.processes.living.add(pid)
 
 
 def _call(world: World, operation: Operation) -> Answer:
     cache = world.cache
     match operation:
         case Open(pid, max_pages):
-            session = world.attached(pid=pid, max_pages=max_pages)
-            if pid is not None and not can_be_seen(pid):
-                del world.processes.seen[pid]
-            return session.id
+            return world.attached(pid=pid, seen=pid is not None and can_be_seen(pid), max_pages=max_pages).id
         case Allocate(name, demands, removed):
             told, pool = cache.allocate(name, grouped(demands), list(removed))
             return Granted(tuple((at, _grant(item)) for at, item in told), pool.available_pages)
@@ -227,6 +257,8 @@ def _call(world: World, operation: Operation) -> Answer:
             return cache.renew_session(name).ttl_s
         case Close(name):
             return cache.close_session(name)
+        case Release(name):
+            return cache.release_quarantine(handle_of(name))
         case Evict(most, retained):
             return Evicted(*cache.evict_pages("pool", most, retained=retained))
         case Expire(age):

@@ -1,0 +1,103 @@
+"""No order of steps lets two processes write one page, or serves a page that is not what its tokens say; and each of
+the protections is needed for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.protocol.model import Model, Rules, State
+from tests.protocol.search import Found, search
+
+#: What the search has to have seen, or it has shown nothing.
+STEPS = {
+    *(
+        "open",
+        "ask-for-pages",
+        "grant",
+        "hear-pages",
+        "launch",
+        "write-prefix",
+        "write-own",
+        "use",
+        "discard",
+        "report",
+    ),
+    *("publish", "ask-to-remove", "remove", "deadline-passes", "give-up", "ask-to-close", "close", "hear-closed"),
+    *("expire", "die", "prove-gone", "evict"),
+}
+WRITES, READS, FINDS = "writes page", "computed from rubbish", "is found as"
+
+
+def searched(rules: Rules, pages: int = 3, restarts: int = 0) -> Found[State]:
+    """All orders of two engines' steps, with a session each, and one more after a restart."""
+    model = Model(rules, pages=pages, sessions=(1, 1), restarts=restarts)
+    return search(model.first, model.steps, model.violated)
+
+
+def test_with_all_protections_nothing_goes_wrong_in_any_order() -> None:
+    found = searched(Rules())
+    assert not found.violation, str(found)
+    assert set(found.taken) == STEPS and found.states > 10_000
+
+
+#: The protection that is taken away, how many pages it takes to see what that does, and what it does.
+NEEDED = [
+    ("evidence", 2, WRITES),  # a drain frees: an engine stopped for longer goes on in pages of others
+    ("quarantine", 2, WRITES),
+    ("proof_after_kill", 2, WRITES),
+    ("true_witness", 2, WRITES),
+    ("vouch_after_step", 2, WRITES),
+    ("release_after_step", 2, WRITES),
+    ("publish_after_step", 2, FINDS),
+    ("epoch_in_ids", 2, WRITES),
+    ("check_after_step", 3, READS),
+    ("earlier_deadline", 3, READS),
+]
+
+
+@pytest.mark.parametrize(("protection", "pages", "harm"), NEEDED, ids=[row[0] for row in NEEDED])
+def test_without_a_protection_the_search_finds_the_harm(protection: str, pages: int, harm: str) -> None:
+    rules = dataclasses.replace(Rules(), **{protection: False})
+    found = searched(rules, pages, restarts=protection == "epoch_in_ids")
+    assert harm in found.violation, str(found)
+
+
+def test_every_protection_is_taken_away_once() -> None:
+    protections = {field.name for field in dataclasses.fields(Rules) if field.default is True}
+    assert protections == {row[0] for row in NEEDED} | {"check_before_step"}
+
+
+def test_a_drain_that_frees_is_found_as_it_was() -> None:
+    """The engine launches, is not heard of until it is over, and writes what is free by then."""
+    trace = searched(dataclasses.replace(Rules(), evidence=False), 2).trace
+    assert trace == [
+        *("open A", "ask-for-pages A", "grant A1", "hear-pages A", "launch A"),
+        *("deadline-passes A", "expire A1", "free A1"),
+    ]
+
+
+def test_safety_does_not_rest_on_the_look_at_the_lease_before_a_step() -> None:
+    """It spares work that would be thrown away."""
+    found = searched(dataclasses.replace(Rules(), check_before_step=False), 2)
+    assert not found.violation, str(found)
+
+
+def test_an_operator_who_releases_what_lives_does_harm() -> None:
+    """Which is why it is refused for a process that is seen, and the caller's guarantee for another."""
+    found = searched(dataclasses.replace(Rules(), operator=True), 2)
+    assert WRITES in found.violation, str(found)
+
+
+def test_to_expire_a_sequence_that_runs_spares_its_pages_and_not_what_it_reads() -> None:
+    """A limit that is known: nobody tells the engine before its next exchange, and its lease is not over."""
+    found = searched(dataclasses.replace(Rules(), expiry=True))
+    assert READS in found.violation, str(found)
+
+
+def test_a_search_beyond_its_limit_is_none() -> None:
+    model = Model(Rules())
+    with pytest.raises(MemoryError, match="more than 100 states"):
+        search(model.first, model.steps, model.violated, most=100)
