@@ -7,6 +7,7 @@ A servicer method decorated with ``@maps_errors`` raises ``ServiceError``; the c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import time
@@ -18,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 import structlog
 from google.protobuf import any_pb2, descriptor_pool, duration_pb2, message_factory
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -112,8 +113,10 @@ class Unreadable:
 def _checked(service: str, name: str, handler: grpc.RpcMethodHandler, limit: MessageLimit) -> grpc.RpcMethodHandler:
     """The handler with messages refused that exceed the limit, before they are parsed, or cannot be parsed."""
     parse = handler.request_deserializer
-    method = descriptor_pool.Default().FindServiceByName(service).methods_by_name[name]
-    kind = message_factory.GetMessageClass(method.input_type)
+    kind: type[Message] | None = None  # of a service without a descriptor only the bytes are limited
+    with contextlib.suppress(KeyError):
+        method = descriptor_pool.Default().FindServiceByName(service).methods_by_name[name]
+        kind = message_factory.GetMessageClass(method.input_type)
 
     def parse_or_say(data: bytes) -> Any:
         why = limit.why_refused(name, data, kind)

@@ -39,11 +39,13 @@ class MessageLimit:
     size: int = 1 << 16
     fields: int = 1 << 16
 
-    def why_refused(self, method: str, message: bytes, kind: type[Message]) -> str | None:
-        """Why a message, of this kind, exceeds the limit; None if it does not. Reads ``fields`` fields at most."""
+    def why_refused(self, method: str, message: bytes, kind: type[Message] | None) -> str | None:
+        """Why a message exceeds the limit; None if it does not. Reads ``fields`` fields at most, and none without a
+        ``kind``.
+        """
         if len(message) > self.size:
             return f"the message has {len(message)} bytes; {method} takes at most {self.size}"
-        if len(message) <= SMALL:
+        if len(message) <= SMALL or kind is None:
             return None
         try:
             count = count_fields(message, kind, self.fields)
