@@ -252,7 +252,8 @@ def _call(world: World, operation: Operation) -> Answer:
             absent = tuple(one for one, was_there in zip(names, there, strict=True) if not was_there)
             return Removed(sum(there), absent, pool.available_pages)
         case Get(name, sequence_id):
-            return _table(*cache.get_sequence(name, sequence_id))
+            sequence, session = cache.get_sequence(name, sequence_id)
+            return _table(sequence, cache.pool_of(session))
         case Renew(name):
             return cache.renew_session(name).ttl_s
         case Close(name):
