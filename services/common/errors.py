@@ -206,6 +206,12 @@ class EngineAlive(ServiceError):
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 
+class Unauthenticated(ServiceError):
+    """The service takes tokens, and the call has no valid one."""
+
+    code, reason = "UNAUTHENTICATED", "UNAUTHENTICATED"
+
+
 class PromptTooLong(ServiceError):
     """The prompt leaves no room in the model's context for a generated token."""
 

@@ -76,9 +76,11 @@ class Listening:
             raise InvalidConfiguration("--tls-cert and --tls-key must be given together", field="--tls-cert")
         return Tls(self.tls_cert, self.tls_key, self.tls_client_ca)
 
-    def check_exposure(self) -> None:
-        """Reject addresses that other hosts can reach without mutual TLS. Raises InvalidConfiguration."""
-        check_exposure(self.listeners, self.tls, self.insecure, self.metrics)
+    def check_exposure(self, *, tokens: bool = False) -> None:
+        """Reject addresses that other hosts can reach without mutual TLS, or TLS and ``tokens``. Raises
+        InvalidConfiguration.
+        """
+        check_exposure(self.listeners, self.tls, self.insecure, self.metrics, tokens=tokens)
 
 
 #: The fields of `Listening` that can change while a service runs.

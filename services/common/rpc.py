@@ -25,9 +25,10 @@ from grpc_status import rpc_status
 
 from services.common.access.identity import ANYONE, CALLER, Identity
 from services.common.access.in_flight import InFlight
+from services.common.access.tokens import Tokens
 from services.common.call_stats import CallStats
 from services.common.edge.message_limit import MessageLimit, MessageLimits
-from services.common.errors import BY_REASON, FieldInvalid, Internal, ServiceError
+from services.common.errors import BY_REASON, FieldInvalid, Internal, ServiceError, Unauthenticated
 
 log = structlog.get_logger()
 
@@ -203,6 +204,25 @@ def certified(context: Any) -> Identity:
     return Identity.of_certificate(next((name.decode(errors="replace") for name in names if name), ""))
 
 
+#: A caller who would have to show a token, and shows none, or a wrong one.
+REFUSED = Identity("refused")
+
+
+def bearing(tokens: Tokens, otherwise: Identify, *, required: bool) -> Identify:
+    """Who calls by the token that a call has; without one whoever ``otherwise`` says, but with ``required`` not
+    `ANYONE`.
+    """
+
+    def identify(context: Any) -> Identity:
+        for key, value in context.invocation_metadata() or ():
+            if key == "authorization":
+                return tokens.bearer(value) or REFUSED
+        identity = otherwise(context)
+        return REFUSED if required and identity == ANYONE else identity
+
+    return identify
+
+
 def unproven(context: Any) -> Identity:
     """Who calls where nothing shows it."""
     return ANYONE
@@ -247,7 +267,9 @@ class Readable:
         self._server.add_registered_method_handlers(service, served)
 
 
-def _check_readable(request: Any) -> None:
+def _check_call(request: Any) -> None:
+    if CALLER.get() is REFUSED:
+        raise Unauthenticated("the call needs a token of this service: authorization: Bearer TOKEN")
     if isinstance(request, Refused):
         raise request.error
     if isinstance(request, Unreadable):
@@ -258,7 +280,7 @@ def maps_errors(domain: str) -> Callable[[Handler], Handler]:
     """Decorate a grpc.aio servicer method, unary or server-streaming, to report its errors as rich statuses.
 
     Any other exception is a bug: it is logged under an id, and the caller receives only that id. A message that
-    ``Readable`` refused is FIELD_INVALID.
+    ``Readable`` refused is FIELD_INVALID, and a caller who should have shown a token is UNAUTHENTICATED.
     """
 
     def decorate(handler: Handler) -> Handler:
@@ -269,7 +291,7 @@ def maps_errors(domain: str) -> Callable[[Handler], Handler]:
                 failed: ServiceError | None = None
                 responses = handler(self, request, context)
                 try:
-                    _check_readable(request)
+                    _check_call(request)
                     async for response in responses:
                         yield response
                 except ServiceError as error:
@@ -288,7 +310,7 @@ def maps_errors(domain: str) -> Callable[[Handler], Handler]:
         @functools.wraps(handler)
         async def unary(self: Any, request: Any, context: Any) -> Any:
             try:
-                _check_readable(request)
+                _check_call(request)
                 return await handler(self, request, context)
             except ServiceError as error:
                 failed = error.bare()

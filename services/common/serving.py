@@ -26,6 +26,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from services.common.access.acl import admit, open_way
 from services.common.access.identity import Identity
 from services.common.access.in_flight import InFlight
+from services.common.access.tokens import Tokens
 from services.common.call_stats import CallStats
 from services.common.edge import descriptors, keepalive
 from services.common.edge.message_limit import MessageLimit, MessageLimits
@@ -33,7 +34,7 @@ from services.common.edge.paths import make_directory
 from services.common.edge.reflection import Reflection
 from services.common.edge.tls import Certificates, Tls
 from services.common.errors import InvalidConfiguration
-from services.common.rpc import Identify, Readable, certified, unproven
+from services.common.rpc import Identify, Readable, bearing, certified, unproven
 
 log = structlog.get_logger()
 
@@ -101,9 +102,14 @@ class Listener:
 
 
 def check_exposure(
-    listeners: Sequence[Listener], tls: Tls | None, insecure: bool, metrics: Listener | None = None
+    listeners: Sequence[Listener],
+    tls: Tls | None,
+    insecure: bool,
+    metrics: Listener | None = None,
+    *,
+    tokens: bool = False,
 ) -> None:
-    """Refuse to listen beyond this host without mutual TLS, unless ``insecure`` is set.
+    """Refuse to listen beyond this host without mutual TLS, or TLS and ``tokens``, unless ``insecure`` is set.
 
     Metrics are always served without TLS. Raises InvalidConfiguration.
     """
@@ -115,7 +121,7 @@ def check_exposure(
     if not listeners:
         raise InvalidConfiguration("--listen: at least one address is required", field="--listen")
     for listener in listeners:
-        guarded = tls is not None and tls.client_ca is not None
+        guarded = tls is not None and (tls.client_ca is not None or tokens)
         if not listener.local_only and not guarded and not insecure:
             raise InvalidConfiguration(
                 f"--listen {listener}: reachable from other hosts, which requires --tls-cert, --tls-key and "
@@ -146,10 +152,12 @@ class Serving:
         guests: Sequence[int] = (),
         in_flight: InFlight | None = None,
         limits: MessageLimits = _DEFAULT_LIMITS,
+        tokens: Tokens | None = None,
     ) -> None:
-        check_exposure(listeners, tls, insecure)
+        check_exposure(listeners, tls, insecure, tokens=tokens is not None)
         self._guests = guests
         self._in_flight = in_flight or InFlight()
+        self._tokens = tokens
         self._service = service
         self._listeners = list(listeners)
         self._tls = tls
@@ -175,15 +183,18 @@ class Serving:
         local, remote = None, None
         for listener in self._listeners:
             if listener.path is not None:
-                local = local or self._server(lambda context: owner)
+                local = local or self._server(self._with_tokens(lambda context: owner, required=False))
                 self.bound.append(self._bind_unix(local, listener.path))
             else:
-                remote = remote or self._server(certified if mutual else unproven)
+                remote = remote or self._server(self._with_tokens(certified if mutual else unproven, required=True))
                 self.bound.append(_bind_tcp(remote, listener, self._certificates))
         for uid in self._guests:
             self._bind_guest(Identity.of_uid(uid), uid)
         for server in self._servers:
             await server.start()
+
+    def _with_tokens(self, identify: Identify, *, required: bool) -> Identify:
+        return identify if self._tokens is None else bearing(self._tokens, identify, required=required)
 
     def _server(self, identify: Identify) -> grpc.aio.Server:
         # Whose message is a little too large shall hear so from its method, with a reason.
@@ -232,7 +243,9 @@ class Serving:
             await self._health.set(name, status)
 
     def reload(self) -> None:
-        """Read the certificates again, if there are any; what cannot be used changes nothing and is logged."""
+        """Read certificates and tokens again, if there are any; what cannot be used changes nothing and is logged."""
+        if self._tokens is not None:
+            self._tokens.reload()
         if self._certificates is not None:
             self._certificates.reload()
 

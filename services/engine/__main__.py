@@ -1,6 +1,7 @@
 """``python -m services.engine [serve]``: run the engine until SIGTERM.
 
-``... generate`` and others are client commands; ``... doctor`` checks whether this machine can run it.
+``... generate`` and others are client commands; ``... token`` makes a token for a client; ``... doctor`` checks whether
+this machine can run it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import structlog
 from services.common.errors import ServiceError
 from services.common.serving import configure_logging, run_until_signal
 from services.engine import cli
+from services.engine.cli import token
 
 if TYPE_CHECKING:
     from services.engine.server import Engine
@@ -29,8 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     if words and words[0] in cli.COMMANDS:
         return cli.run(words[0], words[1:])
-    if words and not words[0].startswith("-") and words[0] not in ("serve", "doctor"):
-        known = ", ".join(("serve", "doctor", *cli.COMMANDS))
+    if words[:1] == ["token"]:
+        return token.main(words[1:])
+    if words and not words[0].startswith("-") and words[0] not in ("serve", "doctor", "token"):
+        known = ", ".join(("serve", "doctor", "token", *cli.COMMANDS))
         print(f"rocmforge engine: {words[0]}: no such command; expected one of {known}", file=sys.stderr)
         return 2
     # These import NumPy, which takes longer than most client commands run.

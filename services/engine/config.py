@@ -80,6 +80,13 @@ class Config(Listening):
     """
 
     listeners: list[Listener] = listen("engine.sock", PORT)
+    tokens: Path | None = setting(
+        file_path,
+        None,
+        "file of hashed tokens, NAME:SHA-256 a line: callers over TCP without a client certificate must show one; "
+        "`python -m services.engine token NAME` makes one",
+        metavar="FILE",
+    )
     model: Path = setting(
         file_path,
         BUNDLED_MODEL,
@@ -223,7 +230,7 @@ class Config(Listening):
         values = settings.read(cls, program, arguments, environ)
         config = cls(**values.fields, echo=values.echo())
         _check_budget(config.max_batch, config.max_step_tokens)
-        config.check_exposure()
+        config.check_exposure(tokens=config.tokens is not None)
         _check_tls(config.kvcache, config.kvcache_tls, config)
         return config
 

@@ -13,6 +13,7 @@ import structlog
 from threadpoolctl import threadpool_limits
 
 from rocmforge.engine.v1 import engine_pb2_grpc
+from services.common.access.tokens import Tokens
 from services.common.call_stats import CallStats
 from services.common.edge.reloading import reread
 from services.common.errors import Draining, InvalidConfiguration, ModelInvalid, ServiceError
@@ -81,6 +82,7 @@ class Engine:
             insecure=config.insecure,
             limits=LIMITS,
             max_connections=config.max_connections,
+            tokens=Tokens(config.tokens) if config.tokens is not None else None,
         )
         self._source: PageSource | None = None  # until the engine's thread takes it over
         self._thread: threading.Thread | None = None

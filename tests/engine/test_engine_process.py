@@ -249,7 +249,10 @@ def test_it_says_in_one_line_why_it_cannot_start(arguments: list[str], says: str
             ["generate", "x", "--colour"],
             "python -m services.engine generate: unrecognized arguments: --colour; see --help\n",
         ),
-        (["sing"], f"rocmforge engine: sing: no such command; expected one of serve, doctor, {', '.join(COMMANDS)}\n"),
+        (
+            ["sing"],
+            f"rocmforge engine: sing: no such command; expected one of serve, doctor, token, {', '.join(COMMANDS)}\n",
+        ),
     ],
 )
 def test_a_command_line_that_cannot_be_is_told_in_a_line(arguments: list[str], says: str) -> None:

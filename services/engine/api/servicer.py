@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services.common import rpc
+from services.common.access.identity import CALLER, Identity
 from services.common.errors import Draining, FieldInvalid, NotReady, RequestExists, ServiceError
 from services.engine.api.requests import (
     check_batch,
@@ -52,7 +54,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """The service. It answers UNAVAILABLE to every call before ``serve``, and to new requests after ``drain``.
 
     ``clock`` is the engine's monotonic clock, ``wall`` the wall clock, both in seconds. Without a ``throttle`` each
-    message is sent at once.
+    message is sent at once. ``operator`` may do with everybody's requests what others may with their own; by default it
+    is this process's user.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         throttle: Throttle | None = None,
+        operator: Identity | None = None,
     ) -> None:
+        self._operator = Identity.of_uid(os.geteuid()) if operator is None else operator
         self.streams = streams
         self.generations = generations
         self._throttle = throttle
@@ -88,6 +93,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         if self.draining:
             raise Draining("the engine is shutting down")
 
+    def _whose(self) -> str | None:
+        """Whose requests the caller may name; None for everybody's."""
+        caller = CALLER.get()
+        return None if caller == self._operator else caller.text
+
     def _deadline(self, context: Any) -> float | None:
         left = context.time_remaining()
         return None if left is None else self._clock() + left
@@ -102,7 +112,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._check_open()
         if asked.request_id in self.generations:
             raise RequestExists(f"a submitted generation has the id {asked.request_id!r}", field="request_id")
-        self.streams.open(asked.request_id, listener, 1 + len(asked.others))
+        self.streams.open(asked.request_id, listener, 1 + len(asked.others), CALLER.get().text)
         served.loop.submit(asked)
         return asked
 
@@ -175,23 +185,24 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         retention_s = read_span(request, "retention", self.generations.retention.ttl_s)
         with inside("request"):
             wanted = request.request.request_id
-            generation = self.generations.again(wanted, mark) if wanted else None
+            owner = CALLER.get().text
+            generation = self.generations.again(wanted, mark, owner) if wanted else None
             if generation is None:
                 deadline = None if timeout_s is None else now + timeout_s
                 asked = await served.read(request.request, now, deadline)
                 # The same request may have arrived concurrently. No await from here to the submission.
-                generation = self.generations.again(asked.request_id, mark)
+                generation = self.generations.again(asked.request_id, mark, owner)
                 if generation is None:
-                    generation = self._submit(served, asked, mark, retention_s)
+                    generation = self._submit(served, asked, mark, retention_s, owner)
             await generation.accepted()
         return pb.SubmitGenerationResponse(generation=self._shown(generation))
 
-    def _submit(self, served: Served, asked: Request, mark: bytes, retention_s: float | None) -> Generation:
+    def _submit(self, served: Served, asked: Request, mark: bytes, retention_s: float | None, owner: str) -> Generation:
         self._check_open()
         self.streams.check_free(asked.request_id)
         samples = 1 + len(asked.others)
-        generation = self.generations.open(asked.request_id, mark, asked.sampling.seed, retention_s, samples)
-        self.streams.open(asked.request_id, generation, samples)
+        generation = self.generations.open(asked.request_id, mark, asked.sampling.seed, retention_s, samples, owner)
+        self.streams.open(asked.request_id, generation, samples, owner)
         served.loop.submit(asked)
         return generation
 
@@ -201,7 +212,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     def _find(self, request_id: str) -> Generation:
         self._model()
         check_name(request_id, "request_id")
-        return self.generations.find(request_id)
+        return self.generations.find(request_id, self._whose())
 
     @maps_errors
     async def WatchGeneration(
@@ -230,10 +241,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     @maps_errors
     async def CancelGeneration(self, request: pb.CancelGenerationRequest, context: Any) -> pb.CancelGenerationResponse:
         """See the proto."""
-        served, name = self._model(), request.request_id
+        served, name, by = self._model(), request.request_id, self._whose()
         check_name(name, "request_id")
-        over = name in self.generations and self.generations.find(name).over
-        if not over and self.streams.is_live(name):
+        generation = self.generations.get(name, by)
+        over = generation is not None and generation.over
+        if not over and self.streams.is_live(name, by):
             served.loop.cancel(name)
         return pb.CancelGenerationResponse(request_id=name)
 
@@ -251,7 +263,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         older_than_s = read_span(request, "older_than", zero=True)
         if older_than_s is None:
             raise FieldInvalid("older_than is missing; 0 purges every finished generation", field="older_than")
-        return pb.PurgeGenerationsResponse(purged=self.generations.purge(older_than_s))
+        return pb.PurgeGenerationsResponse(purged=self.generations.purge(older_than_s, self._whose()))
 
     # --- text, model, counts -------------------------------------------------------------------------------------
 

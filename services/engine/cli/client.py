@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,11 @@ from services.common.edge.tls import ClientTls, client_tls
 from services.common.errors import InvalidConfiguration, ServiceError
 from services.common.listening import runtime_dir
 from services.common.parser import Parser
-from services.common.serving import MAX_MESSAGE_BYTES
+from services.common.serving import MAX_MESSAGE_BYTES, Listener
+from services.engine.cli.bearer import AsyncBearer, Bearer
+
+#: The environment variable of the token.
+TOKEN_VARIABLE = "ROCMFORGE_TOKEN"
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 
@@ -49,6 +53,13 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
         default="",
         metavar="NAME",
         help="name that the engine's certificate must have (default: the host in --target)",
+    )
+    made.add_argument(
+        "--token-file",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help=f"file with the token to show to the engine (default: the token in {TOKEN_VARIABLE}, if any)",
     )
     made.add_argument(
         "--wait",
@@ -97,10 +108,13 @@ def failure(error: grpc.RpcError, target: Target) -> ServiceError:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An engine: its address, and the files with which it and this client show who they are, None without TLS."""
+    """An engine: its address, the files with which it and this client show who they are, None without TLS, and the
+    client's token, None without one.
+    """
 
     address: str
     tls: ClientTls | None = None
+    token: str | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return self.address
@@ -112,7 +126,34 @@ def reached(flags: argparse.Namespace, address: str = "") -> Target:
     address = address or flags.target
     if tls is not None and address.startswith("unix:"):
         raise InvalidConfiguration(f"--ca: --target {address} is not a TCP address", field="--ca")
-    return Target(address, tls)
+    token = _token(flags.token_file)
+    if token is not None and tls is None and not _local(address):
+        raise InvalidConfiguration(f"--target {address}: no token is sent there without TLS; give --ca", field="--ca")
+    return Target(address, tls, token)
+
+
+def _token(path: Path | None) -> str | None:
+    """The token in a file, or in the environment. Raises InvalidConfiguration."""
+    if path is None:
+        given, where = os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE
+    else:
+        where = f"--token-file {path}"
+        try:
+            given = path.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise InvalidConfiguration(f"{where}: cannot be read: {error}", field="--token-file") from error
+    if path is None and not given:
+        return None
+    if not given.isascii() or not given.isprintable() or " " in given or not given:
+        raise InvalidConfiguration(f"{where}: expected a token, one word of ASCII", field="--token-file")
+    return given
+
+
+def _local(address: str) -> bool:
+    try:
+        return Listener.parse(address).local_only
+    except InvalidConfiguration:
+        return False
 
 
 def options() -> list[tuple[str, int]]:
@@ -130,17 +171,22 @@ def connect(target: Target, more: Sequence[tuple[str, int]] = ()) -> grpc.Channe
     if target.address == _default():
         check_socket(Path(target.address.removeprefix("unix:")), "--target")
     if target.tls is None:
-        return grpc.insecure_channel(target.address, options=[*options(), *more])
-    return grpc.secure_channel(
-        target.address, target.tls.credentials(), options=[*options(), *more, *target.tls.options]
-    )
+        channel = grpc.insecure_channel(target.address, options=[*options(), *more])
+    else:
+        channel = grpc.secure_channel(
+            target.address, target.tls.credentials(), options=[*options(), *more, *target.tls.options]
+        )
+    return channel if target.token is None else grpc.intercept_channel(channel, Bearer(target.token))
 
 
 def connect_async(target: Target) -> grpc.aio.Channel:
     """The same for asyncio."""
+    shown = [] if target.token is None else [AsyncBearer(target.token)]
     if target.tls is None:
-        return grpc.aio.insecure_channel(target.address, options=options())
-    return grpc.aio.secure_channel(target.address, target.tls.credentials(), options=[*options(), *target.tls.options])
+        return grpc.aio.insecure_channel(target.address, options=options(), interceptors=shown)
+    return grpc.aio.secure_channel(
+        target.address, target.tls.credentials(), options=[*options(), *target.tls.options], interceptors=shown
+    )
 
 
 def await_serving(command: str, target: Target, wait_s: float) -> bool:

@@ -36,7 +36,8 @@ class GenerationState(enum.Enum):
 
 
 class Generation:
-    """Owned by the asyncio loop. ``fingerprint`` is a hash of the request: it makes a repeated submission idempotent.
+    """Owned by the asyncio loop. ``fingerprint`` is a hash of the request: it makes a repeated submission idempotent;
+    ``owner`` is the identity that submitted it.
     ``outputs`` has one entry per sample, in order, at least one; ``seed`` is the first sample's. The generation is over
     when every sample has ended.
     """
@@ -49,7 +50,9 @@ class Generation:
         retention_s: float,
         on_change: Callable[[Generation, int], None],
         samples: int = 1,
+        owner: str = "",
     ) -> None:
+        self.owner = owner
         self.request_id = request_id
         self.fingerprint = fingerprint
         self.seed = seed

@@ -52,33 +52,46 @@ class GenerationRegistry:
         return len(self._over)
 
     def open(
-        self, request_id: str, fingerprint: bytes, seed: int, retention_s: float | None = None, samples: int = 1
+        self,
+        request_id: str,
+        fingerprint: bytes,
+        seed: int,
+        retention_s: float | None = None,
+        samples: int = 1,
+        owner: str = "",
     ) -> Generation:
-        """Register a generation, to be kept for ``retention_s`` seconds after it ends. Raises RequestExists."""
+        """Register a generation of ``owner``, to be kept for ``retention_s`` seconds after it ends. Raises
+        RequestExists.
+        """
         if request_id in self:
             raise RequestExists(f"a submitted generation has the id {request_id!r}", field="request_id")
         kept_s = self.retention.ttl_s if retention_s is None else min(retention_s, self.retention.ttl_s)
-        generation = Generation(request_id, fingerprint, seed, kept_s, self._changed, samples)
+        generation = Generation(request_id, fingerprint, seed, kept_s, self._changed, samples, owner)
         self._known[request_id] = generation
         self.bytes += generation.size
         return generation
 
-    def find(self, request_id: str) -> Generation:
-        """Returns a generation. Raises RequestUnknown."""
+    def get(self, request_id: str, by: str | None = None) -> Generation | None:
+        """Returns a generation; None if there is none that is ``by``'s, or with None anybody's."""
         self.expire()
         generation = self._known.get(request_id)
+        return generation if generation is not None and by in (None, generation.owner) else None
+
+    def find(self, request_id: str, by: str | None = None) -> Generation:
+        """Returns a generation. Raises RequestUnknown, also for one that is not ``by``'s; None is everybody."""
+        generation = self.get(request_id, by)
         if generation is None:
             raise RequestUnknown(f"no submitted generation {request_id!r}", field="request_id")
         return generation
 
-    def again(self, request_id: str, fingerprint: bytes) -> Generation | None:
+    def again(self, request_id: str, fingerprint: bytes, owner: str = "") -> Generation | None:
         """Returns the generation that was submitted with this id and the same request, None if the id is unused.
-        Raises RequestExists when the id was used for a different request.
+        Raises RequestExists when the id was used for a different request, or by another owner.
         """
         if request_id not in self:
             return None
         generation = self._known[request_id]
-        if generation.fingerprint != fingerprint:
+        if (generation.fingerprint, generation.owner) != (fingerprint, owner):
             raise RequestExists(
                 f"the id {request_id!r} was already used for a different request",
                 field="request_id",
@@ -97,11 +110,17 @@ class GenerationRegistry:
             raise RequestLive(f"{request_id!r} is {generation.state.name.lower()}; cancel it first", field="request_id")
         self._forget(request_id)
 
-    def purge(self, older_than_s: float) -> int:
-        """Drop the generations that ended at least ``older_than_s`` seconds ago. Returns how many there were."""
+    def purge(self, older_than_s: float, by: str | None = None) -> int:
+        """Drop the generations that ended at least ``older_than_s`` seconds ago, only ``by``'s unless that is None.
+        Returns how many there were.
+        """
         self.expire()
         before = self._clock() - older_than_s
-        old = [name for name, ended_at in self._over.items() if ended_at <= before]
+        old = [
+            name
+            for name, ended_at in self._over.items()
+            if ended_at <= before and by in (None, self._known[name].owner)
+        ]
         for name in old:
             self._forget(name)
         return len(old)

@@ -170,8 +170,9 @@ class Streams:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._live: dict[str, tuple[Listener, int]] = {}  # and how many samples have not ended
-        self._over: OrderedDict[str, float] = OrderedDict()
+        # Its listener, how many samples have not ended, and its owner; when it ended, and its owner.
+        self._live: dict[str, tuple[Listener, int, str]] = {}
+        self._over: OrderedDict[str, tuple[float, str]] = OrderedDict()
         self._none_live = asyncio.Event()
         self._none_live.set()
 
@@ -183,36 +184,42 @@ class Streams:
         if request_id in self._live:
             raise RequestExists(f"a live request has the id {request_id!r}", field="request_id")
 
-    def open(self, request_id: str, listener: Listener, samples: int = 1) -> None:
-        """Register a request of ``samples`` samples. Raises RequestExists when one with this id is live."""
+    def open(self, request_id: str, listener: Listener, samples: int = 1, owner: str = "") -> None:
+        """Register a request of ``samples`` samples, made by ``owner``. Raises RequestExists when one with this id is
+        live.
+        """
         self.check_free(request_id)
         self._over.pop(request_id, None)
-        self._live[request_id] = listener, samples
+        self._live[request_id] = listener, samples, owner
         self._none_live.clear()
 
     def deliver(self, events: Iterable[Event]) -> None:
         """Pass events to their listeners; a request's last event unregisters it."""
         for event in events:
-            listener, samples = self._live.get(event.request_id, (None, 0))
+            listener, samples, owner = self._live.get(event.request_id, (None, 0, ""))
             if listener is None:
                 continue
             listener.push(event)
             if event.outcome is None:
                 continue
             if event.sequence is not None and samples > 1:
-                self._live[event.request_id] = listener, samples - 1
+                self._live[event.request_id] = listener, samples - 1, owner
             else:
                 del self._live[event.request_id]
-                self._remember(event.request_id)
+                self._remember(event.request_id, owner)
         if not self._live:
             self._none_live.set()
 
-    def is_live(self, request_id: str) -> bool:
-        """Whether a request is live; False when it ended recently. Raises RequestUnknown otherwise."""
-        if request_id in self._live:
+    def is_live(self, request_id: str, by: str | None = None) -> bool:
+        """Whether a request is live; False when it ended recently. Raises RequestUnknown otherwise, and for one that is
+        not ``by``'s; None is everybody.
+        """
+        live = self._live.get(request_id)
+        if live is not None and by in (None, live[2]):
             return True
         self._expire()
-        if request_id not in self._over:
+        over = self._over.get(request_id)
+        if over is None or by not in (None, over[1]):
             raise RequestUnknown(f"no request {request_id!r}", field="request_id")
         return False
 
@@ -220,13 +227,13 @@ class Streams:
         """Wait until no request is live."""
         await self._none_live.wait()
 
-    def _remember(self, request_id: str) -> None:
-        self._over[request_id] = self._clock()
+    def _remember(self, request_id: str, owner: str) -> None:
+        self._over[request_id] = self._clock(), owner
         while len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
         self._expire()
 
     def _expire(self) -> None:
         before = self._clock() - REMEMBERED_S
-        while self._over and next(iter(self._over.values())) <= before:
+        while self._over and next(iter(self._over.values()))[0] <= before:
             self._over.popitem(last=False)

@@ -425,7 +425,7 @@ def test_when_it_is_over_only_the_registry_knows_it(engine: Engine) -> None:
     submit(engine, asked(5, 20, request_id=name))
     watched(engine, name, 5)
     engine.idle()
-    kept_at = [path for path in places(engine.engine, name) if ".generations" not in path and "._source" not in path]
+    kept_at = [path for path in places(engine.engine, name) if ".generations" not in path and "source._" not in path]
     assert kept_at == [".streams._over{}"]  # that there was such an id, for the sake of a late cancel
     engine.stub.DeleteGeneration(pb.DeleteGenerationRequest(request_id=name))
     assert not places(engine.engine.generations, name)
