@@ -305,3 +305,14 @@ def test_closing_the_cache_lets_go_of_all_processes() -> None:
     world.attached(pid=6)
     world.cache.close()
     assert [witness.closed for witness in world.processes.witnesses] == [True, True]
+
+
+def test_sequences_that_expire_share_the_record_of_their_session() -> None:
+    world = World(64)
+    session = world.attached()
+    world.cache.allocate(session.id, [opening(f"{at}", [at], 1) for at in range(50)], [])
+    assert world.cache.expire_sequences(0.0) == 50
+    [pool] = world.cache.pools
+    assert pool.table.quarantined_count == 50
+    assert len(world.cache.quarantine._records) == 1, "each would be looked after for as long as the session lives"
+    world.sound()
