@@ -216,12 +216,12 @@ def padded(plan: Plan, rows: int) -> Plan:
 def decode_matrix(geometry: Geometry, gpu: Gpu) -> int:
     """Return RF_MATRIX for `attention_decode`, which multiplies K and V as stored, INT8 converted to BF16."""
     fits = geometry.dtype != "F32" and geometry.kv_dtype in (geometry.dtype, "INT8")
-    return MATRIX_16X8X16 if gpu.matrix == MATRIX_16X8X16 and fits else NO_MATRIX
+    return MATRIX_16X8X16 if gpu.matrix == MATRIX_16X8X16 and fits and not gpu.decode_scalar else NO_MATRIX
 
 
 def prefill_matrix(geometry: Geometry, gpu: Gpu) -> int:
     """Return RF_MATRIX for `attention_prefill`, which first converts K and V to the type of the queries."""
-    return gpu.matrix if geometry.dtype != "F32" else NO_MATRIX
+    return gpu.matrix if geometry.dtype != "F32" and not gpu.prefill_scalar else NO_MATRIX
 
 
 def max_decode_rows(geometry: Geometry, gpu: Gpu) -> int:

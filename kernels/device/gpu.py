@@ -16,12 +16,15 @@ class Gpu:
 
     ``matrix`` selects the matrix unit of common.h: `matrix_unit` of the target, or on a CPU any, for tests.
     ``decode_blocks``: blocks of `attention_decode` that a multiprocessor runs at a time, if that was tuned; else 0.
+    ``decode_scalar``, ``prefill_scalar``: the kernel leaves the matrix unit alone, which was measured to be faster.
     """
 
     wave: int
     processors: int
     matrix: int
     decode_blocks: int = 0
+    decode_scalar: bool = False
+    prefill_scalar: bool = False
 
     def __post_init__(self) -> None:
         if self.wave not in (32, 64):

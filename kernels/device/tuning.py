@@ -3,8 +3,8 @@
 ::
 
     {"format": 1, "arch": "gfx942",
-     "attention": [{"dtype": "BF16", "kv_dtype": "BF16", "head_dim": 128, "group": 4, "matrix": true,
-                    "decode_blocks": 4}],
+     "attention": [{"dtype": "BF16", "kv_dtype": "BF16", "head_dim": 128, "group": 4,
+                    "prefill_matrix": true, "decode_matrix": false, "decode_blocks": 4}],
      "products": [{"rows": 1, "inputs": 4096, "outputs": 14336, "itemsize": 2, "blocks": 4}]}
 
 ``decode_blocks`` and ``blocks`` are blocks of a multiprocessor, 0 is the kernels' own choice, and for a product the
@@ -38,7 +38,7 @@ _RANGES = {
     "itemsize": (2, 4),
     "blocks": (0, 16),
 }
-_ATTENTION = ("dtype", "kv_dtype", "head_dim", "group", "matrix", "decode_blocks")
+_ATTENTION = ("dtype", "kv_dtype", "head_dim", "group", "prefill_matrix", "decode_matrix", "decode_blocks")
 _PRODUCT = ("rows", "inputs", "outputs", "itemsize", "blocks")
 
 
@@ -48,18 +48,20 @@ class TuningError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """``attention``: dtype, kv dtype, head size and group -> matrix units or not, and blocks of decode.
+    """``attention``: dtype, kv dtype, head size and group -> matrix units or not, in prefill and in decode, and blocks
+    of decode.
 
     ``products``: rows, inputs, rows of the weight and bytes of a number -> blocks, 0 for the library.
     """
 
-    attention: Mapping[tuple[str, str, int, int], tuple[bool, int]] = field(default_factory=dict)
+    attention: Mapping[tuple[str, str, int, int], tuple[bool, bool, int]] = field(default_factory=dict)
     products: Mapping[tuple[int, int, int, int], int] = field(default_factory=dict)
 
     def gpu(self, gpu: Gpu, dtype: str, kv_dtype: str, head_dim: int, group: int) -> Gpu:
         """``gpu`` as attention of this shape is to be planned and compiled for."""
-        matrix, blocks = self.attention.get((dtype, kv_dtype, head_dim, group), (True, 0))
-        return replace(gpu, matrix=gpu.matrix if matrix else NO_MATRIX, decode_blocks=blocks)
+        prefill, decode, blocks = self.attention.get((dtype, kv_dtype, head_dim, group), (True, True, 0))
+        unit = gpu.matrix if prefill or decode else NO_MATRIX
+        return replace(gpu, matrix=unit, decode_blocks=blocks, decode_scalar=not decode, prefill_scalar=not prefill)
 
     def as_json(self, arch: str) -> str:
         """The file."""
@@ -116,12 +118,14 @@ def parsed(told: Any, arch: str) -> Tuning:
         for field_, allowed in (("dtype", _TYPES), ("kv_dtype", _KV_TYPES)):
             if entry[field_] not in allowed:
                 raise TuningError(f"{name}.{field_} is {entry[field_]!r}; it must be one of {', '.join(allowed)}")
-        if not isinstance(entry["matrix"], bool):
-            raise TuningError(f"{name}.matrix is {entry['matrix']!r}; it must be true or false")
+        for field_ in ("prefill_matrix", "decode_matrix"):
+            if not isinstance(entry[field_], bool):
+                raise TuningError(f"{name}.{field_} is {entry[field_]!r}; it must be true or false")
         numbers = (_number(entry, field_, name) for field_ in ("head_dim", "group"))
         head_dim, group = numbers
         key = entry["dtype"], entry["kv_dtype"], head_dim, group
-        attention[key] = entry["matrix"], _number(entry, "decode_blocks", name)
+        blocks = _number(entry, "decode_blocks", name)
+        attention[key] = entry["prefill_matrix"], entry["decode_matrix"], blocks
     for name, entry in _entries(told, "products", _PRODUCT):
         rows, inputs, outputs, itemsize, blocks = (_number(entry, field_, name) for field_ in _PRODUCT)
         products[rows, inputs, outputs, itemsize] = blocks

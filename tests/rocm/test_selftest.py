@@ -82,7 +82,8 @@ from services.common.errors import InvalidConfiguration
 from services.engine.model.backend import AUTO, on_gpu
 path = Path(sys.argv[1])
 group = TINY.query_heads // TINY.kv_heads
-chosen = tuning.Tuning({("BF16", "BF16", TINY.head_dim, group): (False, 1)}, {(1, 64, 64, 2): 0, (2, 64, 64, 2): 3})
+key = "BF16", "BF16", TINY.head_dim, group
+chosen = tuning.Tuning({key: (False, False, 1)}, {(1, 64, 64, 2): 0, (2, 64, 64, 2): 3})
 path.write_text(chosen.as_json("gfx942"))
 told = {}
 with capture_logs() as events:

@@ -139,7 +139,7 @@ def body(told: step.Told, asked: step.Asked) -> None:
 
     cupy.cuda.Device(asked.gpu).use()
     gpu, repeats = this_gpu(), asked.of(9, 3, 1)
-    attention: dict[tuple[str, str, int, int], tuple[bool, int]] = {}
+    attention: dict[tuple[str, str, int, int], tuple[bool, bool, int]] = {}
     for case in cases(asked):
         bench = Bench(case, asked)
         told.begin(f"the self-test of {case.key}")
@@ -169,14 +169,13 @@ def body(told: step.Told, asked: step.Asked) -> None:
                 told.number(kind, f"prefill of 2048 behind 6144, {name}", round(rate, 1), "TFLOP/s")
         took, matrix, blocks = min(tried)
         how = f"{'matrix units' if matrix else 'scalar'}, {blocks or 'the default number of'} blocks a multiprocessor"
+        before = attention.get(key, (True, True, 0))
         if decode:
             told.passed(f"{case.key}: best is {how}, {tried[0][0] / took:.2f} times as fast as scalar and the default")
-            # Prefill of the same model shares the entry; it has the last word on matrix units where decode has none.
-            attention[key] = (matrix if len(units) > 1 else verdict.gpu.matrix != NO_MATRIX), blocks
-        elif key in attention:
-            attention[key] = matrix or attention[key][0], attention[key][1]
+            attention[key] = before[0], matrix or len(units) == 1, blocks
         else:
-            attention[key] = matrix, 0
+            told.passed(f"{case.key}: best is {'matrix units' if matrix else 'scalar'}")
+            attention[key] = matrix or len(units) == 1, *before[1:]
         del bench
         cupy.get_default_memory_pool().free_all_blocks()
     products = _products(told, asked, repeats)

@@ -11,12 +11,14 @@ import pytest
 from kernels.attention import plan
 from kernels.attention.plan import Geometry
 from kernels.device import module, tuning
-from kernels.device.gpu import MATRIX_16X16X16, NO_MATRIX, Gpu
+from kernels.device.gpu import MATRIX_16X8X16, NO_MATRIX, Gpu
 from kernels.device.tuning import Tuning, TuningError
 from kernels.linear import gemv
 
-TUNED = Tuning({("BF16", "INT8", 128, 4): (False, 6), ("F16", "F16", 64, 1): (True, 0)}, {(1, 4096, 6144, 2): 8})
-GPU = Gpu(64, 304, MATRIX_16X16X16)
+TUNED = Tuning(
+    {("BF16", "INT8", 128, 4): (True, False, 6), ("F16", "F16", 64, 1): (True, True, 0)}, {(1, 4096, 6144, 2): 8}
+)
+GPU = Gpu(32, 304, MATRIX_16X8X16)
 
 
 def told() -> Any:
@@ -42,7 +44,7 @@ ATTENTION, PRODUCT = told()["attention"][0], told()["products"][0]
         ({"attention": [7]}, r"attention\[0\] must be an object"),
         ({"attention": [{**ATTENTION, "speed": 1}]}, r"attention\[0\].speed: no such field"),
         ({"attention": [ATTENTION, {**ATTENTION, "dtype": "INT8"}]}, r"attention\[1\].dtype is 'INT8'; it must be"),
-        ({"attention": [{**ATTENTION, "matrix": 1}]}, "matrix is 1; it must be true or false"),
+        ({"attention": [{**ATTENTION, "decode_matrix": 1}]}, "decode_matrix is 1; it must be true or false"),
         ({"attention": [{**ATTENTION, "decode_blocks": 17}]}, "decode_blocks is 17; it must be a whole number"),
         ({"attention": [{**ATTENTION, "group": True}]}, "group is True; it must be a whole number from 1 to 1024"),
         ({"products": [{**PRODUCT, "blocks": -1}]}, r"products\[0\].blocks is -1; it must be a whole"),
@@ -79,7 +81,12 @@ def test_where_it_is(tmp_path: Path) -> None:
 def test_attention_is_planned_and_compiled_by_it() -> None:
     geometry = Geometry(32, 8, 128, 16, 2, "BF16", "INT8")
     gpu = TUNED.gpu(GPU, "BF16", "INT8", 128, 4)
-    assert (gpu.matrix, gpu.decode_blocks) == (NO_MATRIX, 6)
+    assert (gpu.decode_blocks, plan.decode_matrix(geometry, gpu)) == (6, NO_MATRIX)
+    assert plan.prefill_matrix(geometry, gpu) == MATRIX_16X8X16 == plan.decode_matrix(geometry, GPU)
+    scalar = Tuning({("BF16", "INT8", 128, 4): (False, True, 0)}).gpu(GPU, "BF16", "INT8", 128, 4)
+    assert (plan.prefill_matrix(geometry, scalar), plan.decode_matrix(geometry, scalar)) == (NO_MATRIX, MATRIX_16X8X16)
+    both = Tuning({("BF16", "INT8", 128, 4): (False, False, 0)}).gpu(GPU, "BF16", "INT8", 128, 4)
+    assert both.matrix == NO_MATRIX
     assert plan.decode_cost(geometry, gpu, 4).at_once == 6
     defines = plan.Attention(module.load, geometry, gpu, 1.0).defines("attention_decode", 4)
     assert defines["RF_BLOCKS"] == 6
