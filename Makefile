@@ -89,8 +89,8 @@ test-isa: setup ## Run all kernel tests as AMD machine code on this CPU
 chaos: setup ## Run a daemon and two engines under faults for SECONDS=60, from SEED=n; the report is in build/chaos
 	@$(PY) -m tests.chaos --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 
-fuzz: atheris ## Search for bytes that break a reader or a servicer, SECONDS=60 for each; finds are in build/fuzz
-	@$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60)
+fuzz: atheris ## Search for bytes that break a reader or a servicer, SECONDS=60 for each, JOBS=1 at a time; finds are in build/fuzz
+	@$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60) --jobs $(or $(JOBS),1)
 
 atheris: $(VENV)/.atheris protos
 

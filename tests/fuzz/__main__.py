@@ -12,6 +12,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
@@ -60,6 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; default: all")
     parser.add_argument("--seconds", type=int, default=60, help="for each target (default 60)")
+    parser.add_argument("--jobs", type=int, default=1, help="targets at a time (default 1)")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run one input once, without atheris")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args(arguments)
@@ -75,12 +77,16 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("atheris is missing: pip install -c constraints.txt -e '.[fuzz]'")
     if flags.here:
         search(targets[0], flags.seconds)
-    broken = []
-    for name in targets:
+    if flags.jobs < 1:
+        parser.error(f"--jobs {flags.jobs}: expected 1 or more")
+
+    def broke(name: str) -> bool:
         print(f"=== {name}, {flags.seconds} s", flush=True)
         command = [sys.executable, "-m", "tests.fuzz", name, "--seconds", str(flags.seconds), "--here"]
-        if subprocess.run(command, cwd=ROOT).returncode:
-            broken.append(name)
+        return subprocess.run(command, cwd=ROOT).returncode != 0
+
+    with ThreadPoolExecutor(flags.jobs) as jobs:
+        broken = [name for name, found in zip(targets, jobs.map(broke, targets), strict=True) if found]
     print(f"broken: {', '.join(broken)}" if broken else "none broke")
     return 1 if broken else 0
 

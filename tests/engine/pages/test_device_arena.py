@@ -137,7 +137,7 @@ def test_a_refused_attach_unmaps(daemon: OnGpus, api: FakeRuntime, source: GrpcP
     cache = daemon.daemon.cache
     attach = cache.attach_session
 
-    def refuse(session_id: str, seen: bytes) -> Any:
+    def refuse(session_id: str, seen: bytes, caller: str = "") -> Any:
         raise AttachMismatch("other memory")
 
     cache.attach_session = refuse

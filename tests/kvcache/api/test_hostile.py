@@ -97,7 +97,7 @@ def test_the_source_of_a_copy_pays_for_the_page_behind_it(pages: int, quota: int
 def test_a_pool_that_cannot_be_made_leaves_no_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(8)
 
-    def no_memory(*args: object) -> None:
+    def no_memory(*args: object, **options: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(budget, "Pool", no_memory)

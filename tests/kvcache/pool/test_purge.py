@@ -1,4 +1,3 @@
-# mypy: disable-error-code="arg-type"
 """What was found corrupted goes with all behind it, whatever else happens between two slices; and by its generation."""
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def test_pages_published_between_slices_go_as_well(seed: int) -> None:
         world.sound()
     assert chains(pool, 1) == [] and pool.index.condemned_count == 0
     assert chains(pool, 2), "others are left alone"
-    run(world, session, "again", text(1), 4)
+    run(world, session, "again", text(1).tolist(), 4)
     assert len(pool.match(text(1), "")) == 3, "computed anew, it is cached as ever"
     world.sound()
 
