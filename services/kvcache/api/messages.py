@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from google.protobuf import duration_pb2
@@ -25,6 +24,10 @@ from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import Pool
 
 MAX_ITEMS = 4096
+#: Tokens that are read in one go.
+TOKEN_SLICE = 1 << 14
+#: Pages that an explanation may have.
+MAX_EXPLAINED = 1 << 16
 MAX_NAME = 128
 MAX_LIST = 1000
 
@@ -126,6 +129,13 @@ def page_answer_message(answer: PageAnswer) -> pb.PageExplanation:
     )
 
 
+def fill_explanation(response: pb.ExplainPrefixResponse, answers: list[PageAnswer]) -> Generator[None, None, None]:
+    """Write an explanation into its message, in slices."""
+    for at in range(0, len(answers), 1024):
+        response.pages.extend(page_answer_message(answer) for answer in answers[at : at + 1024])
+        yield
+
+
 def page_message(reference: tuple[int, int]) -> pb.PageRef:
     """A page by id and generation."""
     return pb.PageRef(page_id=reference[0], generation=reference[1])
@@ -146,16 +156,34 @@ def links_message(pool_id: str, links: list[Link]) -> pb.CacheLinks:
 
 
 def snapshot_messages(cache: KvCache, pool_id: str) -> Iterator[pb.CacheLinks]:
-    """Everything cached in one pool, or in all when ``pool_id`` is empty."""
-    for pool in cache.pools:
-        if not pool_id or pool.id == pool_id:
-            links = pool.index.links()
-            while chunk := list(islice(links, MAX_LINKS)):
-                yield links_message(pool.id, chunk)
+    """Everything cached now in one pool, or in all when ``pool_id`` is empty.
+
+    The hashes are copied at once, as arrays; the messages are made one by one, whatever has changed since.
+    """
+    taken = [(pool.id, *pool.index.columns()) for pool in cache.pools if not pool_id or pool.id == pool_id]
+    return _column_messages(taken)
 
 
-def read_demands(items: Any) -> list[Steps | Opening]:
-    """The demands of AllocatePages. Raises FieldInvalid."""
+def _column_messages(taken: list[tuple[str, array[int], array[int]]]) -> Iterator[pb.CacheLinks]:
+    for pool_id, hashes, parents in taken:
+        for at in range(0, len(hashes), MAX_LINKS):
+            some = slice(at, at + MAX_LINKS)
+            yield pb.CacheLinks(pool_id=pool_id, hashes=hashes[some], parent_hashes=parents[some])
+
+
+def read_tokens(tokens: Any) -> Generator[None, None, array[int]]:
+    """Tokens as they are kept. Many of them are read in slices."""
+    if len(tokens) <= TOKEN_SLICE:
+        return array("I", tokens[:])
+    read = array("I")
+    for at in range(0, len(tokens), TOKEN_SLICE):
+        read.extend(tokens[at : at + TOKEN_SLICE])
+        yield
+    return read
+
+
+def read_demands(items: Any) -> Generator[None, None, list[Steps | Opening]]:
+    """The demands of AllocatePages, in slices when they have many tokens. Raises FieldInvalid."""
     demands: list[Steps | Opening] = []
     _check_sequences(len(items))  # none but an empty step is of no sequence
     count = tokens = 0
@@ -163,11 +191,11 @@ def read_demands(items: Any) -> list[Steps | Opening]:
         match item.WhichOneof("demand"):
             case "steps":
                 tokens += check_tokens(len(item.steps.tokens), tokens, f"demands[{at}].steps.tokens")
-                demands.append(read_steps(item.steps, f"demands[{at}].steps", growing=True))
+                demands.append((yield from read_steps(item.steps, f"demands[{at}].steps", growing=True)))
                 count += len(item.steps.sequence_ids)
             case "opening":
                 tokens += check_tokens(len(item.opening.prompt.tokens), tokens, f"demands[{at}].opening.prompt.tokens")
-                demands.append(_read_opening(item.opening, f"demands[{at}].opening"))
+                demands.append((yield from _read_opening(item.opening, f"demands[{at}].opening")))
                 count += 1
             case _:
                 raise FieldInvalid(f"demands[{at}] has neither steps nor an opening", field=f"demands[{at}]")
@@ -183,7 +211,7 @@ def _check_sequences(count: int) -> None:
         )
 
 
-def _read_opening(opening: pb.SequenceOpening, field: str) -> Opening:
+def _read_opening(opening: pb.SequenceOpening, field: str) -> Generator[None, None, Opening]:
     """One sequence to open. Raises FieldInvalid."""
     check_name(opening.sequence_id, f"{field}.sequence_id")
     origin: Prompt | str
@@ -192,7 +220,7 @@ def _read_opening(opening: pb.SequenceOpening, field: str) -> Opening:
             prompt = opening.prompt
             check_name(prompt.salt, f"{field}.prompt.salt", least=0)
             retention = read_retention(prompt.retention) if prompt.HasField("retention") else None
-            origin = Prompt(array("I", prompt.tokens[:]), prompt.salt, retention)
+            origin = Prompt((yield from read_tokens(prompt.tokens)), prompt.salt, retention)
         case "parent_sequence_id":
             origin = opening.parent_sequence_id
             check_name(origin, f"{field}.parent_sequence_id")
@@ -201,7 +229,7 @@ def _read_opening(opening: pb.SequenceOpening, field: str) -> Opening:
     return Opening(opening.sequence_id, origin, opening.total_pages)
 
 
-def read_steps(steps: pb.SequenceSteps, field: str, *, growing: bool) -> Steps:
+def read_steps(steps: pb.SequenceSteps, field: str, *, growing: bool) -> Generator[None, None, Steps]:
     """The columns of a step, with those that tell of pages when it is ``growing``. Raises FieldInvalid."""
     count = len(steps.sequence_ids)
     check_items(count, f"{field}.sequence_ids")
@@ -215,7 +243,7 @@ def read_steps(steps: pb.SequenceSteps, field: str, *, growing: bool) -> Steps:
     _check_column(steps, "known_pages", pages, count, field)
     ids = steps.sequence_ids[:]
     _check_names(ids, f"{field}.sequence_ids")
-    tokens = array("I", steps.tokens[:])
+    tokens = yield from read_tokens(steps.tokens)
     return Steps(ids, steps.starts[:], counts, tokens, steps.total_pages[:], steps.known_pages[:])
 
 

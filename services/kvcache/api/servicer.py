@@ -1,12 +1,14 @@
 """Proto to domain and back; nothing else. Every method is one transaction on the KvCache, without an await in it: what
 is read of pages is read before or after.
+
+ExplainPrefix, which only looks, and may look at much, does so in slices. A long message is read in slices too, before
+its transaction.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from array import array
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from services.common.access.policy import Policy
 from services.common.errors import Draining, FieldInvalid, ServiceError
 from services.kvcache.api import messages
 from services.kvcache.api.roles import ENGINE, INCLUDES, NEEDED, OPERATOR
+from services.kvcache.api.slices import in_slices
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process
@@ -132,7 +135,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     async def AllocatePages(self, request: pb.AllocatePagesRequest, context: Any) -> pb.AllocatePagesResponse:
         """See the proto."""
         caller = self._policy.require(ENGINE)
-        demands = messages.read_demands(request.demands)
+        demands = await in_slices(messages.read_demands(request.demands))
         removed = messages.read_ids(request.remove_sequence_ids, "remove_sequence_ids")
         if hits := self._cache.hits_to_verify(request.session_id, demands, caller):
             await self._scrubber.verify_hits(hits)
@@ -154,7 +157,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         """See the proto."""
         caller = self._policy.require(ENGINE)
         messages.check_tokens(len(request.steps.tokens), 0, "steps.tokens")
-        steps = messages.read_steps(request.steps, "steps", growing=False)
+        steps = await in_slices(messages.read_steps(request.steps, "steps", growing=False))
         response = pb.AppendTokensResponse(epoch=self._cache.epoch)
         for sequence_id, error in self._cache.append(request.session_id, steps, caller):
             response.errors.add(sequence_id=sequence_id, error=rpc.status_of(error, DOMAIN))
@@ -196,17 +199,17 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             raise FieldInvalid(f"limit is {request.limit}; it must be at most {messages.MAX_LIST}", field="limit")
         if request.HasField("session_id") and request.HasField("session_handle"):
             raise FieldInvalid("session_handle and session_id are both set", field="session_handle")
+        start, most = messages.read_cursor(request.cursor), request.limit or 100
         if request.HasField("session_id"):
-            listed = self._cache.sequences_of(request.session_id, self._policy.require(ENGINE))
+            listed, more = self._cache.sequences_of(request.session_id, start, most, self._policy.require(ENGINE))
         else:
             self._policy.require(NEEDED["ListSequences"])
-            listed = self._cache.list_sequences(request.session_handle if request.HasField("session_handle") else None)
-        start = messages.read_cursor(request.cursor)
-        end = start + (request.limit or 100)
+            handle = request.session_handle if request.HasField("session_handle") else None
+            listed, more = self._cache.list_sequences(handle, start, most)
         return pb.ListSequencesResponse(
             epoch=self._cache.epoch,
-            sequences=[self._sequence(sequence, session) for sequence, session in listed[start:end]],
-            next_cursor=str(end) if end < len(listed) else "",
+            sequences=[self._sequence(sequence, session) for sequence, session in listed],
+            next_cursor=str(start + most) if more else "",
         )
 
     @maps_errors
@@ -251,15 +254,19 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         self._policy.require(NEEDED["ExplainPrefix"])
         messages.check_name(request.salt, "salt", least=0)
         messages.check_tokens(len(request.prompt), 0, "prompt")
-        answers = self._cache.explain(
-            request.pool_id,
-            array("I", request.prompt),
-            request.salt,
-            others=self._policy.has(CALLER.get(), OPERATOR),
-        )
-        return pb.ExplainPrefixResponse(
-            epoch=self._cache.epoch, pages=[messages.page_answer_message(answer) for answer in answers]
-        )
+        size = self._cache.pools.get(request.pool_id).layout.page_size
+        if len(request.prompt) > size * messages.MAX_EXPLAINED:
+            raise FieldInvalid(
+                f"prompt has {len(request.prompt)} tokens; it may have {messages.MAX_EXPLAINED} pages of {size}",
+                field="prompt",
+                limit=size * messages.MAX_EXPLAINED,
+            )
+        others = self._policy.has(CALLER.get(), OPERATOR)
+        prompt = await in_slices(messages.read_tokens(request.prompt))
+        answers = await in_slices(self._cache.explain(request.pool_id, prompt, request.salt, others=others))
+        response = pb.ExplainPrefixResponse(epoch=self._cache.epoch)
+        await in_slices(messages.fill_explanation(response, answers))
+        return response
 
     @maps_errors
     async def EvictPages(self, request: pb.EvictPagesRequest, context: Any) -> pb.EvictPagesResponse:
@@ -315,7 +322,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
                 gap, events = ring.after(number)
                 if why or gap:
                     # The snapshot is taken whole, before the first await, at the number it is true for.
-                    number, snapshot = ring.last_number, list(messages.snapshot_messages(self._cache, request.pool_id))
+                    number, snapshot = ring.last_number, messages.snapshot_messages(self._cache, request.pool_id)
                     reset = pb.CacheReset(reason=why or pb.RESET_REASON_GAP)
                     yield pb.WatchEventsResponse(epoch=epoch, sequence_number=number, reset=reset)
                     for links in snapshot:

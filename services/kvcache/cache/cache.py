@@ -7,9 +7,9 @@ waiting for anything, so there is nothing to lock. Clients are trusted with no i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from services.common.errors import (
     AttachBusy,
@@ -343,24 +343,38 @@ class KvCache:
         self.pool_of(session).touch(sequence, self._clock())
         return sequence, session
 
-    def sequences_of(self, session_id: str, caller: str = "") -> list[tuple[Sequence, Session]]:
-        """The sequences of the caller's session, in the order they were opened. Raises SessionExpired."""
-        return self._listed([self._use(session_id, caller)])
+    def sequences_of(
+        self, session_id: str, start: int, most: int, caller: str = ""
+    ) -> tuple[list[tuple[Sequence, Session]], bool]:
+        """Sequences of the caller's session, in the order they were opened: those behind the first ``start``, at most
+        so many, and whether there are more. Raises SessionExpired.
+        """
+        return self._listed([self._use(session_id, caller)], start, most)
 
-    def list_sequences(self, handle: str | None = None) -> list[tuple[Sequence, Session]]:
-        """Sequences of all sessions in the order they were opened, or of the one with a handle, which counts as no
-        access to it. Raises SessionExpired if none has it.
+    def list_sequences(self, handle: str | None, start: int, most: int) -> tuple[list[tuple[Sequence, Session]], bool]:
+        """As `sequences_of`, of all sessions or of the one with a handle, which counts as no access to it. Raises
+        SessionExpired if none has it.
         """
         if handle is None:
-            return self._listed(self._sessions.all())
+            return self._listed(self._sessions.all(), start, most)
         session = self._sessions.named(handle)
         if session is None:
             raise SessionExpired(f"no session has the handle {handle[:128]!r}", field="session_handle")
-        return self._listed([session])
+        return self._listed([session], start, most)
 
     @staticmethod
-    def _listed(sessions: list[Session]) -> list[tuple[Sequence, Session]]:
-        return [(sequence, session) for session in sessions for sequence in session.sequences.values()]
+    def _listed(sessions: Iterable[Session], start: int, most: int) -> tuple[list[tuple[Sequence, Session]], bool]:
+        listed: list[tuple[Sequence, Session]] = []
+        for session in sessions:
+            if start >= len(session.sequences):
+                start -= len(session.sequences)
+                continue
+            some = islice(session.sequences.values(), start, start + most + 1 - len(listed))
+            listed += [(sequence, session) for sequence in some]
+            start = 0
+            if len(listed) > most:
+                return listed[:most], True
+        return listed, False
 
     def _use_attached(self, session_id: str, caller: str) -> tuple[Session, Pool]:
         session = self._use(session_id, caller)
@@ -418,9 +432,11 @@ class KvCache:
         pool.totals.evicted_on_request += evicted
         return evicted, cached.retained_count
 
-    def explain(self, pool_id: str, prompt: array[int], salt: str, *, others: bool = True) -> list[PageAnswer]:
-        """Why the prompt's pages are cached or not; changes nothing. Without ``others`` it tells of nothing but the
-        prompt itself under its own salt. Raises PoolUnknown, FieldInvalid.
+    def explain(
+        self, pool_id: str, prompt: array[int], salt: str, *, others: bool = True
+    ) -> Generator[None, None, list[PageAnswer]]:
+        """Why the prompt's pages are cached or not, in slices; changes nothing. Without ``others`` it tells of nothing
+        but the prompt itself under its own salt. Raises PoolUnknown, FieldInvalid.
         """
         pool = self.pools.get(pool_id)
         check_prompt(prompt, "prompt")

@@ -85,15 +85,9 @@ class EventRing:
             self._read = max(self._read, found[-1].number)
         return gap, found
 
-    def fates(self, pool_id: str, hashes: set[int]) -> dict[int, EventKind]:
-        """The last event kind of each given link that is gone, as far back as the ring reaches."""
-        found: dict[int, EventKind] = {}
-        for event in self._events:
-            if event.pool_id == pool_id:
-                for link in event.links:
-                    if link.hash in hashes:
-                        found[link.hash] = event.kind
-        return {hash_: kind for hash_, kind in found.items() if kind is not EventKind.STORED}
+    def kept(self) -> list[Event]:
+        """The events as far back as the ring reaches, oldest first; the newest may still grow."""
+        return list(self._events)
 
     def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call ``listener`` whenever a new event begins. Returns the function that unsubscribes it."""

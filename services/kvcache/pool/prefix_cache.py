@@ -30,6 +30,7 @@ from services.kvcache.pool.events import EventKind, Link
 from services.kvcache.pool.key_table import KeyTable
 
 _HASH = 8  # bytes of a hash
+_SCAN = 1 << 16  # pages that are looked at in one go
 
 #: Maps (parent's hash, the page's tokens as little-endian uint32 bytes) to the link's hash. A parameter, so that tests
 #: can force collisions.
@@ -115,6 +116,17 @@ class PrefixCache:
             return list(takewhile(lambda page: not self._condemned[page], pages))
         return pages
 
+    def match_each(self, salt: str, chunks: Iterable[bytes]) -> Iterator[int]:
+        """As `match`, page by page. Between two of them the index may change."""
+        find, keys, salt_of = self._primary.get, self._keys, self._salts.get
+        parent, root = root_hash(salt), True
+        for tokens in chunks:
+            page = find(parent.to_bytes(_HASH, "little") + tokens)
+            if page is None or salt_of(page) != (salt if root else None) or self._condemned[page]:
+                break
+            parent, root = keys[page], False
+            yield page
+
     def chain(self, salt: str, chunks: Iterable[bytes]) -> Iterator[int]:
         """The hash of each link of a chain, cached or not."""
         parent = root_hash(salt)
@@ -126,16 +138,21 @@ class PrefixCache:
         """The salts with published pages."""
         return set(self._salts.values())
 
-    def continuations(self, parent: int) -> Iterator[bytes]:
-        """Tokens of the pages published as children of a link or of a salt's root. Scans the whole pool."""
-        at = 0
-        with contextlib.suppress(ValueError):
-            while True:
-                at = self._parents.index(parent, at)
-                tokens = self.tokens(at)
-                if tokens is not None:
-                    yield tokens
-                at += 1
+    def continuations(self, parent: int) -> Iterator[bytes | None]:
+        """Tokens of the pages published as children of a link or of a salt's root. Scans the whole pool, and yields
+        None now and then meanwhile.
+        """
+        total = len(self._parents)
+        for begin in range(0, total, _SCAN):
+            at, end = begin, min(begin + _SCAN, total)
+            with contextlib.suppress(ValueError):
+                while at < end:
+                    at = self._parents.index(parent, at, end)
+                    tokens = self.tokens(at)
+                    if tokens is not None:
+                        yield tokens
+                    at += 1
+            yield None
 
     def publish(self, page: int, parent: int | None, tokens: bytes, salt: str) -> bool:
         """Publish ``page`` as the link of ``tokens`` after ``parent`` (None: the salt's root).
@@ -211,6 +228,11 @@ class PrefixCache:
     def links(self) -> Iterator[Link]:
         """Every link that lookups find."""
         return (Link(self._keys[page], self._parents[page]) for page in self._primary.values())
+
+    def columns(self) -> tuple[array[int], array[int]]:
+        """The hash of every link that lookups find, and the hash of its parent, now: copies."""
+        pages = list(self._primary.values())
+        return array("Q", map(self._keys.__getitem__, pages)), array("Q", map(self._parents.__getitem__, pages))
 
     def published(self) -> Iterator[int]:
         """Every published page, primary or stand-by."""

@@ -248,7 +248,7 @@ def test_any_call_renews_and_a_late_one_does_not() -> None:
     session = world.attached()
     for _ in range(4):
         world.now += 9
-        world.cache.sequences_of(session.id)
+        world.cache.sequences_of(session.id, 0, 100)
     assert world.cache.sweep() == []
     world.now += 10
     with pytest.raises(SessionExpired):

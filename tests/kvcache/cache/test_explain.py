@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Generator
+from typing import TypeVar
 
 import pytest
 
 from services.common.errors import FieldInvalid, PoolUnknown
-from services.kvcache.cache.explain import Outcome
+from services.kvcache.cache import explain as explain_module
+from services.kvcache.cache.explain import Outcome, PageAnswer
 from services.kvcache.lease.sessions import Session
 from tests.kvcache.cache.demands import opening
 from tests.kvcache.cache.test_cache import run, serve
 from tests.kvcache.fakes import World
 
+Result = TypeVar("Result")
+
 PROMPT = list(range(13))
 
 
+def explained(world: World, pool_id: str, prompt: array[int], salt: str) -> list[PageAnswer]:
+    """In one slice after the other."""
+    return all_slices(world.cache.explain(pool_id, prompt, salt))
+
+
+def all_slices(work: Generator[None, None, Result]) -> Result:
+    """The result of work in slices."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
 def outcomes(world: World, prompt: list[int], salt: str = "") -> list[str]:
-    return [answer.outcome.name for answer in world.cache.explain("pool", array("I", prompt), salt)]
+    return [answer.outcome.name for answer in explained(world, "pool", array("I", prompt), salt)]
 
 
 def warm(pages: int = 12, **limits: object) -> tuple[World, Session]:
@@ -33,7 +53,7 @@ def test_hits_and_the_last_token() -> None:
     assert outcomes(world, PROMPT) == ["HIT", "HIT", "HIT", "LAST_TOKEN"]
     assert outcomes(world, PROMPT[:12]) == ["HIT", "HIT", "LAST_TOKEN"]
     assert outcomes(world, [1]) == ["LAST_TOKEN"]
-    [first, *_] = world.cache.explain("pool", array("I", PROMPT), "")
+    [first, *_] = explained(world, "pool", array("I", PROMPT), "")
     assert first.page == (0, 0)
 
 
@@ -65,7 +85,7 @@ def test_another_salt() -> None:
 def test_diverged_says_where() -> None:
     world, _ = warm()
     other = [*PROMPT[:6], 99, *PROMPT[7:]]
-    answers = world.cache.explain("pool", array("I", other), "")
+    answers = explained(world, "pool", array("I", other), "")
     assert [answer.outcome for answer in answers] == [
         Outcome.HIT,
         Outcome.DIVERGED,
@@ -73,7 +93,7 @@ def test_diverged_says_where() -> None:
         Outcome.LAST_TOKEN,
     ]
     assert answers[1].diverged_at == 6
-    assert world.cache.explain("pool", array("I", [0, 1, 99, 3, 4]), "")[0].diverged_at == 2
+    assert explained(world, "pool", array("I", [0, 1, 99, 3, 4]), "")[0].diverged_at == 2
 
 
 def test_never_seen() -> None:
@@ -94,6 +114,41 @@ def test_explaining_changes_nothing() -> None:
 def test_bad_questions() -> None:
     world, _ = warm()
     with pytest.raises(PoolUnknown):
-        world.cache.explain("none", array("I", [1]), "")
+        explained(world, "none", array("I", [1]), "")
     with pytest.raises(FieldInvalid, match="prompt is empty"):
-        world.cache.explain("pool", array("I"), "")
+        explained(world, "pool", array("I"), "")
+
+
+def test_a_condemned_page_is_no_hit() -> None:
+    world, _ = warm()
+    index = world.cache.pools["pool"].index
+    index.condemn(index.match("", [array("I", PROMPT[:4]).tobytes()])[0])
+    assert outcomes(world, PROMPT)[0] != "HIT"
+
+
+def test_who_may_not_ask_of_others_learns_nothing_of_them() -> None:
+    world, _ = warm()
+    for prompt, salt in ((PROMPT, "mine"), ([*PROMPT[:2], 99, *PROMPT[3:]], "")):
+        assert outcomes(world, prompt, salt)[0] in ("OTHER_SALT", "DIVERGED")
+        own = all_slices(world.cache.explain("pool", array("I", prompt), salt, others=False))
+        assert [answer.outcome.name for answer in own] == ["NEVER_SEEN"] * 3 + ["LAST_TOKEN"]
+
+
+def test_between_slices_the_pool_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain_module, "SLICE", 1)
+    world, _ = warm()
+    other = world.attached("pool")
+    work = world.cache.explain("pool", array("I", PROMPT), "")
+    for at in range(30):
+        world.cache.evict_pages("pool", 1)
+        run(world, other, f"b{at}", [*PROMPT[: at % 13], 90 + at], 4)
+        world.cache.remove(other.id, [f"b{at}"])
+        world.sound()
+        try:
+            next(work)
+        except StopIteration as end:
+            answers = end.value
+            break
+    assert len(answers) == 4 and answers[-1].outcome is Outcome.LAST_TOKEN
+    # A page that was hit is named with the generation that it had then: whoever reads it can tell if it is gone.
+    assert all(answer.page is not None for answer in answers if answer.outcome is Outcome.HIT)

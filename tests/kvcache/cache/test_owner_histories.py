@@ -25,7 +25,7 @@ def state(cache: KvCache) -> object:
         for session in cache._sessions.all()
     ] + [
         (sequence.id, session.handle, list(sequence.tokens), list(sequence.pages), sequence.access_count)
-        for sequence, session in cache.list_sequences()
+        for sequence, session in cache.list_sequences(None, 0, 1000)[0]
     ]
 
 
@@ -44,7 +44,7 @@ def call(cache: KvCache, name: str, session: str, sequence: str, caller: str) ->
         case "get":
             return cache.get_sequence(session, sequence, caller)
         case "list":
-            return cache.sequences_of(session, caller)
+            return cache.sequences_of(session, 0, 1000, caller)
         case "renew":
             return cache.renew_session(session, caller)
         case _:

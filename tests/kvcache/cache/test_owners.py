@@ -34,7 +34,7 @@ CALLS: dict[str, Callable[[KvCache, str, str], object]] = {
     "append": lambda cache, session, caller: cache.append(session, _steps(), caller),
     "remove": lambda cache, session, caller: cache.remove(session, ["a"], caller),
     "get": lambda cache, session, caller: cache.get_sequence(session, "a", caller),
-    "list": lambda cache, session, caller: cache.sequences_of(session, caller),
+    "list": lambda cache, session, caller: cache.sequences_of(session, 0, 10, caller),
 }
 
 
@@ -73,10 +73,10 @@ def test_a_handle_names_a_session_and_is_not_its_id() -> None:
         world.cache.renew_session(session.handle, MINE)
     before = session.deadline
     world.now += 1
-    assert world.cache.list_sequences(session.handle) == []
+    assert world.cache.list_sequences(session.handle, 0, 10) == ([], False)
     assert session.deadline == before, "looking does not renew"
     with pytest.raises(SessionExpired, match="no session has the handle"):
-        world.cache.list_sequences(session.id)
+        world.cache.list_sequences(session.id, 0, 10)
 
 
 @pytest.mark.parametrize("ttl", [1.0, 600.0])

@@ -49,13 +49,19 @@ def test_the_bound_is_on_links() -> None:
     assert ring.after(ring.last_number - 11)[0]
 
 
-def test_fates_are_the_last_ones() -> None:
+def test_what_is_kept_is_in_order() -> None:
     ring = EventRing(100)
     add(ring, 2)
     add(ring, 2, EventKind.EVICTED)
     ring.add("p", EventKind.STORED, Link(0, 0))
     ring.add("q", EventKind.EVICTED, Link(5, 0))
-    assert ring.fates("p", {0, 1, 5}) == {1: EventKind.EVICTED}
+    kept = [(event.pool_id, event.kind, [link.hash for link in event.links]) for event in ring.kept()]
+    assert kept == [
+        ("p", EventKind.STORED, [0, 1]),
+        ("p", EventKind.EVICTED, [0, 1]),
+        ("p", EventKind.STORED, [0]),
+        ("q", EventKind.EVICTED, [5]),
+    ]
 
 
 def test_limit() -> None:

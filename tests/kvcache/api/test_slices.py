@@ -1,0 +1,127 @@
+"""Long work in slices: others are served meanwhile, and its answer is the same."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Generator
+
+import grpc
+import pytest
+
+from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from services.common import rpc
+from services.common.edge.message_limit import STEP_TOKENS
+from services.kvcache.api import messages, slices
+from services.kvcache.api.slices import in_slices
+from tests.kvcache.conftest import Running
+from tests.kvcache.messages import opening, report
+
+
+def counted(steps: int, begun: list[int]) -> Generator[None, None, str]:
+    for at in range(steps):
+        begun.append(at)
+        yield
+    return "done"
+
+
+def test_others_run_between_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+    begun: list[int] = []
+
+    async def both() -> tuple[str, list[int]]:
+        seen: list[int] = []
+
+        async def other() -> None:
+            while len(begun) < 5:
+                seen.append(len(begun))
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(other())
+        result = await in_slices(counted(5, begun))
+        await watching
+        return result, seen
+
+    assert asyncio.run(both()) == ("done", [1, 2, 3, 4])
+
+
+def test_short_work_is_done_without_a_pause() -> None:
+    begun: list[int] = []
+
+    async def both() -> list[int]:
+        seen: list[int] = []
+        asyncio.get_running_loop().call_soon(lambda: seen.append(len(begun)))
+        assert await in_slices(counted(0, begun)) == "done"
+        return list(seen)
+
+    assert asyncio.run(both()) == []
+
+
+@pytest.mark.parametrize("count", [0, 1, messages.TOKEN_SLICE, messages.TOKEN_SLICE + 1, 3 * messages.TOKEN_SLICE])
+def test_tokens_are_read_as_they_were_sent(count: int) -> None:
+    tokens = [at * 4001 & 0xFFFFFFFF for at in range(count)]
+    work, pauses = messages.read_tokens(pb.Prompt(tokens=tokens).tokens), 0
+    while True:
+        try:
+            next(work)
+            pauses += 1
+        except StopIteration as end:
+            assert end.value == array("I", tokens)
+            break
+    assert pauses == (-(-count // messages.TOKEN_SLICE) if count > messages.TOKEN_SLICE else 0)
+
+
+def test_a_long_prompt_is_opened_and_explained_in_slices(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+    pauses, sleep = list[float](), asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        if seconds == 0:
+            pauses.append(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    session = running.session()
+    request = pb.AllocatePagesRequest(session_id=session, demands=[opening("long", range(STEP_TOKENS // 8), 8)])
+    [grant] = running.stub.AllocatePages(request).grants
+    assert len(grant.page_ids) == 8 and len(pauses) >= STEP_TOKENS // 8 // messages.TOKEN_SLICE
+    steps = report("long", 0, range(32))
+    running.stub.AppendTokens(pb.AppendTokensRequest(session_id=session, steps=steps))
+    pauses.clear()
+    explained = running.stub.ExplainPrefix(pb.ExplainPrefixRequest(pool_id="pool", prompt=range(STEP_TOKENS // 8)))
+    hits, seen = pb.PAGE_OUTCOME_HIT, [page.outcome for page in explained.pages]
+    assert seen == [hits] * 8 + [pb.PAGE_OUTCOME_NEVER_SEEN] * (STEP_TOKENS // 32 - 9) + [pb.PAGE_OUTCOME_LAST_TOKEN]
+    assert len(pauses) > 3 * STEP_TOKENS // 32 // 1024, "each part of it pauses"
+
+
+def test_an_explanation_has_so_many_pages(running: Running) -> None:
+    running.session()
+    most = 4 * messages.MAX_EXPLAINED
+    for count, refused in ((most, False), (most + 1, True)):
+        request = pb.ExplainPrefixRequest(pool_id="pool", prompt=[1] * count)
+        if not refused:
+            assert len(running.stub.ExplainPrefix(request).pages) == messages.MAX_EXPLAINED
+            continue
+        with pytest.raises(grpc.RpcError) as failure:
+            running.stub.ExplainPrefix(request)
+        error = rpc.error_from(failure.value)
+        assert (error.reason, error.field, error.metadata["limit"]) == ("FIELD_INVALID", "prompt", str(most))
+
+
+def test_a_list_goes_on_where_it_ended_over_several_sessions(running: Running) -> None:
+    names: list[str] = []
+    for session, count in ((running.session(), 3), (running.session(), 0), (running.session(), 4)):
+        own = [f"{len(names) + at}" for at in range(count)]
+        demands = [opening(name, [1]) for name in own]
+        running.stub.AllocatePages(pb.AllocatePagesRequest(session_id=session, demands=demands))
+        names += own
+    for limit in range(1, 9):
+        listed, cursor = list[str](), ""
+        while True:
+            page = running.stub.ListSequences(pb.ListSequencesRequest(limit=limit, cursor=cursor))
+            assert len(page.sequences) <= limit
+            listed += [sequence.sequence_id for sequence in page.sequences]
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        assert listed == names
