@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.chaos import report
 from tests.chaos.run import Run
-from tests.chaos.schedule import DEFAULT, KINDS, PENDING, faults
+from tests.chaos.schedule import KINDS, faults
 from tests.processes import ROOT
 
 #: A soak ends no process after this part of it, so that the memory of those that live can be watched.
@@ -21,17 +21,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long faults come (default 60)")
     parser.add_argument("--seed", type=int, help="of the schedule; drawn and printed by default")
-    parser.add_argument("--soak", action="store_true", help=f"end processes in the first {UNREST:.0%} of the time only")
     parser.add_argument(
-        "--faults", help=f"the kinds of faults, of {', '.join(KINDS)}; default: all but those of --with"
+        "--soak", action="store_true", help=f"end processes in the first {UNREST:.0%}% of the time only"
     )
-    parser.add_argument(
-        "--with", dest="more", default="", help=f"further kinds: {', '.join(sorted(PENDING)) or 'none'}"
-    )
+    parser.add_argument("--faults", help=f"the kinds of faults, of {', '.join(KINDS)}; default: all")
     parser.add_argument("--report", type=Path, default=ROOT / "build" / "chaos", help="folder (default build/chaos)")
     flags = parser.parse_args(arguments)
     seed = secrets.randbelow(1 << 31) if flags.seed is None else flags.seed
-    kinds = {*(flags.faults.split(",") if flags.faults else DEFAULT), *filter(None, flags.more.split(","))}
+    kinds = set(flags.faults.split(",") if flags.faults else KINDS)
     try:
         schedule = faults(seed, flags.seconds, kinds, processes_until_s=flags.seconds * UNREST if flags.soak else None)
     except ValueError as error:

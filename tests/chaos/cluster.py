@@ -16,7 +16,7 @@ import grpc
 from rocmforge.engine.v1 import engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from tests.chaos.calls import Calls
-from tests.chaos.schedule import DAEMON, ENGINES, TTL_S, WIRES
+from tests.chaos.schedule import DAEMON, DRAIN_S, ENGINES, TTL_S, WIRES
 from tests.chaos.verdict import Verdict
 from tests.chaos.wire import Wire
 from tests.chaos.workload import MODEL
@@ -105,10 +105,10 @@ def _tail(service: Service) -> str:
 class Cluster:
     """All that runs. ``engine_stubs`` and ``cache`` go there directly, past the wires."""
 
-    def __init__(self, directory: Path, seed: int, verdict: Verdict, drain_s: float) -> None:
+    def __init__(self, directory: Path, seed: int, verdict: Verdict) -> None:
         self.directory = directory
         daemon = ["--arena-dir", str(directory / "arena"), "--memory", "64MiB", "--event-ring", "1024"]
-        daemon += ["--session-ttl", f"{TTL_S}", "--drain", f"{drain_s}", "--grace", f"{GRACE_S}"]
+        daemon += ["--session-ttl", f"{TTL_S}", "--drain", f"{DRAIN_S}", "--grace", f"{GRACE_S}"]
         self.nodes = {DAEMON: Node(DAEMON, "services.kvcache", daemon, directory, verdict)}
         self.wires: dict[str, Wire] = {}
         self.calls: dict[str, Calls] = {}

@@ -14,7 +14,7 @@ from rocmforge.engine.v1 import engine_pb2
 from tests.chaos.clients import Clients
 from tests.chaos.cluster import Cluster, uses
 from tests.chaos.observer import Observer, Series
-from tests.chaos.schedule import DRAIN_S, KINDS, SHORT_DRAIN_S, WIRES, Fault
+from tests.chaos.schedule import KINDS, WIRES, Fault
 from tests.chaos.stranger import Stranger
 from tests.chaos.verdict import Expected, Verdict
 from tests.chaos.workload import requests, undisturbed
@@ -74,8 +74,7 @@ class Run:
 
     async def _run(self, directory: Path, messages: list[engine_pb2.GenerateRequest], expected: Expected) -> Outcome:
         verdict = self._verdict
-        drain_s = SHORT_DRAIN_S if any(fault.kind == "fence-engine" for fault in self._faults) else DRAIN_S
-        cluster = Cluster(directory, self._seed, verdict, drain_s)
+        cluster = Cluster(directory, self._seed, verdict)
         observer = Observer(cluster, verdict)
         async with cluster.running():
             for name, pid in cluster.pids().items():

@@ -15,7 +15,7 @@ from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from tests.chaos import __main__ as program
 from tests.chaos.cluster import POOL_PAGES, Cluster
 from tests.chaos.run import Run
-from tests.chaos.schedule import DAEMON, DEFAULT, faults
+from tests.chaos.schedule import DAEMON, faults
 
 #: .ci/run has `make chaos` go on for 3 minutes, with a seed of its own.
 SECONDS, SEED = 25.0, 2
@@ -27,7 +27,7 @@ def test_under_faults_no_token_changes_and_nothing_is_left_behind(tmp_path: Path
     status = program.main(["--seconds", f"{SECONDS}", "--seed", f"{SEED}", "--report", str(tmp_path)])
     report = json.loads((tmp_path / "chaos.json").read_text())
     assert (report["findings"], status) == ([], 0)
-    assert report["faults"] == [str(fault) for fault in faults(SEED, SECONDS, DEFAULT)]
+    assert report["faults"] == [str(fault) for fault in faults(SEED, SECONDS)]
     assert report["counts"]["streams whole"] > 8 and report["counts"]["tokens"] > 500
     for name in ("chaos-memory.svg", "chaos-pages.svg"):
         assert (tmp_path / name).read_text().startswith("<svg ")

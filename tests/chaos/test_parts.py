@@ -17,7 +17,7 @@ from tests.chaos.calls import Calls
 from tests.chaos.clients import Told
 from tests.chaos.observer import GROWTH_BYTES, Series, leak, unbalanced
 from tests.chaos.report import plot
-from tests.chaos.schedule import DEFAULT, KINDS, PENDING, faults
+from tests.chaos.schedule import KINDS, faults
 from tests.chaos.verdict import HISTORY, Verdict, difference
 from tests.chaos.wire import Wire
 from tests.chaos.workload import requests
@@ -28,8 +28,7 @@ from tests.chaos.workload import requests
 def test_a_seed_is_a_schedule() -> None:
     assert faults(7, 600) == faults(7, 600) != faults(8, 600)
     assert faults(7, 60) == [fault for fault in faults(7, 600) if fault.at_s < 60]
-    assert {fault.kind for fault in faults(7, 3600)} == DEFAULT
-    assert {fault.kind for fault in faults(7, 3600, KINDS)} == DEFAULT | PENDING
+    assert {fault.kind for fault in faults(7, 3600)} == set(KINDS)
     assert requests(7, 5) == requests(7, 5) != requests(8, 5)
 
 
