@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from services.engine.pages.source import PageCopy
 from services.engine.sampling.result import Result
 from services.engine.scheduling.step import Chunk
 from tests.gpus import environment
-from tests.processes import Service, engine
+from tests.processes import START_S, Service, engine
 
 PIPE = "TESTS_STEPS"
 #: Behind the name of that pipe, the other's.
@@ -71,15 +71,30 @@ class Steps:
 
 
 @contextlib.contextmanager
-def gated(directory: Path, daemon: str, *arguments: str, model: Path, name: str = "engine") -> Iterator[Any]:
-    """As ``tests.processes.engine``, and its steps: ``(service, steps)``."""
+def gated(
+    directory: Path,
+    daemon: str,
+    *arguments: str,
+    model: Path,
+    name: str = "engine",
+    base: Mapping[str, str] = os.environ,
+    start_s: float = START_S,
+) -> Iterator[Any]:
+    """As ``tests.processes.engine``, and its steps: ``(service, steps)``. ``base`` is the environment it inherits."""
     pipe = directory / f"{name}.steps"
     with contextlib.closing(Steps(pipe)) as steps:
-        surroundings = {**environment(os.environ), PIPE: str(pipe)}
+        surroundings = {**environment(base), PIPE: str(pipe)}
         with engine(
-            directory, daemon, *arguments, model=model, name=name, environment=surroundings, module="tests.gated"
+            directory,
+            daemon,
+            *arguments,
+            model=model,
+            name=name,
+            wait=False,
+            environment=surroundings,
+            module="tests.gated",
         ) as service:
-            yield service, steps
+            yield service.wait_serving(timeout_s=start_s), steps
 
 
 def until_live(service: Service, samples: int) -> None:

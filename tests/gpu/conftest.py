@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.gated import Steps, gated
 from tests.gpus import ROOT, Host, host
 from tests.processes import Service, engine, kvcache
 
@@ -112,6 +113,21 @@ class World:
         )
         # Kernels are compiled on the first run, which takes a CPU longer than a GPU's compiler.
         return self._stack.enter_context(service).wait_serving(timeout_s=300)
+
+    def gated(self, daemon: Service, name: str, *flags: str) -> tuple[Service, Steps]:
+        """An engine that generates, and computes a step when the test lets it."""
+        words = ("--device", "gpu", *flags)
+        process = gated(
+            self._directory,
+            daemon.address,
+            *words,
+            model=MODEL,
+            name=name,
+            base=self.host.environment,
+            start_s=300,
+        )
+        service, steps = self._stack.enter_context(process)
+        return service, steps
 
     def engine(self, daemon: Service, device: int = 0, *, pages: int = 16, ttl_s: float = 600, **env: str) -> Engine:
         self._count += 1

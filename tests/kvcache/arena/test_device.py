@@ -143,7 +143,7 @@ def test_an_engine_that_leaves_or_is_slow_does_not_keep_others_waiting_for_ever(
     assert refused(lambda: running.open(0)).reason == "ATTACH_BUSY"
     running.now += 0.2
     running.attach(running.open(0))
-    running.attach(slow)  # late, and still welcome
+    assert refused(lambda: running.attach(slow)).reason == "SESSION_EXPIRED", "it opens anew"
 
 
 def test_an_engine_killed_while_it_attaches_does_not_keep_the_next_out(running: OnGpus) -> None:

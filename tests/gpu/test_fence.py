@@ -1,0 +1,125 @@
+"""An engine on GPU pages that is stopped in the middle of a step for longer than its lease and the drain."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
+from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from tests.generation import collect, request
+from tests.gpu.conftest import World
+from tests.processes import Service
+
+pytestmark = pytest.mark.timeout(600)
+
+#: Each prompt takes more than half of them, with what is generated behind it. Pages of 16 tokens.
+PAGES = 24
+FIRST = list(range(100, 100 + 13 * 16 + 5))
+SECOND = list(range(600, 600 + 13 * 16 + 9))
+TOKENS = 16
+POOL = ("--memory", "32MiB", "--pool-pages", str(PAGES))
+#: Hardly a drain: the stop outlasts it.
+SHORT = (*POOL, "--session-ttl", "4", "--drain", "0.1")
+ENGINE = ("--dtype", "f32")
+
+
+def stub_of(service: Service) -> Any:
+    return engine_pb2_grpc.EngineServiceStub(service.channel)
+
+
+def cache_of(daemon: Service) -> Any:
+    return kvcache_pb2_grpc.KvCacheServiceStub(daemon.channel)
+
+
+def until(daemon: Service, holds: Callable[[pb.GetStatsResponse], bool]) -> pb.GetStatsResponse:
+    while True:
+        stats: pb.GetStatsResponse = cache_of(daemon).GetStats(pb.GetStatsRequest())
+        if holds(stats):
+            return stats
+
+
+def is_fenced(stats: pb.GetStatsResponse) -> bool:
+    return any(lost.fence == pb.FENCE_ALIVE for lost in stats.lost_sessions)
+
+
+def until_recovered(service: Service) -> None:
+    """Wait until it has opened a session anew."""
+    while not stub_of(service).GetStats(engine_pb2.GetStatsRequest()).recoveries:
+        pass
+
+
+def undisturbed(one: World, *prompts: list[int]) -> list[list[int]]:
+    """What the prompts generate when nothing happens: on a daemon of its own, which has ended by then."""
+    daemon = one.daemon(*POOL)
+    service = one.serving(daemon, "alone", *ENGINE)
+    tokens = [collect(stub_of(service).Generate(request(prompt, TOKENS)))[1] for prompt in prompts]
+    assert service.stop() == 0 and daemon.stop() == 0
+    return tokens
+
+
+def test_what_it_writes_when_it_goes_on_hurts_nobody_and_its_word_frees_its_pages(one: World) -> None:
+    expected = undisturbed(one, FIRST, SECOND)
+    daemon = one.daemon(*SHORT)
+    stopped, steps = one.gated(daemon, "a", *ENGINE)
+    other, others = one.gated(daemon, "b", *ENGINE)
+    first = stub_of(stopped).Generate(request(FIRST, TOKENS))
+    steps.until_held()  # it is about to write its whole prompt
+    stopped.process.send_signal(signal.SIGSTOP)
+    others.let()
+    second = stub_of(other).Generate(request(SECOND, TOKENS))
+    fenced = until(daemon, is_fenced)
+    [lost] = fenced.lost_sessions
+    assert lost.pid == stopped.pid and PAGES // 2 < lost.quarantined_pages == fenced.pools[0].quarantined_pages
+    stopped.process.send_signal(signal.SIGCONT)
+    steps.let(1)  # the step in which it was stopped
+    until_recovered(stopped)
+    assert not until(daemon, lambda stats: not stats.lost_sessions).pools[0].quarantined_pages
+    steps.let()
+    assert [collect(first)[1], collect(second)[1]] == expected
+    assert [event["why"] for event in daemon.events("engine_fence_over")] == ["vouched"]
+    assert not cache_of(daemon).Fsck(pb.FsckRequest()).violations
+
+
+def test_what_it_reads_of_others_when_it_goes_on_is_not_said(one: World) -> None:
+    """Its complete pages stay in the cache, and are evicted for others while it is stopped."""
+    longer = SECOND + SECOND[:64]
+    expected = undisturbed(one, FIRST, longer)
+    daemon = one.daemon(*SHORT)
+    stopped, steps = one.gated(daemon, "a", *ENGINE)
+    other, others = one.gated(daemon, "b", *ENGINE)
+    first = stub_of(stopped).Generate(request(FIRST, TOKENS))
+    steps.let(5)
+    steps.until_held()
+    stopped.process.send_signal(signal.SIGSTOP)
+    until(daemon, is_fenced)
+    second = stub_of(other).Generate(request(longer, TOKENS))
+    others.let(10)
+    others.until_held()  # it has pages that the first reads, and has written them
+    assert until(daemon, lambda stats: bool(stats.pools)).pools[0].evicted_pages
+    stopped.process.send_signal(signal.SIGCONT)
+    steps.let(1)
+    until_recovered(stopped)
+    for gate in (others, steps):
+        gate.let()
+    assert [collect(first)[1], collect(second)[1]] == expected
+
+
+def test_what_stays_silent_is_killed_and_its_pages_are_anothers(one: World) -> None:
+    [expected] = undisturbed(one, SECOND)
+    daemon = one.daemon(*SHORT, "--fence", "kill")
+    stopped, steps = one.gated(daemon, "a", *ENGINE)
+    other = one.serving(daemon, "b", *ENGINE)
+    running = stub_of(stopped).Generate(request(FIRST, TOKENS))
+    steps.until_held()
+    stopped.process.send_signal(signal.SIGSTOP)
+    second = stub_of(other).Generate(request(SECOND, TOKENS))
+    assert stopped.process.wait(60) == -signal.SIGKILL
+    assert collect(second)[1] == expected
+    stats = until(daemon, lambda stats: not stats.lost_sessions)
+    assert (stats.killed_engines, stats.pools[0].quarantined_pages) == (1, 0)
+    running.cancel()
