@@ -61,7 +61,7 @@ def live_sequence(pair: Pair, at_least: int) -> kvcache_pb2.Sequence:
             if listed.total_tokens >= at_least:
                 return pair.cache.GetSequence(
                     kvcache_pb2.GetSequenceRequest(
-                        session_id=listed.session_id, sequence_id=listed.sequence_id, include_tokens=True
+                        session_handle=listed.session_handle, sequence_id=listed.sequence_id, include_tokens=True
                     )
                 ).sequence
 

@@ -181,6 +181,13 @@ def test_a_viewer_sees_no_tokens_no_session_ids_and_may_not_act(house: House) ->
         told = json.dumps([viewer.ask(name) for name in ("ListSequences", "GetStats")])
         for method in ("EvictPages", "ExpireSequences", "DropPool", "Fsck", "GetSequence", "CloseSession"):
             assert viewer.ask(method)["reason"] == "ROLE_MISSING", method
+        look = {"sessionHandle": sequence["sessionHandle"], "sequenceId": "a", "includeTokens": True}
+        assert viewer.ask("GetSequence", **look)["role"] == "operator"
+    with Stranger(TENANT, house.address(TENANT)) as tenant:
+        assert tenant.ask("GetSequence", **look)["role"] == "operator", "not even of its own, by a handle"
+    owner = kvcache_pb2_grpc.KvCacheServiceStub(house.daemon.channel)
+    seen = owner.GetSequence(json_format.ParseDict(look, pb.GetSequenceRequest())).sequence
+    assert list(seen.tokens) == PROMPT[: seen.total_tokens] != [] and str(seen.access_count) == sequence["accessCount"]
     secret = house.session.partition("-")[2]
     assert secret not in told + house.daemon.log()
 

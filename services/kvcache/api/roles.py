@@ -23,7 +23,7 @@ NEEDED = {
     "AllocatePages": ENGINE,
     "AppendTokens": ENGINE,
     "RemoveSequences": ENGINE,
-    "GetSequence": ENGINE,
+    "GetSequence": ENGINE,  # OPERATOR for one of another's session, by its handle
     "ListSequences": VIEWER,  # of the caller's own session: ENGINE
     "ExplainPrefix": VIEWER,  # OPERATOR for what others have cached
     "GetStats": VIEWER,

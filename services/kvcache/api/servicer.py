@@ -180,9 +180,15 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def GetSequence(self, request: pb.GetSequenceRequest, context: Any) -> pb.GetSequenceResponse:
         """See the proto."""
-        caller = self._policy.require(ENGINE)
+        handle = request.session_handle
+        caller = self._policy.require(OPERATOR if handle else ENGINE)
         messages.check_name(request.sequence_id, "sequence_id")
-        sequence, session = self._cache.get_sequence(request.session_id, request.sequence_id, caller)
+        if handle and request.session_id:
+            raise FieldInvalid("session_handle and session_id are both set", field="session_handle")
+        if handle:
+            sequence, session = self._cache.inspect_sequence(handle, request.sequence_id)
+        else:
+            sequence, session = self._cache.get_sequence(request.session_id, request.sequence_id, caller)
         pool = self._cache.pool_of(session)
         answer = self._sequence(sequence, session)
         answer.page_ids.extend(sequence.pages)

@@ -355,12 +355,18 @@ class KvCache:
         """As `sequences_of`, of all sessions or of the one with a handle, which counts as no access to it. Raises
         SessionExpired if none has it.
         """
-        if handle is None:
-            return self._listed(self._sessions.all(), start, most)
+        return self._listed(self._sessions.all() if handle is None else [self._named(handle)], start, most)
+
+    def inspect_sequence(self, handle: str, sequence_id: str) -> tuple[Sequence, Session]:
+        """One sequence of the session with a handle; no access to it. Raises as `get_sequence` does."""
+        session = self._named(handle)
+        return session.sequence(sequence_id), session
+
+    def _named(self, handle: str) -> Session:
         session = self._sessions.named(handle)
         if session is None:
             raise SessionExpired(f"no session has the handle {handle[:128]!r}", field="session_handle")
-        return self._listed([session], start, most)
+        return session
 
     @staticmethod
     def _listed(sessions: Iterable[Session], start: int, most: int) -> tuple[list[tuple[Sequence, Session]], bool]:

@@ -31,7 +31,7 @@ SHARED = 0x00010000 << 32
 BYTES = {
     "u8": 1, "ubyte": 1, "b8": 1, "byte": 1, "u16": 2, "ushort": 2, "b16": 2, "short": 2, "d16_b16": 2, "b32": 4,
     "dword": 4, "b64": 8, "dwordx2": 8, "b96": 12, "dwordx3": 12, "b128": 16, "dwordx4": 16, "b256": 32,
-    "dwordx8": 32, "b512": 64, "dwordx16": 64,
+    "dwordx8": 32, "b512": 64, "dwordx16": 64, "d16_hi_u8": 1,
 }  # fmt: skip
 HALF = 1024
 
@@ -58,14 +58,14 @@ def _put_address(state: State, at: int, addresses: NDArray[np.uint64]) -> None:
     state.v[at + 1] = (addresses >> np.uint64(32)).astype(np.uint32)
 
 
-def _loaded(state: State, to: int, lane: int, data: NDArray[np.uint8], low_half: bool = False) -> None:
-    """Put bytes into a lane's registers: fewer than 4 are a number without a sign, or the low half."""
+def _loaded(state: State, to: int, lane: int, data: NDArray[np.uint8], half: str = "") -> None:
+    """Put bytes into a lane's registers: fewer than 4 are a number without a sign, or the ``low`` or ``high`` half."""
     if len(data) >= 4:
         for i, word in enumerate(data.view(np.uint32)):
             state.v[to + i, lane] = word
         return
-    value = int.from_bytes(data.tobytes(), "little")
-    state.v[to, lane] = state.v[to, lane] & 0xFFFF0000 | value if low_half else value
+    value, before = int.from_bytes(data.tobytes(), "little"), int(state.v[to, lane])
+    state.v[to, lane] = {"": value, "low": before & 0xFFFF0000 | value, "high": before & 0xFFFF | value << 16}[half]
 
 
 def _stored(state: State, from_: int, lane: int, count: int) -> NDArray[np.uint8]:
@@ -76,7 +76,7 @@ def _stored(state: State, from_: int, lane: int, count: int) -> NDArray[np.uint8
 def _global(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
     lanes = wave_of(gpu)
     space, how, kind = match[1], match[2], match[3]
-    count, low_half = BYTES[kind], kind.startswith("d16")
+    count, half = BYTES[kind], "high" if "d16_hi" in kind else "low" if "d16" in kind else ""
     words = max(1, count // 4)
     forms = ("pair",) if space == "flat" else ("pair", "base")
     for number, form in enumerate(forms):
@@ -105,7 +105,7 @@ def _global(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
                 of = after.shared if space == "flat" and lane % 3 == 0 else after.memory
                 at = int(places[lane]) + offset
                 if how == "load":
-                    _loaded(after, TO, lane, of[at : at + count].copy(), low_half)
+                    _loaded(after, TO, lane, of[at : at + count].copy(), half)
                 else:
                     of[at : at + count] = _stored(after, FROM + 4, lane, count)
 
