@@ -40,6 +40,7 @@ class Rules:
     check_after_step: bool = True  # nor uses what was computed while that ended
     earlier_deadline: bool = True  # its lease ends for itself before it does for the daemon
     epoch_in_ids: bool = True  # a session of another run of the daemon is none of this
+    hold_expired: bool = True  # what a sequence that was ended without its engine has published is not evicted
     operator: bool = False  # an operator releases a session whose process lives
     expiry: bool = False  # an operator ends a sequence that runs
 
@@ -156,7 +157,7 @@ class Model:
         """The same state without what can make no difference: sessions that are over, which are unknown, messages that
         can change nothing any more, engines that have nothing left to do, and which of like pages is which.
         """
-        rules, waiting = self.rules, {sid for page in state.pages if page.state == QUARANTINED for sid in page.of}
+        rules, waiting = self.rules, {sid for page in state.pages for sid in page.of}
         engines, sessions, sent = list(state.engines), list[Session](), set[tuple[str, Sid]]()
         for at, engine in enumerate(engines):
             if engine.sid is None and engine.closing is None and engine.opened == self._sessions[at]:
@@ -269,7 +270,9 @@ class Model:
         if session.state == LIVE and not (engine.sid == session.sid and engine.leased and rules.earlier_deadline):
             yield "expire", self._lost(state, session)
         if session.state == LIVE and rules.expiry and session.pages and not session.ended:
-            yield "expire-sequence", self._let_go(_with_session(state, session._replace(ended=True)), session.sid)
+            ended = _with_session(state, session._replace(ended=True))
+            keeps = rules.hold_expired and rules.quarantine
+            yield "expire-sequence", _unwritten(ended, session.sid) if keeps else self._let_go(ended, session.sid)
         if not engine.alive or not rules.true_witness:
             yield "prove-gone", _over(self._lost(state, session), session.sid)
         if session.state == LOST and (not rules.evidence or not rules.proof_after_kill or rules.operator):
@@ -400,6 +403,18 @@ def _released(state: State, sid: Sid, unfinished: str) -> State:
             else:
                 changes[at] = Page()
     return _with_pages(state, changes)
+
+
+def _unwritten(state: State, sid: Sid) -> State:
+    """What a session alone holds and has not published is in quarantine; it holds the rest as before."""
+    return _with_pages(
+        state,
+        {
+            at: page._replace(state=QUARANTINED)
+            for at, page in enumerate(state.pages)
+            if page.state == HELD and page.of == {sid} and not page.label
+        },
+    )
 
 
 def _freed(state: State, sid: Sid) -> State:

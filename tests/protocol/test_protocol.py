@@ -67,7 +67,7 @@ def test_without_a_protection_the_search_finds_the_harm(protection: str, pages: 
 
 def test_every_protection_is_taken_away_once() -> None:
     protections = {field.name for field in dataclasses.fields(Rules) if field.default is True}
-    assert protections == {row[0] for row in NEEDED} | {"check_before_step"}
+    assert protections == {row[0] for row in NEEDED} | {"check_before_step", "hold_expired"}
 
 
 def test_a_drain_that_frees_is_found_as_it_was() -> None:
@@ -91,10 +91,17 @@ def test_an_operator_who_releases_what_lives_does_harm() -> None:
     assert WRITES in found.violation, str(found)
 
 
-def test_to_expire_a_sequence_that_runs_spares_its_pages_and_not_what_it_reads() -> None:
-    """A limit that is known: nobody tells the engine before its next exchange, and its lease is not over."""
+def test_to_expire_a_sequence_that_runs_spares_what_it_writes_and_what_it_reads() -> None:
+    """Nobody tells the engine before its next exchange, and its lease is not over: it says what it computes."""
     found = searched(dataclasses.replace(Rules(), expiry=True))
+    assert not found.violation, str(found)
+    assert set(found.taken) == STEPS | {"expire-sequence"}
+
+
+def test_without_holding_what_an_expired_sequence_reads_the_search_finds_the_harm() -> None:
+    found = searched(dataclasses.replace(Rules(), expiry=True, hold_expired=False))
     assert READS in found.violation, str(found)
+    assert any(step.startswith("expire-sequence") for step in found.trace) and "evict p" in found.trace
 
 
 def test_a_search_beyond_its_limit_is_none() -> None:

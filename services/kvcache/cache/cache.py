@@ -260,12 +260,12 @@ class KvCache:
         """
         session = self._sessions.pop(session_id, caller)
         if session is None:
-            return 0 if self.quarantine.vouch(session_id, caller) else None
+            return 0 if self.quarantine.vouch(session_id, caller, self._clock()) else None
         pool, sequences = self.pool_of(session), list(session.sequences.values())
         pool.release(sequences, self._clock())
         session.sequences.clear()
         pool.last_used = self._clock()
-        self.quarantine.vouch(session.id, caller)
+        self.quarantine.vouch(session.id, caller, self._clock())
         session.let_go()
         return len(sequences)
 
@@ -331,9 +331,9 @@ class KvCache:
         return self._remove(session, sequence_ids), self.pool_of(session)
 
     def _remove(self, session: Session, sequence_ids: list[str]) -> list[bool]:
-        found = session.forget(sequence_ids)
-        self.quarantine.vouch_for(session.id, sequence_ids)
-        self.pool_of(session).release([sequence for sequence in found if sequence is not None], self._clock())
+        now, found = self._clock(), session.forget(sequence_ids)
+        self.quarantine.vouch_for(session.id, sequence_ids, now)
+        self.pool_of(session).release([sequence for sequence in found if sequence is not None], now)
         return [sequence is not None for sequence in found]
 
     def get_sequence(self, session_id: str, sequence_id: str, caller: str = "") -> tuple[Sequence, Session]:
@@ -412,8 +412,9 @@ class KvCache:
     def expire_sequences(self, older_than_s: float) -> int:
         """End sequences untouched for so long, as leaked; how many.
 
-        Their engine may still be writing their unfinished pages: those stay in quarantine until it removes them itself,
-        as it does when it asks for them again and is told SEQUENCE_REMOVED, or else as a lost session's do.
+        Their engine may be in a step that reads their pages and writes the unfinished ones. Those go into quarantine,
+        and the others are held, until it removes the sequences itself, as it does when it asks for them again and is
+        told SEQUENCE_REMOVED, or its session ends; what a lost one may write then waits as a lost session's pages do.
         """
         now, count = self._clock(), 0
         sessions = {session.id: session for session in self._sessions.all()}
@@ -422,7 +423,7 @@ class KvCache:
             for sequence in old:
                 session = sessions[sequence.session_id]
                 session.forget([sequence.id])
-                self.quarantine.leave(session, pool, sequence.id, pool.lose(sequence, now))
+                self.quarantine.expire(session, pool, sequence)
             count += len(old)
         self.expired_sequences += count
         return count

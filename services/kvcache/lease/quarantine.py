@@ -8,6 +8,9 @@ evidence that nothing writes it any more:
 - the engine vouches, by closing the lost session once its last step is over;
 - an operator vouches, for a process that the daemon cannot see.
 
+The engine of an expired sequence has its lease, and says what it computes. So such a sequence also keeps the pages that
+its engine reads, until that removes it or the session is over: one that is lost uses no result.
+
 With ``--fence=kill`` the daemon itself sees to the first. Until then the pool's memory is kept too: on a GPU, freeing
 memory that another process has mapped is undefined behaviour.
 """
@@ -24,6 +27,7 @@ from services.common.errors import EngineAlive, QuarantineUnknown
 from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process
 from services.kvcache.pool.pool import Pool
+from services.kvcache.pool.sequence import Sequence
 
 log = structlog.get_logger()
 
@@ -48,12 +52,13 @@ class Fence(enum.Enum):
 class Record:
     """What one session may still write: pages by the sequence that left them, and the pool's memory, mapped.
 
-    ``lost_at`` is None while the session lives and some of its sequences were expired.
+    ``lost_at`` is None while the session lives and some of its sequences were ``expired``, by id.
     """
 
     session: Session
     pool: Pool
     left: dict[str, list[int]] = field(default_factory=dict)
+    expired: dict[str, Sequence] = field(default_factory=dict)
     lost_at: float | None = None
     overdue: bool = False
     killed: bool = False
@@ -99,10 +104,12 @@ class Quarantine:
         """The lost sessions, in the order in which they left their first pages."""
         return (record for record in self._records.values() if record.lost_at is not None)
 
-    def leave(self, session: Session, pool: Pool, sequence_id: str, pages: list[int]) -> None:
-        """A live session's sequence was ended, and its engine may still write these pages."""
-        if pages:
-            self._record(session, pool).left[sequence_id] = pages
+    def expire(self, session: Session, pool: Pool, sequence: Sequence) -> None:
+        """End a live session's sequence, whose engine may still read and write its pages."""
+        record = self._record(session, pool)
+        record.expired[sequence.id] = sequence
+        if pages := pool.expire(sequence):
+            record.left[sequence.id] = pages
 
     def lose(self, session: Session, pool: Pool, pages: list[int], now: float) -> None:
         """A session is lost, with these unfinished pages and all that it left before."""
@@ -111,6 +118,9 @@ class Quarantine:
         if pages or mapped or session.id in self._records:
             record = self._record(session, pool)
             record.lost_at = now
+            for sequence in record.expired.values():
+                pages += pool.lose_expired(sequence, now)
+            record.expired.clear()
             if pages:
                 record.left[_HELD] = pages
         else:
@@ -119,25 +129,33 @@ class Quarantine:
     def _record(self, session: Session, pool: Pool) -> Record:
         return self._records.setdefault(session.id, Record(session, pool))
 
-    def vouch(self, session_id: str, caller: str) -> bool:
+    def vouch(self, session_id: str, caller: str, now: float) -> bool:
         """The engine touches no page of this session of the caller any more, live or lost; whether there was anything
         of it here.
         """
         record = self._records.get(session_id)
         if record is None or record.session.owner != caller:
             return False
+        self._release_expired(record, [*record.expired], now)
         self._end(record, "vouched")
         return True
 
-    def vouch_for(self, session_id: str, sequence_ids: list[str]) -> None:
+    def vouch_for(self, session_id: str, sequence_ids: list[str], now: float) -> None:
         """The engine touches no page of these sequences any more, which were ended without it."""
         record = self._records.get(session_id)
         if record is None:
             return
         for sequence_id in sequence_ids:
             record.pool.unquarantine(record.left.pop(sequence_id, []))
-        if record.lost_at is None and not record.left:
+        self._release_expired(record, sequence_ids, now)
+        if record.lost_at is None and not record.expired:
             del self._records[session_id]
+
+    @staticmethod
+    def _release_expired(record: Record, sequence_ids: list[str], now: float) -> None:
+        for sequence_id in sequence_ids:
+            if (sequence := record.expired.pop(sequence_id, None)) is not None:
+                record.pool.release_expired(sequence, now)
 
     def release(self, handle: str) -> int:
         """An operator vouches for a lost session; how many pages that frees. Raises QuarantineUnknown, EngineAlive."""

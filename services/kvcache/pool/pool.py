@@ -117,6 +117,7 @@ class Pool:
         unclean = UncleanPages(wake) if zero_pages else None
         self.table = PageTable(total_pages, RetainingQueue(policy, self.index, retained), unclean)
         self.sequences: dict[Sequence, None] = {}
+        self.expired: dict[Sequence, None] = {}
         self.checksums = Checksums(self.table, self.index, wake) if checksums else None
         self.totals = Totals()
         self.last_used = 0.0
@@ -345,6 +346,35 @@ class Pool:
             self.table.quarantine(page)
         return unfinished
 
+    def expire(self, sequence: Sequence) -> list[int]:
+        """End a sequence whose engine does not know of it, and may be in a step that reads and writes its pages.
+
+        The unpublished pages that it alone holds go into quarantine and are returned. It holds the others, so that
+        nothing that a step reads is evicted, until `release_expired` or `lose_expired`.
+        """
+        del self.sequences[sequence]
+        self.expired[sequence] = None
+        own = [page for page in sequence.pages[sequence.published :] if not self.table.is_shared(page)]
+        own.reverse()
+        for page in own:
+            self.table.drop(page, sequence)
+            self.table.quarantine(page)
+        left = set(own)
+        sequence.pages = [page for page in sequence.pages if page not in left]
+        return own
+
+    def release_expired(self, sequence: Sequence, now: float) -> None:
+        """Its engine touches no page of an expired sequence any more: as ``release``, of what it holds still."""
+        del self.expired[sequence]
+        self.sequences[sequence] = None
+        self.release([sequence], now)
+
+    def lose_expired(self, sequence: Sequence, now: float) -> list[int]:
+        """The session of an expired sequence is lost: as ``lose``, of what it holds still."""
+        del self.expired[sequence]
+        self.sequences[sequence] = None
+        return self.lose(sequence, now)
+
     def _release_published(self, sequence: Sequence, now: float) -> list[int]:
         """Release the published pages, tail first, so that a prefix is evicted after its continuations. Returns the
         other pages, tail first as well.
@@ -460,6 +490,9 @@ class Pool:
                 chunk = sequence.tokens[at * size : (at + 1) * size].tobytes()
                 if at < sequence.published and self.index.tokens(page) != chunk:
                     yield f"{sequence!r}: page {page} is published with other tokens"
+        for sequence in self.expired:
+            for page in [*sequence.pages, *(sequence.copy or ())[1:]]:
+                holders.setdefault(page, set()).add(sequence)
         published = set(self.index.published())
         for page in self.table.cached.promises():
             if self.table.state(page) != PageState.HELD or not self.index.is_primary(page):

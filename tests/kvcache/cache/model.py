@@ -114,6 +114,7 @@ class Model:
         self.sessions: dict[str, ModelSession] = {}  # in the order they were opened
         self.lost: dict[str, tuple[int | None, float]] = {}  # pid and since when, of those nothing is known of since
         self.sequences: dict[Key, ModelSequence] = {}  # in the order of their last access
+        self.expired: dict[Key, ModelSequence] = {}  # ended without their engine, which may read their pages
         self.opened = 0
         self.removed: list[Key] = []
         self.killed: set[int] = set()
@@ -204,6 +205,8 @@ class Model:
             case Allocate(session, demands, names):
                 assert isinstance(answer, Granted), answer
                 for name in names:
+                    self._vouched((session, name), now)
+                for name in names:
                     self._remove((session, name), now)
                 told = [*answer.told]
                 for demand in demands:
@@ -222,6 +225,8 @@ class Model:
                     self._append((session, step.sequence_id), step, failed, now)
                 assert not failed, f"{failed} are told and did not fail"
             case Remove(session, names):
+                for name in names:
+                    self._vouched((session, name), now)
                 absent = tuple(name for name in names if not self._remove((session, name), now))
                 assert answer == Removed(len(names) - len(absent), absent, len(self.free()) + len(self.evictable()))
             case Get(session, name):
@@ -429,7 +434,6 @@ class Model:
         sequence = self.sequences.get(key)
         if sequence is not None:
             self._release(sequence, now)
-        self._vouched(key)
         if key not in self.removed:
             self.removed.append(key)
         return sequence is not None
@@ -444,7 +448,7 @@ class Model:
             return
         mine = self.of_session(session)
         assert answer == len(mine)
-        for sequence in mine:
+        for sequence in [*mine, *self._expired_of(session)]:
             self._release(sequence, now)
         del self.sessions[session]
         self._over(session)
@@ -466,15 +470,26 @@ class Model:
         old = [sequence for sequence in self.sequences.values() if sequence.last_access <= now - age]
         assert answer == len(old)
         for sequence in old:
-            self._release(sequence, now, sequence.key)
+            self.expired[sequence.key] = self.sequences.pop(sequence.key)
+            own = [at for at, page in enumerate(sequence.pages) if self._is_own(sequence, at, page)]
+            for at in reversed(own):
+                page = self.pages[sequence.pages.pop(at)]
+                page.holders, page.quarantine = set(), sequence.key
             self.removed.append(sequence.key)
         self.totals["expired_sequences"] += len(old)
+
+    def _is_own(self, sequence: ModelSequence, at: int, page: int) -> bool:
+        complete = (at + 1) * SIZE <= len(sequence.tokens) and sequence.publishes(at)
+        return not complete and self.pages[page].holders == {sequence.key}
+
+    def _expired_of(self, session: str) -> list[ModelSequence]:
+        return [sequence for sequence in self.expired.values() if sequence.key[0] == session]
 
     def _sweep(self, answer: Answer, now: float) -> None:
         lost = [name for name, lease in self.sessions.items() if lease.deadline <= now or lease.pid in self.killed]
         assert answer == frozenset(lost)
         for session in lost:
-            for sequence in self.of_session(session):
+            for sequence in [*self.of_session(session), *self._expired_of(session)]:
                 self._release(sequence, now, (session, ""))
             self.lost[session] = self.sessions.pop(session).pid, now
         self.totals["expired_sessions"] += len(lost)
@@ -497,8 +512,10 @@ class Model:
         for page in self._kept(session):
             self._give_up(page)
 
-    def _vouched(self, key: Key) -> None:
-        """No step of the engine writes what this sequence left."""
+    def _vouched(self, key: Key, now: float) -> None:
+        """No step of the engine reads or writes what this sequence left."""
+        if (sequence := self.expired.get(key)) is not None:
+            self._release(sequence, now)
         for page in [page for page, model in self.pages.items() if model.quarantine == key]:
             self._give_up(page)
 
@@ -518,7 +535,7 @@ class Model:
         self.totals["withdrawn_pages"] += len(gone)
         assert answer == len(gone)
         for page in gone:
-            for sequence in self.sequences.values():
+            for sequence in [*self.sequences.values(), *self.expired.values()]:
                 if page in sequence.pages:
                     at = sequence.pages.index(page)
                     sequence.broken = at if sequence.broken is None else min(sequence.broken, at)
@@ -657,7 +674,7 @@ class Model:
 
     def _release(self, sequence: ModelSequence, now: float, lost: Key | None = None) -> None:
         self._pass_time(now)
-        del self.sequences[sequence.key]
+        del (self.expired if sequence.key in self.expired else self.sequences)[sequence.key]
         if sequence.copy is not None:
             self._let_go_of_copy(sequence, lost)
         asked = sequence.retention

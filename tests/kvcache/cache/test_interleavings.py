@@ -237,7 +237,7 @@ def test_a_removal_of_what_expired_vouches_for_its_pages_alone(wire: Wire) -> No
     session = running(wire)
     granted(wire.ask(opening(session, "b", [9], 2)))
     assert wire.ask(Expire(0.0)) == 2
-    assert counts(wire) == {"free": 7, "cached": 1, "quarantined": 4}
+    assert counts(wire) == {"free": 7, "held": 1, "quarantined": 4}
     assert reason(wire.ask(report(session, "a", 6, [7]))) == "SEQUENCE_REMOVED"
     wire.ask(Allocate(session, (), ("a",)))
     assert counts(wire) == {"free": 9, "cached": 1, "quarantined": 2}
@@ -267,14 +267,14 @@ def test_a_use_at_the_last_moment_keeps_a_sequence_from_expiring(wire: Wire, use
         assert reached(wire, session) == (7, 1)
     else:
         assert reason(after) == "SEQUENCE_REMOVED"
-        assert counts(wire) == {"free": 9, "cached": 1, "quarantined": 2}, "its engine may be writing there"
+        assert counts(wire) == {"free": 9, "held": 1, "quarantined": 2}, "its engine may be in a step there"
 
 
 def test_an_append_that_waits_while_its_sequence_expires_is_refused(wire: Wire) -> None:
     session = running(wire)
     expired, late = wire.overtaken(report(session, "a", 6, [7, 8]), Expire(0.0))
     assert expired == 1 and reason(late) == "SEQUENCE_REMOVED"
-    assert counts(wire) == {"free": 9, "cached": 1, "quarantined": 2}
+    assert counts(wire) == {"free": 9, "held": 1, "quarantined": 2}
 
 
 # --- a removal, and the calls it meets --------------------------------------------------------------------------------

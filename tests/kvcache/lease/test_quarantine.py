@@ -12,7 +12,7 @@ from services.common.errors import EngineAlive, ExceedsBudget, QuarantineUnknown
 from services.kvcache.lease.quarantine import KILL, Fence
 from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process
-from tests.kvcache.cache.demands import Step, grouped, in_columns, opening
+from tests.kvcache.cache.demands import Step, fork, grouped, in_columns, opening
 from tests.kvcache.fakes import LAYOUT, OWN_UID, World
 
 DRAIN_S = 30.0
@@ -316,3 +316,95 @@ def test_sequences_that_expire_share_the_record_of_their_session() -> None:
     assert pool.table.quarantined_count == 50
     assert len(world.cache.quarantine._records) == 1, "each would be looked after for as long as the session lives"
     world.sound()
+
+
+# --- what an expired sequence reads -----------------------------------------------------------------------------------
+
+
+def expired(**limits: Any) -> tuple[World, Session]:
+    """A live session whose sequence has one complete page and two others, and was ended without it."""
+    world = World(10, drain_s=DRAIN_S, default_ttl_s=600.0, **limits)
+    session = world.attached(pid=5)
+    world.cache.allocate(session.id, grouped([opening("a", [1, 2, 3, 4, 5, 6], 3)]), [])
+    world.cache.append(session.id, in_columns([Step("a", 0, (1, 2, 3, 4, 5, 6))], growing=False))
+    assert world.cache.expire_sequences(0.0) == 1
+    assert counts(world) == (7, 0, 2)
+    return world, session
+
+
+def evicted(world: World) -> int:
+    return world.cache.evict_pages("pool", None, retained=True)[0]
+
+
+def removed(world: World, session: Session) -> None:
+    world.cache.remove(session.id, ["a"])
+
+
+def outlived(world: World, session: Session) -> None:
+    pass_time(world, 600)
+
+
+def closed(world: World, session: Session) -> None:
+    world.cache.close_session(session.id)
+
+
+@pytest.mark.parametrize("vouch", [removed, closed, gone])
+def test_what_a_step_of_an_expired_sequence_reads_stays_until_its_engine_is_past_it(
+    vouch: Callable[[World, Session], None],
+) -> None:
+    world, session = expired(cache_ttl_s=1.0)
+    pass_time(world, 599)
+    assert evicted(world) == 0 and counts(world) == (7, 0, 2)
+    vouch(world, session)
+    assert counts(world) == FREE
+    assert evicted(world) == 1
+
+
+def test_of_an_expired_sequence_whose_session_is_lost_only_what_is_written_waits() -> None:
+    """An engine that lost its session uses nothing that it read."""
+    world, session = expired()
+    pass_time(world, 600)
+    assert counts(world) == WAITING
+    assert world.cache.close_session(session.id) == 0
+    assert counts(world) == FREE
+
+
+def test_others_find_the_prefix_of_an_expired_sequence_and_share_it() -> None:
+    world, session = expired()
+    other = world.attached(pid=6)
+    [[_, grant]] = world.cache.allocate(other.id, grouped([opening("b", [1, 2, 3, 4, 9], 2)]), [])[0]
+    assert not isinstance(grant, Exception) and grant.cached_tokens == 4
+    removed(world, session)
+    assert counts(world) == (8, 0, 0)
+    world.cache.close_session(other.id)
+    assert counts(world) == FREE
+
+
+@pytest.mark.parametrize(
+    ("end", "waiting"), [(lambda world, session: world.cache.remove(session.id, ["c"]), 2), (outlived, 3), (gone, 0)]
+)
+def test_a_page_that_expired_sequences_share_goes_when_all_are_over(
+    end: Callable[[World, Session], object], waiting: int
+) -> None:
+    world, session = expired()
+    world.cache.allocate(session.id, grouped([opening("b", [7, 8], 1)]), [])
+    world.cache.append(session.id, in_columns([Step("b", 0, (7, 8))], growing=False))
+    world.cache.allocate(session.id, grouped([fork("c", "b", 0)]), [])
+    world.now += 1
+    world.cache.renew_session(session.id)
+    assert counts(world) == (6, 0, 2), "the tail is of both"
+    assert world.cache.expire_sequences(0.0) == 2
+    world.cache.remove(session.id, ["b"])
+    assert counts(world) == (6, 0, 2), "the other may be written"
+    end(world, session)
+    assert counts(world)[2] == waiting
+
+
+def test_damage_behind_an_expired_sequence_is_given_back_with_it() -> None:
+    world, session = expired()
+    [pool] = world.cache.pools
+    [page] = pool.index.published()
+    pool.withdraw(page)
+    assert counts(world) == (7, 0, 2), "a step may be reading it"
+    removed(world, session)
+    assert counts(world) == (10, 0, 0)
