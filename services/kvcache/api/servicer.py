@@ -20,7 +20,7 @@ from services.common.access.policy import Policy
 from services.common.errors import Draining, FieldInvalid, ServiceError
 from services.kvcache.api import messages
 from services.kvcache.api.roles import ENGINE, INCLUDES, NEEDED, OPERATOR
-from services.kvcache.api.slices import in_slices
+from services.kvcache.api.slices import found_in, in_slices
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process
@@ -56,6 +56,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         self._shared_pools = shared_pools
         self._draining = False
         self._watchers: set[asyncio.Event] = set()
+        self._fsck = asyncio.Lock()  # one at a time: each has copies of its own
 
     def drain(self) -> None:
         """End the streams, which would end with the process otherwise: their readers should look elsewhere."""
@@ -244,13 +245,15 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             if not self._cache.limits.checksums:
                 raise FieldInvalid("deep is set, and this daemon keeps no checksums: --checksums is off", field="deep")
             report = await self._scrubber.verify_all()
+        async with self._fsck:
+            violations = await in_slices(found_in(self._cache.walk()))
         pools = list(self._cache.pools)
         return pb.FsckResponse(
             epoch=self._cache.epoch,
             checked_pages=sum(pool.table.total for pool in pools),
             checked_sequences=sum(len(pool.sequences) for pool in pools),
             checked_index_entries=sum(len(pool.index) for pool in pools),
-            violations=[*report.violations, *self._cache.check()],
+            violations=[*report.violations, *violations],
             verified_pages=report.verified_pages,
         )
 

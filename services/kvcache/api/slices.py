@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -25,3 +25,14 @@ async def in_slices(work: Generator[None, None, Result]) -> Result:
         if time.monotonic() - began >= SLICE_S:
             await asyncio.sleep(0)
             began = time.monotonic()
+
+
+def found_in(walk: Iterator[Result | None]) -> Generator[None, None, list[Result]]:
+    """What a walk has found, which yields None wherever it may pause."""
+    found: list[Result] = []
+    for one in walk:
+        if one is None:
+            yield
+        else:
+            found.append(one)
+    return found

@@ -26,6 +26,7 @@ from services.kvcache.cache.explain import PageAnswer, explain
 from services.kvcache.cache.grant import Grant
 from services.kvcache.cache.opening import Opening, Prompt, check_prompt, open_sequence
 from services.kvcache.cache.steps import Steps, advance
+from services.kvcache.eviction.lru import PAUSE
 from services.kvcache.lease.quarantine import WAIT, Quarantine
 from services.kvcache.lease.sessions import Session, Sessions
 from services.kvcache.lease.witness import Observe, Process
@@ -502,23 +503,47 @@ class KvCache:
 
     def check(self) -> Iterator[str]:
         """Every violation of the whole state; empty when it is sound. Changes nothing."""
-        yield from self.pools.check()
-        listed: dict[str, set[Sequence]] = {pool.id: set() for pool in self.pools}
-        slots: set[tuple[str, int]] = set()
-        for session in self._sessions.all():
-            slots.add((session.pool_id, session.canary_slot))
-            listed[session.pool_id].update(session.sequences.values())
+        return (said for said in self.walk() if said is not None)
+
+    def walk(self) -> Iterator[str | None]:
+        """As ``check``, in slices: None wherever transactions may run before it goes on.
+
+        No transaction makes it report what was no violation. What it says of a page or a sequence it has seen in one
+        look at it, between two transactions, when all that is compared is to be sound; and what takes a look at
+        everything (sums, the free list, the order of eviction) it copies at one moment, whole arrays at a time. It
+        finds what was wrong all the while, and not what went wrong where it had been already.
+        """
+        yield from self.pools.walk()
+        slots = {(session.pool_id, session.canary_slot) for session in self._sessions.all()}
+        if len(slots) != len(self._sessions):
+            yield "two sessions share a canary slot"
+        for pool in list(self.pools):
+            sessions = [session for session in self._sessions.all() if session.pool_id == pool.id]
+            if sum(len(session.sequences) for session in sessions) != len(pool.sequences):
+                yield f"pool {pool.id} has sequences that no session lists, or the reverse"
+            waiting = self.quarantine.pages(pool)
+            if len(waiting) != pool.table.quarantined_count:
+                yield f"pool {pool.id}: {pool.table.quarantined_count} pages quarantined, {len(waiting)} waited for"
+            yield from self._walk_sessions(pool, sessions)
+            seen = bytearray(pool.table.total)
+            for at, page in enumerate(waiting):
+                if seen[page]:
+                    yield f"pool {pool.id}: page {page} is waited for twice"
+                seen[page] = 1
+                if at % PAUSE == 0:
+                    yield None
+
+    def _walk_sessions(self, pool: Pool, sessions: list[Session]) -> Iterator[str | None]:
+        for session in sessions:
+            if all(live is not session for live in self._sessions.all()):
+                continue  # it has ended meanwhile
             counted = sum(sequence.page_count for sequence in session.sequences.values())
             if counted != session.held_pages:
                 yield f"session {session.handle} counts {session.held_pages} pages, its sequences have {counted}"
+            yield None
             for sequence_id, sequence in session.sequences.items():
-                if sequence_id != sequence.id or sequence_id in session.removed:
+                if sequence_id != sequence.id or sequence_id in session.removed or session.id != sequence.session_id:
                     yield f"{sequence!r} is listed as {sequence_id!r}, or was removed"
-        if len(slots) != len(self._sessions):
-            yield "two sessions share a canary slot"
-        for pool in self.pools:
-            if listed[pool.id] != set(pool.sequences):
-                yield f"pool {pool.id} has sequences that no session lists, or the reverse"
-            waiting = self.quarantine.pages(pool)
-            if len(waiting) != pool.table.quarantined_count or len(set(waiting)) != len(waiting):
-                yield f"pool {pool.id}: {pool.table.quarantined_count} pages quarantined, {len(waiting)} waited for"
+                if sequence not in pool.sequences:
+                    yield f"pool {pool.id} lacks {sequence!r}, which session {session.handle} lists"
+            yield None

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Self
 
-from services.kvcache.eviction.lru import LruQueue
+from services.kvcache.eviction.lru import PAUSE, Links, LruQueue
 from services.kvcache.eviction.reuse import LEVELS, ReuseModel
 
 _NONE = -1
@@ -37,15 +37,7 @@ BATCH, BATCH_SHARE = 16, 1 / 256
 #: The places of a page.
 _OUT, _QUEUED, _CONDEMNED = 0, 1, 2
 
-
-class Links(Protocol):
-    """What the queue needs to know about cached pages; the prefix index implements it."""
-
-    def key(self, page: int) -> int:
-        """The hash of the page's link."""
-
-    def parent(self, page: int) -> int | None:
-        """The primary page of the page's parent link; None for a first link."""
+_NOWHERE = 0xFF
 
 
 class DensityQueue(LruQueue):
@@ -217,11 +209,25 @@ class DensityQueue(LruQueue):
         else:
             self._before[after] = before
 
-    def check(self) -> Iterator[str]:
-        """Violations: those of the caching order, a wrong queue, a wrong count of continuations."""
-        yield from super().check()
-        count = [0] * len(self._parent)
-        for page in self:
+    def frozen(self, links: Links) -> Self:
+        """A copy of now, for ``walk``; ``links`` is the index of now."""
+        frozen = super().frozen(links)
+        frozen._links = links
+        frozen._cached_at, frozen._returns, frozen._place = self._cached_at[:], self._returns[:], self._place[:]
+        frozen._parent, frozen._continuations = self._parent[:], self._continuations[:]
+        frozen._before, frozen._after = self._before[:], self._after[:]
+        frozen._ends = [list(ends) for ends in self._ends]
+        return frozen
+
+    def walk(self) -> Iterator[str | None]:
+        """Violations: those of the caching order, a wrong queue, a wrong count of continuations; None now and then. Of
+        a queue that does not change meanwhile.
+        """
+        yield from super().walk()
+        count = array("i", bytes(4 * len(self._parent)))
+        for at, page in enumerate(self):
+            if at % PAUSE == 0:
+                yield None
             try:
                 parent = self._links.parent(page)
             except KeyError:  # the index is inconsistent and reports that itself
@@ -232,18 +238,25 @@ class DensityQueue(LruQueue):
                 count[parent] += 1
                 if parent in self and self._cached_at[parent] <= self._cached_at[page]:
                     yield f"page {page} was cached before its continuation {parent}"
-        if count != self._continuations.tolist():
+        if count != self._continuations:
             yield "the counts of continuations are wrong"
-        expected: list[set[int]] = [set() for _ in self._ends]
-        for page in self:
+        expected = [0] * len(self._ends)
+        queue_of = bytearray([_NOWHERE]) * len(self._parent)
+        for number, page in enumerate(self):
+            if number % PAUSE == 0:
+                yield None
             if self._place[page] == _QUEUED:
-                expected[self._level(page)].add(page)
+                queue_of[page] = self._level(page)
             elif not count[page]:
-                expected[LEVELS].add(page)
+                queue_of[page] = LEVELS
+            else:
+                continue
+            expected[queue_of[page]] += 1
         for at, (oldest, newest) in enumerate(self._ends):
-            seen, before, page = set[int](), _NONE, oldest
-            while page != _NONE and self._before[page] == before and page not in seen:
-                seen.add(page)
-                before, page = page, self._after[page]
+            seen, before, page = 0, _NONE, oldest
+            while page != _NONE and self._before[page] == before and queue_of[page] == at and seen <= expected[at]:
+                seen, before, page = seen + 1, page, self._after[page]
+                if seen % PAUSE == 0:
+                    yield None
             if page != _NONE or before != newest or seen != expected[at]:
-                yield f"queue {at} has pages {sorted(seen)}, expected {sorted(expected[at])}"
+                yield f"queue {at} links {seen} pages up to {before}, expected {expected[at]} up to {newest}"

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Protocol, Self
 
 _NONE = -1
+
+#: Pages that a walk looks at in one go.
+PAUSE = 512
+
+
+class Links(Protocol):
+    """What a policy is told of the links of pages. ``PrefixCache`` is one."""
+
+    def key(self, page: int) -> int:
+        """The hash of the link of a published page."""
+
+    def parent(self, page: int) -> int | None:
+        """The page of the parent link; None for a first link."""
 
 
 class LruQueue:
@@ -111,8 +126,21 @@ class LruQueue:
         self.discard(page)
         self.push(page, now)
 
+    def frozen(self, links: Links) -> Self:
+        """A copy of now, for ``walk``; ``links`` is the index of now."""
+        frozen = copy.copy(self)
+        frozen._older, frozen._newer = self._older[:], self._newer[:]
+        frozen._since, frozen._member = self._since[:], self._member[:]
+        return frozen
+
     def check(self) -> Iterator[str]:
-        """Violations: inconsistent links, a wrong length, times out of order."""
+        """Every violation, see ``walk``."""
+        return (said for said in self.walk() if said is not None)
+
+    def walk(self) -> Iterator[str | None]:
+        """Violations: inconsistent links, a wrong length, times out of order; None now and then. Of a queue that does
+        not change meanwhile.
+        """
         seen, previous, since = 0, _NONE, float("-inf")
         page = self._oldest
         while page != _NONE and seen <= self._length:
@@ -122,5 +150,8 @@ class LruQueue:
                 yield f"page {page} is queued behind a newer one"
             seen, previous, since = seen + 1, page, self._since[page]
             page = self._newer[page]
-        if seen != self._length or sum(self._member) != self._length:
-            yield f"eviction queue links {seen} pages, marks {sum(self._member)}, says {self._length}"
+            if seen % PAUSE == 0:
+                yield None
+        members = self._member.count(1)
+        if seen != self._length or members != self._length:
+            yield f"eviction queue links {seen} pages, marks {members}, says {self._length}"

@@ -7,8 +7,8 @@ prefix index exact: **a victim has no cached continuation.**
 
 from __future__ import annotations
 
-from services.kvcache.eviction.density import DensityQueue, Links
-from services.kvcache.eviction.lru import LruQueue
+from services.kvcache.eviction.density import DensityQueue
+from services.kvcache.eviction.lru import Links, LruQueue
 
 #: Least recently used, and least valuable by expected hits.
 POLICIES = ("lru", "density")

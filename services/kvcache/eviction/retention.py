@@ -14,14 +14,15 @@ above it.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from typing import NamedTuple
 
 from services.common.errors import FieldInvalid
-from services.kvcache.eviction.density import Links
-from services.kvcache.eviction.lru import LruQueue
+from services.kvcache.eviction.lru import PAUSE, Links, LruQueue
 
 MAX_PRIORITY = 100
 
@@ -192,6 +193,10 @@ class RetainingQueue:
         """The pages outside the queue that may have promises."""
         return iter(self._promises)
 
+    def has_promise(self, page: int) -> bool:
+        """Whether a page outside the queue may have a promise."""
+        return page in self._promises
+
     def promised(self, page: int) -> Promise | None:
         """A page's promise; None if it has none, or it has expired."""
         promise = self._promises.get(page)
@@ -276,45 +281,87 @@ class RetainingQueue:
                 heapify(heap)
             self._entries = len(self._retained)
 
+    def frozen(self, links: Links) -> RetainingQueue:
+        """A copy of now, for ``walk``; ``links`` is the index of now."""
+        frozen = copy.copy(self)
+        frozen._policy, frozen._links = self._policy.frozen(links), links
+        frozen._promises, frozen._retained = self._promises.copy(), self._retained.copy()
+        frozen._heaps = {priority: heap[:] for priority, heap in self._heaps.items()}
+        return frozen
+
     def check(self) -> Iterator[str]:
-        """Violations of the policy, the limit, the heaps, or the order of continuations."""
-        yield from self._policy.check()
+        """Every violation, see ``walk``."""
+        return (said for said in self.walk() if said is not None)
+
+    def walk(self) -> Iterator[str | None]:
+        """Violations of the policy, the limit, the heaps, or the order of continuations; None now and then. Of a queue
+        that does not change meanwhile.
+        """
+        yield from self._policy.walk()
         if len(self._retained) > self.most:
             yield f"{len(self._retained)} pages are retained, the limit is {self.most}"
-        if any(page in self._policy for page in self._retained):
-            yield "a page is retained and in the policy's queue"
-        if any(page in self for page in self._promises):
-            yield "a queued page has a promise that it was not queued with"
-        if any(not self._now < entry.until for entry in self._retained.values()):
-            yield f"a page is retained and its time was over at {self._now}"
-        yield from self._check_heaps()
-        place = {page: at for at, page in enumerate(self)}
-        for page in place:
-            entry = self._retained.get(page)
+        for at, (page, entry) in enumerate(self._retained.items()):
+            if at % PAUSE == 0:
+                yield None
+            if page in self._policy:
+                yield f"page {page} is retained and in the policy's queue"
+            if not self._now < entry.until:
+                yield f"page {page} is retained and its time was over at {self._now}"
+        for at, page in enumerate(self._promises):
+            if at % PAUSE == 0:
+                yield None
+            if page in self:
+                yield f"page {page} is queued and has a promise that it was not queued with"
+        yield from self._walk_heaps()
+        yield from self._walk_continuations()
+
+    def _walk_continuations(self) -> Iterator[str | None]:
+        place: dict[int, int] = {}
+        for at, page in enumerate(self._policy):
+            place[page] = at
+            if at % PAUSE == 0:
+                yield None
+        for at, page in enumerate(chain(place, self._retained)):
+            if at % PAUSE == 0:
+                yield None
             try:
                 parent = self._links.parent(page)
             except KeyError:  # the index is inconsistent and reports that itself
                 continue
             if parent is None:
                 continue
-            if parent in place and place[parent] < place[page]:
+            mine, its = self._retained.get(page), self._retained.get(parent)
+            if mine is None:
+                early = place.get(parent, at) < at
+            elif its is None:
+                early = parent in place
+            else:
+                early = (its.priority, its) < (mine.priority, mine)
+            if early:
                 yield f"page {parent} would be given up before its continuation {page}"
-            elif entry is not None and parent not in place:
-                promise, mine = self._promises.get(parent), Promise(entry.priority, entry.until)
-                if promise is None or promise.joined(mine) != promise:
-                    yield f"page {parent} is held and promised {promise}, its continuation {page} {mine}"
+            elif mine is not None and parent not in self:
+                promise, least = self._promises.get(parent), Promise(mine.priority, mine.until)
+                if promise is None or promise.joined(least) != promise:
+                    yield f"page {parent} is held and promised {promise}, its continuation {page} {least}"
 
-    def _check_heaps(self) -> Iterator[str]:
-        found: list[_Entry] = []
+    def _walk_heaps(self) -> Iterator[str | None]:
+        entries, found = 0, set[int]()
         for priority, heap in self._heaps.items():
-            if any(heap[(at - 1) // 2] > heap[at] for at in range(1, len(heap))):
-                yield f"the heap of priority {priority} is none"
-            if any(entry.priority != priority for entry in heap):
-                yield f"the heap of priority {priority} has other pages"
-            found += [entry for entry in heap if self._retained.get(entry.page) is entry]
-        if sorted(found) != sorted(self._retained.values()):
+            for at, entry in enumerate(heap):
+                if at % PAUSE == 0:
+                    yield None
+                if at and heap[(at - 1) // 2] > entry:
+                    yield f"the heap of priority {priority} is none: page {entry.page} is above a lesser one"
+                if entry.priority != priority:
+                    yield f"the heap of priority {priority} has page {entry.page} of {entry.priority}"
+                if self._retained.get(entry.page) is entry:
+                    if entry.page in found:
+                        yield f"page {entry.page} is in the heap of priority {priority} twice"
+                    found.add(entry.page)
+                    if entry.until < self._due:
+                        yield f"the time of page {entry.page} is over before {self._due}"
+            entries += len(heap)
+        if len(found) != len(self._retained):
             yield f"{len(self._retained)} pages are retained, the heaps have {len(found)}"
-        if self._entries != sum(map(len, self._heaps.values())) or self._entries > 2 * len(self._retained) + SLACK:
-            yield f"the heaps have {sum(map(len, self._heaps.values()))} entries, say {self._entries}"
-        if any(entry.until < self._due for entry in found):
-            yield f"a page's time is over before {self._due}"
+        if self._entries != entries or self._entries > 2 * len(self._retained) + SLACK:
+            yield f"the heaps have {entries} entries, say {self._entries}"

@@ -241,10 +241,11 @@ class Pools:
             pool.arena.close()
         self._by_id.clear()
 
-    def check(self) -> Iterator[str]:
-        """Every violated invariant of any pool, or of the budget."""
-        for pool in self:
-            yield from (f"pool {pool.id}: {violation}" for violation in pool.check())
+    def walk(self) -> Iterator[str | None]:
+        """Every violated invariant of any pool, or of the budget; None where transactions may run."""
+        for pool in list(self):
+            for violation in pool.walk():
+                yield None if violation is None else f"pool {pool.id}: {violation}"
         for device in {_device_of(pool) for pool in self}:
             size = sum(pool.arena.size_bytes for pool in self if _device_of(pool) == device)
             if size > self.budget_bytes:

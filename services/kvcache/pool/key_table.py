@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Iterator
 
 _NONE = -1
+_PAUSE = 4096  # slots that are looked at in one go
 
 
 class KeyTable:
@@ -24,6 +26,10 @@ class KeyTable:
         """The page with this key; None if there is none."""
         page = self._pages[self._find(key)]
         return None if page == _NONE else page
+
+    def key(self, page: int) -> int:
+        """The key of a page."""
+        return self._keys[page]
 
     def __getitem__(self, key: int) -> int:
         """The page with this key. Raises KeyError if there is none."""
@@ -57,14 +63,26 @@ class KeyTable:
                 gap = at
         pages[gap] = _NONE
 
-    def check(self, count: int) -> Iterator[str]:
-        """Violations: a number of pages other than ``count``, or a page that a search does not find."""
-        found = [page for page in self._pages if page != _NONE]
-        if len(found) != count:
-            yield f"{count} pages have keys, the table has {len(found)}"
-        for page in found:
-            if self.get(self._keys[page]) != page:
-                yield f"page {page} is not found by its key {self._keys[page]:016x}"
+    def frozen(self) -> KeyTable:
+        """A copy of now."""
+        frozen = copy.copy(self)
+        frozen._keys, frozen._pages = self._keys[:], self._pages[:]
+        return frozen
+
+    def walk(self, count: int) -> Iterator[str | None]:
+        """Violations: a number of pages other than ``count``, or a page that a search does not find; None now and then.
+        Of a table that does not change meanwhile.
+        """
+        found = 0
+        for at, page in enumerate(self._pages):
+            if page != _NONE:
+                found += 1
+                if self.get(self._keys[page]) != page:
+                    yield f"page {page} is not found by its key {self._keys[page]:016x}"
+            if at % _PAUSE == 0:
+                yield None
+        if found != count:
+            yield f"{count} pages have keys, the table has {found}"
 
     def _find(self, key: int) -> int:
         """The slot of the page with this key, or the free slot where it would go."""

@@ -13,7 +13,9 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain
 
+from services.kvcache.eviction.lru import PAUSE
 from services.kvcache.eviction.retention import RetainingQueue
 from services.kvcache.pool.unclean import UncleanPages
 
@@ -100,6 +102,10 @@ class PageTable:
         """The holders of the page."""
         first = self._first[page]
         return frozenset() if first is None else frozenset((first, *self._others.get(page, ())))
+
+    def is_held_by(self, page: int, holder: Hashable) -> bool:
+        """Whether the page has this holder."""
+        return self._first[page] == holder or holder in self._others.get(page, ())
 
     def is_shared(self, page: int) -> bool:
         """Whether the page has more than one holder."""
@@ -240,19 +246,29 @@ class PageTable:
             raise ValueError(f"page {page} is {self.state(page).name} with {self.holder_count(page)} holders")
         self._held_count -= 1
 
-    def check(self) -> Iterator[str]:
-        """Every violated invariant of the table; scans every page."""
-        counts = dict.fromkeys(PageState, 0)
+    def walk(self) -> Iterator[str | None]:
+        """Every violated invariant of the table, but for those of the queue of cached pages; None now and then.
+
+        The table may change meanwhile. What is said of a page was seen in one look at it, and the counts and the free
+        list are of one moment.
+        """
+        yield from self._walk_free()
         for page in range(self.total):
-            state = self.state(page)
-            counts[state] += 1
-            if (state == PageState.HELD) != bool(self.holders(page)):
-                yield f"page {page} is {state.name} with holders {set(self.holders(page))}"
+            state = self._states[page]
+            if (state == _HELD) != (self._first[page] is not None):
+                yield f"page {page} is {self.state(page).name} with holders {set(self.holders(page))}"
             others = self._others.get(page)
             if others is not None and (not others or self._first[page] in others or self._first[page] is None):
                 yield f"page {page} is first held by {self._first[page]!r} and also by {others}"
-            if (state == PageState.CACHED) != (page in self.cached):
-                yield f"page {page} is {state.name} and its place in the eviction queue disagrees"
+            if (state == _CACHED) != (page in self.cached):
+                yield f"page {page} is {self.state(page).name} and its place in the eviction queue disagrees"
+            if page % PAUSE == 0:
+                yield None
+
+    def _walk_free(self) -> Iterator[str | None]:
+        states, fresh, recycled = self._states[:], self._fresh, self._recycled[:]
+        unclean = [] if self.unclean is None else list(self.unclean.free())
+        counts = {state: states.count(state) for state in PageState}
         told = {
             PageState.FREE: self.free_count,
             PageState.HELD: self.held_count,
@@ -261,11 +277,12 @@ class PageTable:
         }
         if counts != told:
             yield f"counted {counts}, ledger says {told}"
-        unclean = set() if self.unclean is None else set(self.unclean.free())
-        free = set(self._recycled) | unclean | set(range(self._fresh, self.total))
-        if len(free) != self.free_count:
-            yield f"a page is on the free list twice: {len(free)} distinct of {self.free_count}"
-        for page in free:
-            if self._states[page] != PageState.FREE:
-                yield f"page {page} is on the free list and {self.state(page).name}"
-        yield from self.cached.check()
+        listed = bytearray(self.total)
+        for at, page in enumerate(chain(recycled, unclean, range(fresh, self.total))):
+            if listed[page]:
+                yield f"page {page} is on the free list twice"
+            listed[page] = 1
+            if states[page] != _FREE:
+                yield f"page {page} is on the free list and {PageState(states[page]).name}"
+            if at % PAUSE == 0:
+                yield None

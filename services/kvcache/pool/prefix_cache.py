@@ -26,6 +26,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 
+from services.kvcache.eviction.lru import PAUSE
 from services.kvcache.pool.events import EventKind, Link
 from services.kvcache.pool.key_table import KeyTable
 
@@ -257,35 +258,70 @@ class PrefixCache:
         if salt is None and self._of_key.get(parent) is None:
             yield f"page {page} is published and its parent link is not"
 
-    def check(self) -> Iterator[str]:
-        """Every violated invariant of the index."""
-        for page in self.published():
-            yield from self._check_link(page)
-        condemned = [page for page, is_condemned in enumerate(self._condemned) if is_condemned]
-        if len(condemned) != self.condemned_count:
-            yield f"{len(condemned)} pages are condemned, the index counts {self.condemned_count}"
-        for page in condemned:
-            if self._names[page] is None:
+    def frozen(self) -> FrozenLinks:
+        """The links of now."""
+        return FrozenLinks(self._of_key.frozen(), self._parents[:])
+
+    def walk(self) -> Iterator[str | None]:
+        """Every violated invariant of the index; None now and then.
+
+        It may change meanwhile. What is said of a page was seen in one look at it, and counts are of one moment.
+        """
+        condemned = self._condemned.count(1)
+        if condemned != self.condemned_count:
+            yield f"{condemned} pages are condemned, the index counts {self.condemned_count}"
+        # As many as are in the table, and each page below is found by its name and by its key: so no link is besides.
+        yield from self._of_key.frozen().walk(len(self._primary))
+        stands_by = bytearray(len(self._names))
+        for key in list(self._standby):
+            yield from self._check_standbys(key, stands_by)
+            yield None
+        for page in range(len(self._names)):
+            yield from self._check_page(page, stands_by)
+            if page % PAUSE == 0:
+                yield None
+
+    def _check_standbys(self, key: int, stands_by: bytearray) -> Iterator[str]:
+        pages, primary = self._standby.get(key), self._of_key.get(key)
+        if pages is None:
+            return
+        if not pages or len(set(pages)) != len(pages) or primary is None:
+            yield f"link {key:016x} has stand-bys {pages} and primary {primary}"
+            return
+        named, salt = self._names[primary], self._salts.get(primary)
+        for page in pages:
+            stands_by[page] = 1
+            if named is None or not self._same(page, named, salt) or self._keys[page] != key or page == primary:
+                yield f"page {page} stands by for link {key:016x}, which is not its"
+
+    def _check_page(self, page: int, stands_by: bytearray) -> Iterator[str]:
+        name = self._names[page]
+        if name is None:
+            if self._condemned[page]:
                 yield f"page {page} is condemned and has no link"
-        for page in self._salts:
-            if self._names[page] is None:
+            if page in self._salts:
                 yield f"page {page} has a salt and no link"
-        for name, page in self._primary.items():
-            if self._names[page] != name:
-                yield f"a link's name is told of page {page}, which is not its"
-            if self._of_key.get(self._keys[page]) != page:
-                yield f"page {page} is indexed and another, or none, by its key {self._keys[page]:016x}"
-        yield from self._of_key.check(len(self._primary))
-        for key, pages in self._standby.items():
-            primary = self._of_key.get(key)
-            if not pages or len(set(pages)) != len(pages) or primary is None:
-                yield f"link {key:016x} has stand-bys {pages} and primary {primary}"
-                continue
-            named, salt = self._names[primary], self._salts.get(primary)
-            for page in pages:
-                if named is None or not self._same(page, named, salt) or self._keys[page] != key or page == primary:
-                    yield f"page {page} stands by for link {key:016x}, which is not its"
-        count = sum(1 for _ in self.published())
-        indexed = len(self._primary) + sum(map(len, self._standby.values()))
-        if count != indexed:
-            yield f"{count} pages carry links, the index knows {indexed}"
+            return
+        yield from self._check_link(page)
+        key = self._keys[page]
+        if self._primary.get(name) == page:
+            if self._of_key.get(key) != page:
+                yield f"page {page} is indexed and another, or none, by its key {key:016x}"
+        elif not stands_by[page] and page not in self._standby.get(key, ()):
+            yield f"page {page} carries a link, and is neither indexed by it nor stands by"
+
+
+class FrozenLinks:
+    """Which link followed which at one moment."""
+
+    def __init__(self, of_key: KeyTable, parents: array[int]) -> None:
+        self._of_key = of_key
+        self._parents = parents
+
+    def key(self, page: int) -> int:
+        """The hash of the link of a page that was published."""
+        return self._of_key.key(page)
+
+    def parent(self, page: int) -> int | None:
+        """The primary page of its parent link; None for a first link. A salt's root is the hash of no link."""
+        return self._of_key.get(self._parents[page])

@@ -33,7 +33,7 @@ def test_it_does_what_a_dict_does(actions: list[tuple[int, int, bool]]) -> None:
                 assert table.add(page) == expected.setdefault(key, page)
         assert {key: table[key] for key in expected} == expected
         assert table.get(key) == expected.get(key)
-        assert not list(table.check(len(expected)))
+        assert not any(table.walk(len(expected)))
 
 
 def test_what_is_not_there() -> None:
@@ -45,6 +45,6 @@ def test_what_is_not_there() -> None:
         table[69]
     with pytest.raises(KeyError, match="69"):
         table.remove(69)
-    assert list(table.check(2)) == ["2 pages have keys, the table has 1"]
+    assert list(filter(None, table.walk(2))) == ["2 pages have keys, the table has 1"]
     keys[0] = 6
-    assert list(table.check(1)) == ["page 0 is not found by its key 0000000000000006"]
+    assert list(filter(None, table.walk(1))) == ["page 0 is not found by its key 0000000000000006"]

@@ -1,0 +1,181 @@
+"""Fsck in slices: transactions run between them, what is wrong is found, and nothing else is."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from services.kvcache.cache.opening import Opening, Prompt
+from services.kvcache.cache.steps import Steps
+from tests.kvcache.cache.demands import growth, opening
+from tests.kvcache.cache.machine import CacheMachine, Direct, Unanswered, examples, new_world
+from tests.kvcache.cache.test_cache import run, serve
+from tests.kvcache.cache.transactions import Answer, Operation
+from tests.kvcache.fakes import World
+
+ROOMS = (
+    "eviction.lru.PAUSE",
+    "eviction.density.PAUSE",
+    "eviction.retention.PAUSE",
+    "pool.page_table.PAUSE",
+    "pool.prefix_cache.PAUSE",
+    "pool.pool.PAUSE",
+    "pool.key_table._PAUSE",
+    "cache.cache.PAUSE",
+)
+
+
+def pausing_everywhere() -> ExitStack:
+    """Walks pause at every page."""
+    stack = ExitStack()
+    for room in ROOMS:
+        stack.enter_context(mock.patch(f"services.kvcache.{room}", 1))
+    return stack
+
+
+class Walking(Direct):
+    """A walk is always under way, and goes on by a few slices between two transactions."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.stack = pausing_everywhere()
+        self.walk = world.cache.walk()
+        self.ended = 0
+
+    def run(self, operations: Sequence[Operation], *, give_up: bool = False) -> list[Answer | Unanswered]:
+        answers: list[Answer | Unanswered] = []
+        for operation in operations:
+            answers += super().run([operation], give_up=give_up)
+            said = list(islice(self.walk, 11 + len(self.entries) % 7))
+            assert not any(said), said
+            if not said:
+                self.ended += 1
+                self.walk = self.world.cache.walk()
+        return answers
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+class WalkingMachine(CacheMachine):
+    make_driver = staticmethod(lambda: Walking(new_world()))
+
+
+WalkingMachine.TestCase.settings = examples(25)
+TestWalkingMachine = WalkingMachine.TestCase
+
+
+@pytest.mark.parametrize("eviction", ["lru", "density"])
+def test_a_busy_pool_is_sound_in_slices(eviction: str) -> None:
+    """Sequences of shared prefixes come, fork, and go, and pages are evicted, between any two slices."""
+    world = World(24, eviction=eviction)
+    session, names, count, walks = world.attached(), list[str](), 0, 0
+    with pausing_everywhere():
+        walk = world.cache.walk()
+        for at in range(1500):
+            name = f"s{at}"
+            prompt = [at % 5, 1, 2, 3, at % 3, 5, 6, 7, at % 2]
+            # Two that compute the same at once: one stands by.
+            twins = [Opening(one, Prompt(array("I", prompt), "", None), 3) for one in (name, f"t{at}")]
+            told, _ = world.cache.allocate(session.id, twins, [])
+            if isinstance(told[0][1], Exception) or isinstance(told[1][1], Exception):
+                world.cache.remove(session.id, [name, f"t{at}"])
+                world.cache.remove(session.id, names[: 1 + at % 3])
+                names = names[1 + at % 3 :]
+                continue
+            names += [name, f"t{at}"]
+            start = session.sequences[name].cached_tokens
+            rest = array("I", prompt[start:])
+            for one in names[-2:]:
+                world.cache.allocate(session.id, [Steps([one], [start], [len(rest)], rest, [3], [3])], [])
+            if at % 4 == 0:
+                told, _ = world.cache.allocate(session.id, [Opening(f"f{at}", name, 3)], [])
+                names += [f"f{at}"] if not isinstance(told[0][1], Exception) else []
+            if at % 97 == 96:
+                world.cache.close_session(session.id)
+                session, names = world.attached(), []
+            world.now += at % 2
+            said = list(islice(walk, 1 + at % 29))
+            assert not any(said), said
+            count += len(said)
+            if not said:
+                walks, walk = walks + 1, world.cache.walk()
+    assert walks >= 20 and count / walks > 100
+
+
+def damages() -> Iterator[Callable[[Any], object]]:
+    yield lambda pool: pool.table.take("nobody")
+    yield lambda pool: next(iter(pool.sequences)).pages.append(9)
+    yield lambda pool: next(iter(pool.sequences)).tokens.extend([1] * 99)
+    yield lambda pool: pool.table._first.__setitem__(0, "nobody")
+    yield lambda pool: pool.table._states.__setitem__(0, 0)
+    yield lambda pool: pool.index._primary.pop(pool.index._names[0])
+    yield lambda pool: pool.index._primary.__setitem__(b"12345678" + bytes(16), 1)
+    yield lambda pool: pool.index._of_key.remove(pool.index.key(1))
+    yield lambda pool: pool.index._keys.__setitem__(1, 7)
+    yield lambda pool: pool.table.cached.push(9, 0.0)
+    yield lambda pool: pool.table._recycled.append(0)
+    yield lambda pool: pool.table.cached._policy._since.__setitem__(pool.table.cached.oldest, 1e9)
+
+
+@pytest.mark.parametrize("damage", list(damages()))
+def test_damage_is_found_while_transactions_run_between_slices(damage: Callable[[Any], object]) -> None:
+    world = World(40)
+    session = world.attached()
+    run(world, session, "a", list(range(9)), 3)
+    for at in range(3):
+        run(world, session, f"old{at}", [50 + at, *range(8)], 3)
+        world.cache.remove(session.id, [f"old{at}"])
+    world.sound()
+    [pool] = world.cache.pools
+    damage(pool)
+    with pausing_everywhere():
+        found = []
+        for at, said in enumerate(world.cache.walk()):
+            found += [said] if said is not None else []
+            name = f"b{at}"  # somebody comes and goes all the while
+            world.cache.allocate(session.id, [Opening(name, Prompt(array("I", [at, 1]), "", None), 1)], [])
+            world.cache.remove(session.id, [name])
+    assert found
+
+
+def test_no_slice_is_long() -> None:
+    """What takes a whole look is a small part of a walk, and the walk pauses often: the ratio is that of any size."""
+    pages = 100_000
+    world = World(pages, budget_bytes=1 << 40, max_sequences=1 << 20)
+    session = world.attached()
+    serve_fast = world.cache.allocate
+    for at in range(200):
+        prompt = array("I", [at, *range(4 * 150)])
+        serve_fast(session.id, [Opening(f"s{at}", Prompt(prompt, "", None), 500)], [])
+        serve_fast(session.id, [Steps([f"s{at}"], [0], [len(prompt)], prompt, [500], [500])], [])
+    world.cache.remove(session.id, [f"s{at}" for at in range(100)])
+    spans, began = [], time.thread_time()
+    for said in world.cache.walk():
+        assert said is None
+        now = time.thread_time()
+        spans.append(now - began)
+        began = now
+    assert len(spans) > 5 * pages / 512
+    # 50 ms of the 8 s that a million pages take are a 160th.
+    assert max(spans) < sum(spans) / 40
+
+
+def test_a_sequence_is_checked_while_it_grows() -> None:
+    world = World(40)
+    session = world.attached()
+    serve(world, session, opening("a", [1], 1))
+    with pausing_everywhere():
+        walk = world.cache.walk()
+        for pages in range(2, 40):
+            assert not any(islice(walk, 9))
+            world.cache.allocate(session.id, [Steps(["a"], [0], [0], array("I"), [pages], [pages - 1])], [])
+        assert not any(walk)
+    serve(world, session, growth("a", 0, [1], 39, 39))
