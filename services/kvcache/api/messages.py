@@ -22,6 +22,7 @@ from services.kvcache.lease.witness import Process
 from services.kvcache.pool.events import MAX_LINKS, Event, EventKind, Link
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import Pool
+from services.kvcache.pool.prefix_cache import FrozenLinks
 
 MAX_ITEMS = 4096
 #: Tokens that are read in one go.
@@ -155,20 +156,19 @@ def links_message(pool_id: str, links: list[Link]) -> pb.CacheLinks:
     )
 
 
-def snapshot_messages(cache: KvCache, pool_id: str) -> Iterator[pb.CacheLinks]:
-    """Everything cached now in one pool, or in all when ``pool_id`` is empty.
+def snapshot_messages(cache: KvCache, pool_id: str) -> Iterator[pb.CacheLinks | None]:
+    """Everything cached now in one pool, or in all when ``pool_id`` is empty; None now and then.
 
-    The hashes are copied at once, as arrays; the messages are made one by one, whatever has changed since.
+    It is copied at once, as whole arrays; the messages are made one by one, whatever has changed since.
     """
-    taken = [(pool.id, *pool.index.columns()) for pool in cache.pools if not pool_id or pool.id == pool_id]
+    taken = [(pool.id, pool.index.frozen()) for pool in cache.pools if not pool_id or pool.id == pool_id]
     return _column_messages(taken)
 
 
-def _column_messages(taken: list[tuple[str, array[int], array[int]]]) -> Iterator[pb.CacheLinks]:
-    for pool_id, hashes, parents in taken:
-        for at in range(0, len(hashes), MAX_LINKS):
-            some = slice(at, at + MAX_LINKS)
-            yield pb.CacheLinks(pool_id=pool_id, hashes=hashes[some], parent_hashes=parents[some])
+def _column_messages(taken: list[tuple[str, FrozenLinks]]) -> Iterator[pb.CacheLinks | None]:
+    for pool_id, links in taken:
+        for columns in links.columns(MAX_LINKS):
+            yield columns and pb.CacheLinks(pool_id=pool_id, hashes=columns[0], parent_hashes=columns[1])
 
 
 def read_tokens(tokens: Any) -> Generator[None, None, array[int]]:

@@ -335,6 +335,9 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
                     reset = pb.CacheReset(reason=why or pb.RESET_REASON_GAP)
                     yield pb.WatchEventsResponse(epoch=epoch, sequence_number=number, reset=reset)
                     for links in snapshot:
+                        if links is None:
+                            await asyncio.sleep(0)
+                            continue
                         yield pb.WatchEventsResponse(epoch=epoch, sequence_number=number, stored=links)
                     why = pb.RESET_REASON_UNSPECIFIED
                     continue

@@ -69,6 +69,11 @@ class KeyTable:
         frozen._keys, frozen._pages = self._keys[:], self._pages[:]
         return frozen
 
+    def stretches(self) -> Iterator[list[int]]:
+        """All pages in it, a stretch of the table at a time. Of a table that does not change meanwhile."""
+        for at in range(0, len(self._pages), _PAUSE):
+            yield [page for page in self._pages[at : at + _PAUSE] if page != _NONE]
+
     def walk(self, count: int) -> Iterator[str | None]:
         """Violations: a number of pages other than ``count``, or a page that a search does not find; None now and then.
         Of a table that does not change meanwhile.

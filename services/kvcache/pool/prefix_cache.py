@@ -230,11 +230,6 @@ class PrefixCache:
         """Every link that lookups find."""
         return (Link(self._keys[page], self._parents[page]) for page in self._primary.values())
 
-    def columns(self) -> tuple[array[int], array[int]]:
-        """The hash of every link that lookups find, and the hash of its parent, now: copies."""
-        pages = list(self._primary.values())
-        return array("Q", map(self._keys.__getitem__, pages)), array("Q", map(self._parents.__getitem__, pages))
-
     def published(self) -> Iterator[int]:
         """Every published page, primary or stand-by."""
         return (page for page, name in enumerate(self._names) if name is not None)
@@ -325,3 +320,19 @@ class FrozenLinks:
     def parent(self, page: int) -> int | None:
         """The primary page of its parent link; None for a first link. A salt's root is the hash of no link."""
         return self._of_key.get(self._parents[page])
+
+    def columns(self, most: int) -> Iterator[tuple[array[int], array[int]] | None]:
+        """The hash of every link, and the hash of its parent, at most so many at a time; None now and then. In no
+        particular order.
+        """
+        hashes, parents = array("Q"), array("Q")
+        for pages in self._of_key.stretches():
+            for page in pages:
+                hashes.append(self._of_key.key(page))
+                parents.append(self._parents[page])
+                if len(hashes) == most:
+                    yield hashes, parents
+                    hashes, parents = array("Q"), array("Q")
+            yield None
+        if hashes:
+            yield hashes, parents

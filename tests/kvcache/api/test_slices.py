@@ -14,7 +14,10 @@ from services.common import rpc
 from services.common.edge.message_limit import STEP_TOKENS
 from services.kvcache.api import messages, slices
 from services.kvcache.api.slices import in_slices
+from services.kvcache.pool.events import MAX_LINKS
+from tests.kvcache.cache.test_cache import run
 from tests.kvcache.conftest import Running
+from tests.kvcache.fakes import World
 from tests.kvcache.messages import opening, report
 
 
@@ -125,3 +128,30 @@ def test_a_list_goes_on_where_it_ended_over_several_sessions(running: Running) -
             if not cursor:
                 break
         assert listed == names
+
+
+def test_a_snapshot_is_of_the_moment_at_which_it_is_taken() -> None:
+    world = World(40)
+    session = world.attached()
+    for at in range(3):
+        run(world, session, f"a{at}", [at, *range(20)], 6)
+    [pool] = world.cache.pools
+    before = {(link.hash, link.parent) for link in pool.index.links()}
+    work = messages.snapshot_messages(world.cache, "")
+    world.cache.remove(session.id, ["a0", "a1"])
+    world.cache.evict_pages("pool", None)
+    run(world, session, "b", [9] * 20, 6)
+    found = [message for message in work if message is not None]
+    told = [pair for message in found for pair in zip(message.hashes, message.parent_hashes, strict=True)]
+    assert len(told) == 15 and set(told) == before
+    assert before != {(link.hash, link.parent) for link in pool.index.links()}
+
+
+def test_a_snapshot_of_a_large_pool_pauses() -> None:
+    world = World(100_000, budget_bytes=1 << 40)
+    session = world.attached()
+    run(world, session, "a", list(range(8000)), 2001)
+    made = list(messages.snapshot_messages(world.cache, "pool"))
+    sizes = [len(message.hashes) for message in made if message is not None]
+    assert sum(sizes) == 2000 and max(sizes) <= MAX_LINKS and made.count(None) >= 200_000 // 4096
+    assert not [message for message in messages.snapshot_messages(world.cache, "other") if message is not None]
