@@ -79,6 +79,15 @@ class Running:
         """Open and attach as an engine does; the session id."""
         return attached(self.stub, pool_id, **fields)
 
+    def session_ids(self) -> list[str]:
+        """The ids of the open sessions, which no call tells."""
+
+        async def body() -> list[str]:
+            return [session.id for session in self.daemon.cache._sessions.all()]
+
+        found: list[str] = self.call(body)
+        return found
+
     async def drain(self) -> None:
         self.daemon._servicer.drain()
 

@@ -327,7 +327,7 @@ def test_with_everything_on_it_is_the_same_after_a_lost_session(
             first = step[0]
             if not lost.is_set() and first.start and first.sequence.num_generated_tokens == generated:
                 lost.set()
-                [session] = {one.session_id for one in daemon.stub.ListSequences(kv.ListSequencesRequest()).sequences}
+                [session] = daemon.session_ids()
                 daemon.stub.CloseSession(kv.CloseSessionRequest(session_id=session))
 
         with_daemon.steps.fault = lose

@@ -540,7 +540,7 @@ def test_a_lost_session_changes_nothing_that_is_told(engine: Engine, tmp_path: P
         def lose(step: Sequence[Chunk]) -> None:
             if not lost.is_set() and step[0].sequence.num_generated_tokens == generated_tokens:
                 lost.set()
-                [session] = {row.session_id for row in daemon.stub.ListSequences(kv.ListSequencesRequest()).sequences}
+                [session] = daemon.session_ids()
                 daemon.stub.CloseSession(kv.CloseSessionRequest(session_id=session))
 
         one.steps.fault = lose
