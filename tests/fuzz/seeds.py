@@ -24,7 +24,7 @@ VOCAB = 64
 SHAPE = llama_config(hidden=8, layers=1, query_heads=2, kv_heads=1, head_dim=4, intermediate=8, vocab=VOCAB, context=64)
 CONFIG = json.dumps(SHAPE).encode()
 #: The first session of a World (tests/kvcache/fakes.py), which is attached when a kvcache input begins.
-SESSION = f"{7:016x}-{1:032x}"
+SESSION = f"{7:016x}-{(1).to_bytes(16, 'little').hex()}"
 TIME = 255
 
 
