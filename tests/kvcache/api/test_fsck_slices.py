@@ -7,11 +7,15 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from tests.kvcache.cache.demands import growth, opening
@@ -19,6 +23,7 @@ from tests.kvcache.cache.machine import CacheMachine, Direct, Unanswered, exampl
 from tests.kvcache.cache.test_cache import run, serve
 from tests.kvcache.cache.transactions import Answer, Operation
 from tests.kvcache.fakes import World
+from tests.processes import kvcache
 
 ROOMS = (
     "eviction.lru.PAUSE",
@@ -179,3 +184,22 @@ def test_a_sequence_is_checked_while_it_grows() -> None:
             world.cache.allocate(session.id, [Steps(["a"], [0], [0], array("I"), [pages], [pages - 1])], [])
         assert not any(walk)
     serve(world, session, growth("a", 0, [1], 39, 39))
+
+
+def test_health_answers_while_somebody_has_a_large_pool_checked_again_and_again(tmp_path: Path) -> None:
+    """Held by a check, the loop would answer Health at its end: in each, some call would take nearly as long as it."""
+    tiny = pb.PageLayout(page_size=1, layers=1, kv_heads=1, head_dim=1, data_type=pb.DATA_TYPE_F16)
+    with kvcache(tmp_path, "--memory", "64MiB") as daemon:
+        stub, health = kvcache_pb2_grpc.KvCacheServiceStub(daemon.channel), health_pb2_grpc.HealthStub(daemon.channel)
+        stub.OpenSession(pb.OpenSessionRequest(client_name="t", pool_id="large", layout=tiny, pool_pages=400_000))
+        shares = []
+        for _ in range(5):
+            began = time.monotonic()
+            check, longest = stub.Fsck.future(pb.FsckRequest()), 0.0
+            while not check.done():
+                asked = time.monotonic()
+                health.Check(health_pb2.HealthCheckRequest())
+                longest = max(longest, time.monotonic() - asked)
+            assert check.result().checked_pages == 400_000 and not check.result().violations
+            shares.append(longest / (time.monotonic() - began))
+        assert min(shares) < 1 / 3, shares
