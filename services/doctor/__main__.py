@@ -32,8 +32,8 @@ def main(words: Sequence[str], steps: Sequence[runner.Step] = runner.STEPS) -> i
     # What was measured of shapes without a meaning, or with a fault, is not for engines to find.
     tuning = flags.tuning or (str(out / "tuning.json") if flags.inject or flags.size == "tiny" else "")
     environ[step.TUNING] = str(Path(tuning).absolute()) if tuning else ""
-    steps = "1 step" if len(chosen) == 1 else f"{len(chosen)} steps"
-    print(f"First light on GPU {flags.gpu}: {steps}, each in a process of its own. Ctrl-C ends it.", flush=True)
+    count = "1 step" if len(chosen) == 1 else f"{len(chosen)} steps"
+    print(f"First light on GPU {flags.gpu}: {count}, each in a process of its own. Ctrl-C ends it.", flush=True)
     outcomes = runner.run(
         chosen, flags.size, flags.gpu, environ, lambda line: print(line, flush=True), flags.limit_factor
     )
