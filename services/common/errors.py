@@ -83,6 +83,12 @@ class ExceedsBudget(ServiceError):
     code, reason = "FAILED_PRECONDITION", "EXCEEDS_BUDGET"
 
 
+class HostMemoryExceeded(ServiceError):
+    """The daemon's own memory, outside the arenas, is used up: some of what is there must go first."""
+
+    code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "HOST_MEMORY_EXCEEDED", 1.0
+
+
 class TooManySessions(ServiceError):
     """The daemon, or the caller's identity, has reached its limit on sessions."""
 

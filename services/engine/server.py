@@ -55,6 +55,7 @@ _CHANGE = {
     "KVCACHE_DOWN": "start it with `python -m services.kvcache`, or set --kvcache to its address",
     "LAYOUT_MISMATCH": "give this engine the pool's --page-size, --kv-dtype and --pool-pages, or another --pool-id",
     "EXCEEDS_BUDGET": "or start this engine with fewer --pool-pages",
+    "HOST_MEMORY_EXCEEDED": "or start this engine with fewer --pool-pages",
 }
 
 

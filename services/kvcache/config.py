@@ -78,6 +78,12 @@ class Config(Listening):
         f"default: {MEMORY}, or three quarters of the file system of --arena-dir if that is smaller",
         metavar="SIZE",
     )
+    host_memory: int = setting(
+        byte_size,
+        _DEFAULTS.host_memory,
+        "budget of the daemon's own memory, for what it keeps of pools, pages and sequences",
+        metavar="SIZE",
+    )
     pool_pages: int | None = setting(
         whole(1, MAX_PAGES),
         _DEFAULTS.pool_pages,
@@ -212,6 +218,7 @@ class Config(Listening):
         """The settings that the cache uses."""
         return Limits(
             budget_bytes=self.memory,
+            host_memory=self.host_memory,
             pool_pages=self.pool_pages,
             default_ttl_s=self.session_ttl_s,
             drain_s=self.drain_s,

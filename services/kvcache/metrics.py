@@ -41,6 +41,9 @@ class KvCacheMetrics(Collector):
         families.gauge(
             "budget_bytes", "Memory budget of all pools; with pools on GPUs, per GPU.", cache.limits.budget_bytes
         )
+        families.gauge("host_memory_bytes", "The daemon's own memory that is charged.", cache.memory.used)
+        families.gauge("host_memory_limit_bytes", "Budget of the daemon's own memory.", cache.memory.limit)
+        families.counter("host_memory_refused_total", "What that budget refused.", cache.memory.refused)
         families.counter("sessions_opened_total", "Sessions opened.", cache.opened_sessions)
         families.counter(
             "sessions_expired_total", "Sessions lost: lease expired, or process gone.", cache.expired_sessions

@@ -65,6 +65,12 @@ class Watched:
     def end(self, *names: str) -> None:
         self.send(remove_sequence_ids=names)
 
+    def starve(self) -> None:
+        memory = self.running.daemon.cache.memory
+        limit, memory.limit = memory.limit, memory.used
+        self.demand("n", 1, [9])
+        memory.limit = limit
+
     def evict(self) -> None:
         self.running.stub.EvictPages(pb.EvictPagesRequest(pool_id="pool", include_retained=True))
 
@@ -96,7 +102,7 @@ ACTIONS: list[tuple[Callable[[Watched], None], set[str]]] = [
     (
         Watched.open,
         {"pages", "sessions", "sessions_opened_total", "page_bytes", "arena_bytes", "rpc_handled_total"}
-        | {"rpc_handling_seconds"},
+        | {"rpc_handling_seconds", "host_memory_bytes"},
     ),
     (
         lambda w: w.demand("a", 3, PROMPT, tokens=8),
@@ -115,6 +121,7 @@ ACTIONS: list[tuple[Callable[[Watched], None], set[str]]] = [
     (lambda w: w.pass_time(6), {"pages_evicted_total"}),
     (lambda w: w.demand("x", 3, PROMPT, tokens=8), {"pages_published_total"}),
     (Watched.damage, {"pages_verified_total", "pages_withdrawn_total"}),
+    (Watched.starve, {"host_memory_refused_total"}),
     (lambda w: w.end("x"), {"sequences"}),
     (lambda w: w.demand("g", 2, PROMPT), {"sequences"}),
     (Watched.expire, {"sequences_expired_total", "pages"}),
@@ -125,7 +132,7 @@ ACTIONS: list[tuple[Callable[[Watched], None], set[str]]] = [
     (Watched.drop, {"pools_dropped_total", "page_bytes", "arena_bytes"}),
 ]
 #: Known from the start on.
-CONSTANT = {"budget_bytes", "run_info"}
+CONSTANT = {"budget_bytes", "host_memory_limit_bytes", "run_info"}
 #: GPU memory is what this is for; zeroing pages; and engines that may be killed.
 ELSEWHERE = {"attach_turns_total", "pages_zeroed_total", "engines_killed_total"}
 
@@ -156,6 +163,8 @@ def check_against(seen: Scrape, stats: pb.GetStatsResponse) -> None:
     def value(name: str, **labels: str) -> float:
         return seen.value(PREFIX + name, **labels)
 
+    assert value("host_memory_bytes") == stats.host_memory_bytes > 0
+    assert value("host_memory_limit_bytes") == stats.host_memory_limit_bytes == 1 << 30
     assert value("sessions_expired_total") == stats.expired_sessions
     assert value("sequences_expired_total") == stats.expired_sequences
     assert value("engines_killed_total") == stats.killed_engines

@@ -234,6 +234,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             expired_sequences=cache.expired_sequences,
             lost_sessions=[messages.lost_session_message(record, cache.now()) for record in cache.quarantine.lost()],
             killed_engines=cache.quarantine.killed,
+            host_memory_bytes=cache.memory.used,
+            host_memory_limit_bytes=cache.memory.limit,
         )
 
     @maps_errors

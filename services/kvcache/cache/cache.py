@@ -32,6 +32,7 @@ from services.kvcache.lease.sessions import Session, Sessions
 from services.kvcache.lease.witness import Observe, Process
 from services.kvcache.pool.budget import CANARY_BYTES, Allotment, ArenaMaker, Pools
 from services.kvcache.pool.events import EventRing
+from services.kvcache.pool.host_memory import HostMemory
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.prefix_cache import ChainHash, blake2b_chain
@@ -52,6 +53,7 @@ class Limits:
     """What the daemon may use and how long it waits. Bytes, pages, seconds."""
 
     budget_bytes: int
+    host_memory: int = 1 << 30
     pool_pages: int | None = None
     default_ttl_s: float = 10.0
     drain_s: float = 30.0
@@ -78,6 +80,8 @@ class KvCache:
     ``random_bytes`` makes session ids and canaries; ``clock`` is monotonic, in seconds; ``make_arena`` and
     ``observe`` are the ways to memory and to the process table. ``devices`` is how many GPUs there are to put pools
     on; with None pools are in the host's memory. ``wake`` is called when there is work for ``scrubber``.
+
+    Raises InvalidConfiguration when ``host_memory`` is less than what is charged from the start.
     """
 
     def __init__(
@@ -102,6 +106,8 @@ class KvCache:
         self.attach_refusals = 0
         self.expired_sessions = 0
         self.expired_sequences = 0
+        self.memory = HostMemory(limits.host_memory)
+        self.memory.reserve(limits.event_ring, limits.max_sessions)
         self.events = EventRing(limits.event_ring)
         self.pools = Pools(
             limits.budget_bytes,
@@ -116,6 +122,7 @@ class KvCache:
             wake,
             checksums=limits.checksums,
             zero_pages=limits.zero_pages,
+            memory=self.memory,
         )
         self._sessions = Sessions()
         self.quarantine = Quarantine(limits.drain_s, limits.fence)
@@ -146,7 +153,7 @@ class KvCache:
         ``uid`` is the user that the caller was proven to be, if it was: a process of another is not taken for its.
 
         Raises FieldInvalid, LayoutMismatch, InvalidConfiguration, ExceedsBudget, ExceedsShare, TooManyPools,
-        TooManySessions, AttachBusy, GpuError.
+        TooManySessions, HostMemoryExceeded, AttachBusy, GpuError.
         """
         ttl = self.limits.default_ttl_s if ttl_s is None else ttl_s
         if not MIN_TTL_S <= ttl <= MAX_TTL_S:
@@ -183,6 +190,8 @@ class KvCache:
             max_pages=max_pages,
             attach_until=now + ATTACH_S if device is not None else 0.0,
             uid=uid,
+            memory=self.memory,
+            entry_bytes=pool.entry_bytes,
         )
         pool.arena.write_canary(session.canary_slot, session.canary)
         session.witness = self._observe(process) if process is not None else None
@@ -264,7 +273,7 @@ class KvCache:
             return 0 if self.quarantine.vouch(session_id, caller, self._clock()) else None
         pool, sequences = self.pool_of(session), list(session.sequences.values())
         pool.release(sequences, self._clock())
-        session.sequences.clear()
+        session.end()
         pool.last_used = self._clock()
         self.quarantine.vouch(session.id, caller, self._clock())
         session.let_go()
@@ -288,7 +297,7 @@ class KvCache:
         now, pool, unsafe = self._clock(), self.pool_of(session), list[int]()
         for sequence in session.sequences.values():
             unsafe += pool.lose(sequence, now)
-        session.sequences.clear()
+        session.end()
         pool.last_used = now
         self.quarantine.lose(session, pool, unsafe, now)
 
@@ -300,7 +309,7 @@ class KvCache:
         """The step call: remove, then serve the demands in order. One that fails changes nothing.
 
         Returns, by sequence id, what each opening was granted or why it was not, and of steps what there is to hear:
-        pages, copies and errors. Raises SessionExpired, SessionNotAttached.
+        pages, copies and errors. Raises SessionExpired, SessionNotAttached, and HostMemoryExceeded for removed ids.
         """
         session, pool = self._use_attached(session_id, caller)
         if removed:
@@ -327,11 +336,12 @@ class KvCache:
         return [(name, error) for name, error in told if isinstance(error, ServiceError)]
 
     def remove(self, session_id: str, sequence_ids: list[str], caller: str = "") -> tuple[list[bool], Pool]:
-        """Remove sequences; whether each was there. Raises SessionExpired."""
+        """Remove sequences; whether each was there. Raises SessionExpired, HostMemoryExceeded."""
         session = self._use(session_id, caller)
         return self._remove(session, sequence_ids), self.pool_of(session)
 
     def _remove(self, session: Session, sequence_ids: list[str]) -> list[bool]:
+        session.check_forget(sequence_ids)
         now, found = self._clock(), session.forget(sequence_ids)
         self.quarantine.vouch_for(session.id, sequence_ids, now)
         self.pool_of(session).release([sequence for sequence in found if sequence is not None], now)
@@ -514,6 +524,7 @@ class KvCache:
         finds what was wrong all the while, and not what went wrong where it had been already.
         """
         yield from self.pools.walk()
+        yield from self._check_account()
         slots = {(session.pool_id, session.canary_slot) for session in self._sessions.all()}
         if len(slots) != len(self._sessions):
             yield "two sessions share a canary slot"
@@ -533,6 +544,16 @@ class KvCache:
                 if at % PAUSE == 0:
                     yield None
 
+    def _check_account(self) -> Iterator[str]:
+        """Whether the account is the sum of what there is, at one moment."""
+        memory, sessions = self.memory, self._sessions.all()
+        charged = memory.floor + sum(pool.charged() for pool in self.pools)
+        charged += sum(session.held_pages * session.entry_bytes + session.ids_bytes for session in sessions)
+        if memory.used > memory.limit:
+            yield f"{memory.used} bytes of host memory are charged, of {memory.limit}"
+        if charged != memory.used:
+            yield f"{memory.used} bytes of host memory are charged, what there is costs {charged}"
+
     def _walk_sessions(self, pool: Pool, sessions: list[Session]) -> Iterator[str | None]:
         for session in sessions:
             if all(live is not session for live in self._sessions.all()):
@@ -540,6 +561,9 @@ class KvCache:
             counted = sum(sequence.page_count for sequence in session.sequences.values())
             if counted != session.held_pages:
                 yield f"session {session.handle} counts {session.held_pages} pages, its sequences have {counted}"
+            ids = session.charged()
+            if ids != session.ids_bytes:
+                yield f"session {session.handle} is charged {session.ids_bytes} bytes for ids, they cost {ids}"
             yield None
             for sequence_id, sequence in session.sequences.items():
                 if sequence_id != sequence.id or sequence_id in session.removed or session.id != sequence.session_id:

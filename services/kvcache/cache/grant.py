@@ -38,7 +38,10 @@ def grow(session: Session, pool: Pool, sequence: Sequence, total: int, known: in
     if len(table) < total:
         pool.grow(sequence, total)
     pool.touch(sequence, now)
-    session.held_pages += sequence.page_count - counted
+    if more := sequence.page_count - counted:
+        # As `Session.hold`: part of every step.
+        session.held_pages += more
+        session.memory.used += more * session.entry_bytes
     pages = pool.references(table[known:]) if known < total else []
     if sequence.copy is None:
         return Grant(known, pages, sequence.cached_tokens, [])

@@ -10,6 +10,7 @@ from services.kvcache.cache.grant import Grant, check_quota, grow
 from services.kvcache.cache.steps import step
 from services.kvcache.eviction.retention import Retention
 from services.kvcache.lease.sessions import Session
+from services.kvcache.pool.host_memory import sequence_bytes
 from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.sequence import Sequence, digest_fork, digest_prompt
 
@@ -34,7 +35,8 @@ def open_sequence(session: Session, pool: Pool, opening: Opening, now: float) ->
     """Open a sequence and grow it; for one that is open, the same opening again is a step that reports nothing.
 
     Checked as a whole, then committed as a whole. Raises FieldInvalid, SequenceUnknown (of the parent),
-    SequenceRemoved, SequenceMismatch, TooManySequences, CapacityExceeded, QuotaExceeded, ExceedsPool.
+    SequenceRemoved, SequenceMismatch, TooManySequences, CapacityExceeded, QuotaExceeded, ExceedsPool,
+    HostMemoryExceeded.
     """
     sequence_id, origin, total_pages = opening
     sequence = session.find(sequence_id)
@@ -75,7 +77,9 @@ def _begin(session: Session, pool: Pool, sequence_id: str, prompt: Prompt, total
     matched = pool.match(tokens, salt)
     total = max(len(matched), total_pages)
     check_quota(session, total, total)
-    pool.check_growth(sequence_id, total, total - len(matched), spoken_for=pool.cached_among(matched))
+    cached = pool.cached_among(matched)
+    pool.check_growth(sequence_id, total, total - len(matched), spoken_for=cached)
+    pool.check_memory(sequence_id, total, sequence_bytes(sequence_id, salt), shared=len(matched) - cached)
 
     sequence = Sequence(session.id, sequence_id, salt, digest_prompt(tokens, salt), now)
     sequence.retention = retention
@@ -94,6 +98,7 @@ def _fork(session: Session, pool: Pool, sequence_id: str, parent_id: str, total_
     unshares = resident % pool.page_size > 0 and total_pages * pool.page_size > resident
     check_quota(session, total + unshares, total_pages)
     pool.check_growth(sequence_id, total_pages, total - shared + unshares)
+    pool.check_memory(sequence_id, total + unshares, sequence_bytes(sequence_id, parent.salt), shared=shared)
 
     child = Sequence(session.id, sequence_id, parent.salt, digest_fork(parent.id), now)
     session.add(child)

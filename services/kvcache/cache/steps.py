@@ -74,7 +74,7 @@ def step(
     """One sequence reports ``tokens`` at ``start`` and grows to ``wanted`` pages, of which its engine knows ``known``.
 
     Checked as a whole, then committed as a whole. Raises FieldInvalid, PositionMismatch, CapacityExceeded,
-    QuotaExceeded, ExceedsPool.
+    QuotaExceeded, ExceedsPool, HostMemoryExceeded.
     """
     new = pool.check_tokens(sequence, start, tokens)
     held = len(sequence.pages)
@@ -88,11 +88,18 @@ def step(
     )
     more = total - held + unshares
     counted = sequence.page_count
+    salt = pool.salt_bytes(sequence, len(new)) if new and not sequence.published else 0
     if more:
         # A token behind what was copied lets go of the copy's source, before anything is taken.
         source = sequence.copy[1] if sequence.copy is not None and new else None
         check_quota(session, more - (source is not None), total)
         pool.check_growth(sequence.id, total, more - (source is not None and pool.table.holder_count(source) == 1))
+        memory = pool.memory
+        # Only to see that there is room, a call would show.
+        if memory.used + more * pool.entry_bytes + salt > memory.limit:
+            pool.check_memory(sequence.id, more - (source is not None), salt)
+    elif salt:
+        pool.check_memory(sequence.id, 0, salt)
 
     if new:
         pool.append(sequence, new)

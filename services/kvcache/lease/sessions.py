@@ -8,6 +8,15 @@ from dataclasses import dataclass, field
 
 from services.common.errors import SequenceRemoved, SequenceUnknown, SessionExpired, SessionNotAttached
 from services.kvcache.lease.witness import Process, Witness
+from services.kvcache.pool.host_memory import (
+    REMOVED,
+    SEQUENCE,
+    HostMemory,
+    is_sparse,
+    removed_bytes,
+    sequence_bytes,
+    text_bytes,
+)
 from services.kvcache.pool.sequence import Sequence
 
 #: Removed sequence ids that a session remembers, so that a late or replayed call cannot recreate one. A call that is
@@ -42,6 +51,9 @@ class Session:
     sequences: dict[str, Sequence] = field(default_factory=dict)
     removed: OrderedDict[str, None] = field(default_factory=OrderedDict)
     held_pages: int = 0  # counted against the quota: the sum of its sequences' page_count
+    memory: HostMemory = field(default_factory=HostMemory)
+    entry_bytes: int = 0  # what it is charged for each of the held pages
+    ids_bytes: int = 0  # what it is charged for sequences without their pages, and for removed ids
 
     @property
     def handle(self) -> str:
@@ -93,6 +105,36 @@ class Session:
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence, which holds no pages yet."""
         self.sequences[sequence.id] = sequence
+        self._charge(sequence_bytes(sequence.id, sequence.salt))
+
+    def hold(self, more: int) -> None:
+        """Count so many pages more, which its sequences hold now."""
+        self.held_pages += more
+        self.memory.used += more * self.entry_bytes
+
+    def _charge(self, more: int) -> None:
+        self.ids_bytes += more
+        self.memory.used += more
+
+    def end(self) -> None:
+        """Forget all sequences and all ids: nobody can name them any more."""
+        self.sequences.clear()
+        self.removed.clear()
+        self.hold(-self.held_pages)
+        self._charge(-self.ids_bytes)
+
+    def charged(self) -> int:
+        """What it is charged for sequences without their pages, and for removed ids, summed up anew."""
+        live = sum(sequence_bytes(sequence.id, sequence.salt) for sequence in self.sequences.values())
+        return live + sum(map(removed_bytes, self.removed))
+
+    def check_forget(self, sequence_ids: list[str]) -> None:
+        """Whether the daemon's own memory has room to remember those ids that are new. Raises HostMemoryExceeded; never
+        for live sequences, which cost more than their ids do.
+        """
+        unknown = [name for name in sequence_ids if name not in self.sequences and name not in self.removed]
+        if unknown:
+            self.memory.check(sum(map(removed_bytes, unknown)), f"to remember {len(unknown)} removed ids")
 
     def forget(self, sequence_ids: list[str]) -> list[Sequence | None]:
         """Remove sequences for good: their ids cannot be opened again in this session, whether they were live or not.
@@ -100,17 +142,25 @@ class Session:
         Returns, for each id, the sequence if it was live, else None.
         """
         removed, pop, found = self.removed, self.sequences.pop, list[Sequence | None]()
+        pages = charge = 0
         for sequence_id in sequence_ids:
             sequence = pop(sequence_id, None)
             found.append(sequence)
             if sequence is not None:
-                self.held_pages -= len(sequence.pages) if sequence.copy is None else sequence.page_count
+                pages += len(sequence.pages) if sequence.copy is None else sequence.page_count
+                charge += REMOVED - SEQUENCE - text_bytes(sequence.salt)
             elif sequence_id in removed:
                 removed.move_to_end(sequence_id)
                 continue
+            else:
+                charge += removed_bytes(sequence_id)
             removed[sequence_id] = None
             if len(removed) > REMEMBERED_REMOVALS:
-                removed.popitem(last=False)
+                charge -= removed_bytes(removed.popitem(last=False)[0])
+        self.hold(-pages)
+        self._charge(charge)
+        if is_sparse(self.sequences):
+            self.sequences = dict(self.sequences)
         return found
 
 

@@ -15,6 +15,7 @@ from services.common.errors import (
     TooManyPools,
 )
 from services.kvcache.pool.events import EventKind, EventRing
+from services.kvcache.pool.host_memory import HostMemory, pool_bytes
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import Arena, Pool
 from services.kvcache.pool.prefix_cache import ChainHash
@@ -24,7 +25,7 @@ CANARY_BYTES = 32
 #: Bytes after an arena's pages for each session that the daemon may have: a canary and its answer.
 CANARY_SLOT_BYTES = 2 * CANARY_BYTES
 
-#: Limit on pages: each also costs about a hundred bytes of host memory for bookkeeping.
+#: Limit on pages; what the daemon keeps of each is charged to `HostMemory`.
 MAX_PAGES = 1 << 22
 
 #: ``(layout, total_pages, canary_slots, device)`` to an arena on a GPU or, with device None, in a mapped file. Raises
@@ -65,7 +66,10 @@ class Pools:
         *,
         checksums: bool = True,
         zero_pages: bool = False,
+        memory: HostMemory | None = None,
     ) -> None:
+        """``memory`` is charged for what the daemon keeps of the pools."""
+        self._memory = HostMemory() if memory is None else memory
         self.budget_bytes = budget_bytes
         self._allotment = allotment
         self._default_pages = default_pages
@@ -106,7 +110,7 @@ class Pools:
         ``is_used`` says whether a pool's memory is or may be mapped. Unused pools in the same memory are dropped to
         make room for a new one, the owner's own first, then least recently used first, since an upgraded model comes
         with a new pool id. Raises LayoutMismatch, InvalidConfiguration, ExceedsBudget, ExceedsShare, TooManyPools,
-        GpuError.
+        HostMemoryExceeded, GpuError.
         """
         pool_id = pool_name(pool_id, device)
         pool = self._by_id.get(pool_id)
@@ -136,7 +140,8 @@ class Pools:
         if pages is None:
             pages = self._default_pages
         if pages is None:
-            pages = min(MAX_PAGES, max(1, (allowed - canaries) // layout.page_bytes))
+            most = min((allowed - canaries) // layout.page_bytes, self._memory.pages_within(layout.page_size))
+            pages = min(MAX_PAGES, max(1, most))
         if not 1 <= pages <= MAX_PAGES:
             raise InvalidConfiguration(f"pool_pages is {pages}; it must be 1 to {MAX_PAGES}", field="pool_pages")
         wanted = pages * layout.page_bytes + canaries
@@ -159,10 +164,18 @@ class Pools:
                 wanted_bytes=wanted,
                 budget_bytes=self.budget_bytes,
             )
+        needs, memory = pool_bytes(pages, layout.page_size), self._memory
+        memory.check(
+            needs,
+            f"pool {pool_id!r} of {pages} pages",
+            field="pool_pages",
+            spare=sum(pool.charged() for pool in idle),
+        )
         has = sum(pool.arena.size_bytes for pool in (*own, *spare))
         for old in idle:
             mine = old.owner == owner
-            if wanted > room or (mine and (wanted + has > allowed or len(own) + len(spare) >= self._allotment.pools)):
+            short = wanted > room or memory.used + needs > memory.limit
+            if short or (mine and (wanted + has > allowed or len(own) + len(spare) >= self._allotment.pools)):
                 room += old.arena.size_bytes
                 if mine:
                     spare.remove(old)
@@ -182,11 +195,13 @@ class Pools:
                 self._wake,
                 checksums=self._checksums,
                 zero_pages=self._zero_pages,
+                memory=memory,
             )
         except BaseException:
             arena.close()
             raise
         pool.owner = owner
+        memory.used += needs
         self._by_id[pool_id] = pool
         return pool
 
@@ -232,6 +247,7 @@ class Pools:
         for link in pool.index.links():
             self._events.add(pool.id, EventKind.DROPPED, link)
         del self._by_id[pool.id]
+        self._memory.used -= pool.charged()
         self.dropped += 1
         pool.arena.close()
 

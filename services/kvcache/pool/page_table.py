@@ -17,6 +17,7 @@ from itertools import chain
 
 from services.kvcache.eviction.lru import PAUSE
 from services.kvcache.eviction.retention import RetainingQueue
+from services.kvcache.pool.host_memory import HOLDER, SHARED, HostMemory, is_sparse
 from services.kvcache.pool.unclean import UncleanPages
 
 
@@ -43,8 +44,17 @@ class PageTable:
     Nearly every page has one holder, so the first holder is stored by itself, and only further holders need a set.
     """
 
-    def __init__(self, total: int, cached: RetainingQueue, unclean: UncleanPages | None = None) -> None:
-        """``unclean``: pages given up are zeroed before they are granted again."""
+    def __init__(
+        self,
+        total: int,
+        cached: RetainingQueue,
+        unclean: UncleanPages | None = None,
+        memory: HostMemory | None = None,
+    ) -> None:
+        """``unclean``: pages given up are zeroed before they are granted again. ``memory`` is charged for the holders
+        of shared pages; the caller has checked.
+        """
+        self._memory = HostMemory() if memory is None else memory
         self.total = total
         self.cached = cached
         self.quarantined_count = 0
@@ -136,7 +146,7 @@ class PageTable:
         state = self._states[page]
         if state == _HELD:
             if self._first[page] != holder:
-                self._others.setdefault(page, set()).add(holder)
+                self._share(page, holder)
         elif state == _CACHED:
             self.cached.discard(page)
             self._states[page] = _HELD
@@ -144,6 +154,15 @@ class PageTable:
             self._held_count += 1
         else:
             raise ValueError(f"page {page} is {self.state(page).name}")
+
+    def _share(self, page: int, holder: Hashable) -> None:
+        others = self._others.get(page)
+        if others is None:
+            self._others[page] = {holder}
+            self._memory.used += SHARED
+        elif holder not in others:
+            others.add(holder)
+            self._memory.used += HOLDER
 
     def hold_all(self, pages: Sequence[int], holder: Hashable) -> None:
         """As `hold`, for each of these pages in order."""
@@ -178,6 +197,11 @@ class PageTable:
             raise ValueError(f"page {page} is not held by {holder!r}")
         if not others:
             del self._others[page]
+            self._memory.used -= SHARED
+            return False
+        self._memory.used -= HOLDER
+        if is_sparse(others):
+            self._others[page] = set(others)
         return False
 
     def give_back(self, pages: list[int], holders: Sequence[Hashable]) -> None:
@@ -245,6 +269,10 @@ class PageTable:
         if self._states[page] != _HELD or self._first[page] is not None:
             raise ValueError(f"page {page} is {self.state(page).name} with {self.holder_count(page)} holders")
         self._held_count -= 1
+
+    def charged(self) -> int:
+        """What is charged for the holders of shared pages, summed up anew."""
+        return sum(SHARED + HOLDER * (len(others) - 1) for others in self._others.values())
 
     def walk(self) -> Iterator[str | None]:
         """Every violated invariant of the table, but for those of the queue of cached pages; None now and then.

@@ -13,6 +13,15 @@ from services.kvcache.eviction.policy import make_queue
 from services.kvcache.eviction.retention import RetainingQueue
 from services.kvcache.pool.checksums import Checksums
 from services.kvcache.pool.events import EventKind, EventRing
+from services.kvcache.pool.host_memory import (
+    SALT,
+    SHARED,
+    HostMemory,
+    entry_bytes,
+    expired_bytes,
+    pool_bytes,
+    text_bytes,
+)
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.page_table import PageState, PageTable
 from services.kvcache.pool.prefix_cache import ChainHash, PrefixCache
@@ -105,18 +114,26 @@ class Pool:
         *,
         checksums: bool = True,
         zero_pages: bool = False,
+        memory: HostMemory | None = None,
     ) -> None:
-        """``wake`` is called when there is work for ``scrubber``: ``checksums`` to take, or ``zero_pages`` given up."""
+        """``wake`` is called when there is work for ``scrubber``: ``checksums`` to take, or ``zero_pages`` given up.
+
+        ``memory`` is charged for what comes and goes in the pool, the pool itself apart.
+        """
+        self.memory = HostMemory() if memory is None else memory
+        self.entry_bytes = entry_bytes(layout.page_size)
         self.id = pool_id
         self.layout = layout
         self.page_size = layout.page_size
         self.arena = arena
-        self.index = PrefixCache(total_pages, chain_hash, lambda kind, link: events.add(pool_id, kind, link))
+        self.index = PrefixCache(
+            total_pages, chain_hash, lambda kind, link: events.add(pool_id, kind, link), self.memory
+        )
         policy = make_queue(eviction, total_pages, self.index)
         # Rounded first, so that a share of 0.29 of 100 pages is 29.
         retained = int(round(total_pages * retained_share, 6))
         unclean = UncleanPages(wake) if zero_pages else None
-        self.table = PageTable(total_pages, RetainingQueue(policy, self.index, retained), unclean)
+        self.table = PageTable(total_pages, RetainingQueue(policy, self.index, retained), unclean, self.memory)
         self.sequences: dict[Sequence, None] = {}
         self.expired: dict[Sequence, None] = {}
         self.checksums = Checksums(self.table, self.index, wake) if checksums else None
@@ -193,6 +210,29 @@ class Pool:
                 quarantined_pages=table.quarantined_count,
                 total_pages=table.total,
             )
+
+    def check_memory(self, sequence: str, entries: int, more: int = 0, *, shared: int = 0) -> None:
+        """Whether the daemon's own memory has room for so many entries in a block table, ``shared`` of them of pages
+        that others hold, and ``more`` bytes. Raises HostMemoryExceeded.
+        """
+        wanted = entries * self.entry_bytes + shared * SHARED + more
+        self.memory.check(wanted, f"sequence {sequence!r}")
+
+    def salt_bytes(self, sequence: Sequence, new: int) -> int:
+        """What the prefix cache's index is charged for the salt when the sequence reports ``new`` tokens more."""
+        if sequence.published or sequence.chain_broken or len(sequence.tokens) + new < self.page_size:
+            return 0
+        return SALT + text_bytes(sequence.salt)
+
+    @property
+    def bytes(self) -> int:
+        """The price of the pool itself."""
+        return pool_bytes(self.table.total, self.page_size)
+
+    def charged(self) -> int:
+        """What is charged for the pool, those of its sequences apart that are live, summed up anew."""
+        expired = sum(expired_bytes(sequence.salt, sequence.page_count) for sequence in self.expired)
+        return self.bytes + self.table.charged() + self.index.charged() + expired
 
     def cached_among(self, pages: list[int]) -> int:
         """How many of these pages are cached, with no holder."""
@@ -362,19 +402,24 @@ class Pool:
             self.table.quarantine(page)
         left = set(own)
         sequence.pages = [page for page in sequence.pages if page not in left]
+        sequence.tokens = array("I")
+        self.memory.used += expired_bytes(sequence.salt, sequence.page_count)
         return own
 
     def release_expired(self, sequence: Sequence, now: float) -> None:
         """Its engine touches no page of an expired sequence any more: as ``release``, of what it holds still."""
-        del self.expired[sequence]
-        self.sequences[sequence] = None
+        self._end_expired(sequence)
         self.release([sequence], now)
 
     def lose_expired(self, sequence: Sequence, now: float) -> list[int]:
         """The session of an expired sequence is lost: as ``lose``, of what it holds still."""
-        del self.expired[sequence]
-        self.sequences[sequence] = None
+        self._end_expired(sequence)
         return self.lose(sequence, now)
+
+    def _end_expired(self, sequence: Sequence) -> None:
+        del self.expired[sequence]
+        self.memory.used -= expired_bytes(sequence.salt, sequence.page_count)
+        self.sequences[sequence] = None
 
     def _release_published(self, sequence: Sequence, now: float) -> list[int]:
         """Release the published pages, tail first, so that a prefix is evicted after its continuations. Returns the

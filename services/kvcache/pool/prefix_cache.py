@@ -28,6 +28,7 @@ from itertools import takewhile
 
 from services.kvcache.eviction.lru import PAUSE
 from services.kvcache.pool.events import EventKind, Link
+from services.kvcache.pool.host_memory import SALT, HostMemory, text_bytes
 from services.kvcache.pool.key_table import KeyTable
 
 _HASH = 8  # bytes of a hash
@@ -59,7 +60,10 @@ class PrefixCache:
         total: int,
         chain_hash: ChainHash = blake2b_chain,
         on_change: Callable[[EventKind, Link], None] = lambda kind, link: None,
+        memory: HostMemory | None = None,
     ) -> None:
+        """``memory`` is charged for the salts; the caller has checked."""
+        self._memory = HostMemory() if memory is None else memory
         self._chain_hash = chain_hash
         self._on_change = on_change
         # Keyed by a link's name: the parent's hash, 8 bytes, then the tokens. The object is shared with ``_names``.
@@ -135,6 +139,10 @@ class PrefixCache:
             parent = self._chain_hash(parent, tokens)
             yield parent
 
+    def charged(self) -> int:
+        """What is charged for its salts, summed up anew."""
+        return sum(SALT + text_bytes(salt) for salt in self._salts.values())
+
     def salts(self) -> set[str]:
         """The salts with published pages."""
         return set(self._salts.values())
@@ -172,6 +180,7 @@ class PrefixCache:
         self._parents[page], self._names[page] = above, name
         if parent is None:
             self._salts[page] = salt
+            self._memory.used += SALT + text_bytes(salt)
         if present == page:
             self._primary[name] = page
             self._on_change(EventKind.STORED, Link(key, above))
@@ -217,7 +226,9 @@ class PrefixCache:
         if not standby:
             self._standby.pop(key, None)
         self._names[page] = None
-        self._salts.pop(page, None)
+        salt = self._salts.pop(page, None)
+        if salt is not None:
+            self._memory.used -= SALT + text_bytes(salt)
         if self._condemned[page]:
             self._condemned[page] = 0
             self.condemned_count -= 1

@@ -340,6 +340,27 @@ def append_error(running: Running, name: str, **fields: Any) -> ServiceError:
     return rpc.error_from_status(running.stub.AppendTokens(request).errors[0].error)
 
 
+def short_of_memory(running: Running, call: Callable[[str], ServiceError]) -> ServiceError:
+    """What a session hears when nothing more fits into the daemon's own memory."""
+    session, memory = running.session(), running.daemon.cache.memory
+    allocate(running, session, opening("live", [1, 2], 1), opening("salted", [1, 2], 1, salt="s"))
+    limit, memory.limit = memory.limit, memory.used
+    try:
+        return call(session)
+    finally:
+        memory.limit = limit
+
+
+def grown(running: Running, session: str) -> ServiceError:
+    return rpc.error_from_status(allocate(running, session, opening("n", [1], 1)).grants[0].error)
+
+
+def salted(running: Running, session: str) -> ServiceError:
+    steps = report("salted", tokens=[1, 2, 3, 4])
+    request = pb.AppendTokensRequest(session_id=session, steps=steps)
+    return rpc.error_from_status(running.stub.AppendTokens(request).errors[0].error)
+
+
 def get_removed(running: Running) -> ServiceError:
     session = running.session()
     allocate(running, session, removed=("gone",))
@@ -446,6 +467,10 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
     ("ListSequences", lambda r: refused(lambda: r.stub.ListSequences(pb.ListSequencesRequest(session_id="x"))), "FAILED_PRECONDITION", "SESSION_EXPIRED", "", "open a new one"),
     ("AllocatePages", lambda r: item_error(r, step("live", 0, known=2)), "INVALID_ARGUMENT", "FIELD_INVALID", "known_pages", "known_pages is 2"),
     ("AllocatePages", lambda r: over_quota(r), "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED", "", "quota is 2"),
+    ("OpenSession", lambda r: short_of_memory(r, lambda _: open_with(r, pool_id="other")), "RESOURCE_EXHAUSTED", "HOST_MEMORY_EXCEEDED", "pool_pages", "'other' of 8 pages needs [0-9]+ bytes .* --host-memory"),
+    ("AllocatePages", lambda r: short_of_memory(r, lambda s: grown(r, s)), "RESOURCE_EXHAUSTED", "HOST_MEMORY_EXCEEDED", "", "'n' needs .* --host-memory"),
+    ("AppendTokens", lambda r: short_of_memory(r, lambda s: salted(r, s)), "RESOURCE_EXHAUSTED", "HOST_MEMORY_EXCEEDED", "", "'salted' needs .* --host-memory"),
+    ("RemoveSequences", lambda r: short_of_memory(r, lambda s: refused(lambda: r.stub.RemoveSequences(pb.RemoveSequencesRequest(session_id=s, sequence_ids=["new"])))), "RESOURCE_EXHAUSTED", "HOST_MEMORY_EXCEEDED", "", "remember 1 removed"),
     ("OpenSession", lambda r: open_with(r, device_ordinal=0), "INVALID_ARGUMENT", "FIELD_INVALID", "device_ordinal", "leave it unset"),
     ("OpenSession", lambda r: open_with(r, max_pages=0), "INVALID_ARGUMENT", "FIELD_INVALID", "max_pages", "at least one"),
     ("ExplainPrefix", lambda r: refused(lambda: r.stub.ExplainPrefix(pb.ExplainPrefixRequest(pool_id="none", prompt=[1]))), "NOT_FOUND", "POOL_UNKNOWN", "pool_id", "'none'"),
