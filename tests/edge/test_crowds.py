@@ -145,6 +145,8 @@ def test_a_caller_that_dribbles_headers_is_hung_up_on(
 
 def test_callers_of_the_metrics_are_bounded(metrics: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus, "MAX_CALLERS", 3)
+    monkeypatch.setattr(prometheus, "CALLER_S", 600.0)  # nobody is let go for being slow
+    monkeypatch.setattr(prometheus._Handler, "timeout", 600.0)
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(socket.create_connection(metrics, timeout=60)) for _ in range(3)]
         with socket.create_connection(metrics, timeout=60) as refused:

@@ -18,6 +18,7 @@ from services.common.errors import HostMemoryExceeded, InvalidConfiguration, Ser
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from services.kvcache.eviction.retention import Retention
+from services.kvcache.lease import sessions
 from services.kvcache.lease.sessions import Session
 from services.kvcache.pool import host_memory
 from services.kvcache.pool.events import EventKind, EventRing, Link
@@ -301,6 +302,17 @@ def test_nothing_is_left_charged() -> None:
         assert memory.used == memory.floor + pool.bytes
         world.cache.drop_pool(pool.id)
         assert memory.used == memory.floor
+
+
+def test_ids_that_a_session_no_longer_remembers_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "REMEMBERED_REMOVALS", 3)
+    world = World(8)
+    session = world.attached()
+    world.cache.remove(session.id, ["a", "b", "c"])
+    full = world.cache.memory.used
+    world.cache.remove(session.id, ["d", "e", "f", "g"])
+    assert world.cache.memory.used == full
+    world.sound()
 
 
 def test_a_pool_that_could_not_be_made_is_not_charged() -> None:
