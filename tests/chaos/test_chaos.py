@@ -10,12 +10,14 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from google.protobuf import duration_pb2
 
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from tests.chaos import __main__ as program
 from tests.chaos.cluster import POOL_PAGES, Cluster
 from tests.chaos.run import Run
 from tests.chaos.schedule import DAEMON, faults
+from tests.kvcache.conftest import attached
 
 #: .ci/run has `make chaos` go on for 3 minutes, with a seed of its own.
 SECONDS, SEED = 25.0, 2
@@ -53,9 +55,8 @@ def kill_and_leak(cluster: Cluster) -> None:
     with grpc.insecure_channel(f"unix:{cluster.nodes[DAEMON].socket}") as channel:
         stub = kvcache_pb2_grpc.KvCacheServiceStub(channel)
         [pool] = stub.GetStats(kvcache_pb2.GetStatsRequest()).pools
-        opening = kvcache_pb2.OpenSessionRequest(pool_id=pool.pool_id, layout=pool.layout)
-        opening.ttl.FromSeconds(600)
-        stub.OpenSession(opening)
+        lease = duration_pb2.Duration(seconds=600)
+        attached(stub, pool.pool_id, layout=pool.layout, ttl=lease, pool_pages=pool.total_pages)
     service = cluster.nodes["engine-1"].service
     assert service is not None
     os.kill(service.pid, signal.SIGKILL)

@@ -46,7 +46,9 @@ def test_thirty_two_clients_leave_nothing_behind(
 ) -> None:
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
     ledger, tally = Ledger(), Tally()
-    with kvcache(tmp_path, "--memory", "1MiB", "--drain", "1") as daemon, Watchdog(STALL_S, daemon.pid) as dog:
+    # All of one user, who opens more sessions at once than attach: replies of many an opening are lost.
+    flags = ("--memory", "1MiB", "--drain", "1", "--identity-unattached", "256", "--identity-sessions", "256")
+    with kvcache(tmp_path, *flags) as daemon, Watchdog(STALL_S, daemon.pid) as dog:
         stub = kvcache_pb2_grpc.KvCacheServiceStub(daemon.channel)
         clients = [
             Client(number, daemon.address, OPERATIONS, SEED, ledger, tally, lambda n=number: dog.beat(f"client-{n}"))
