@@ -306,6 +306,12 @@ def duration_message(seconds: float) -> duration_pb2.Duration:
     return duration
 
 
+def check_one_session(by_id: bool, by_handle: bool) -> None:
+    """Raises FieldInvalid for a session that is named by its id and by a handle."""
+    if by_id and by_handle:
+        raise FieldInvalid("session_handle and session_id are both set", field="session_handle")
+
+
 def check_name(name: str, field: str, *, least: int = 1) -> None:
     """Raises FieldInvalid when a name is too short or too long."""
     if not least <= len(name) <= MAX_NAME:

@@ -67,7 +67,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
         """See the proto."""
-        caller = self._policy.require(ENGINE)
+        caller = self._policy.require(NEEDED["OpenSession"])
         messages.check_name(request.client_name, "client_name", least=0)
         messages.check_name(request.pool_id, "pool_id")
         if not request.HasField("layout"):
@@ -117,25 +117,25 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def AttachSession(self, request: pb.AttachSessionRequest, context: Any) -> pb.AttachSessionResponse:
         """See the proto."""
-        self._cache.attach_session(request.session_id, request.seen, self._policy.require(ENGINE))
+        self._cache.attach_session(request.session_id, request.seen, self._policy.require(NEEDED["AttachSession"]))
         return pb.AttachSessionResponse(epoch=self._cache.epoch)
 
     @maps_errors
     async def RenewSession(self, request: pb.RenewSessionRequest, context: Any) -> pb.RenewSessionResponse:
         """See the proto."""
-        session = self._cache.renew_session(request.session_id, self._policy.require(ENGINE))
+        session = self._cache.renew_session(request.session_id, self._policy.require(NEEDED["RenewSession"]))
         return pb.RenewSessionResponse(epoch=self._cache.epoch, ttl=messages.duration_message(session.ttl_s))
 
     @maps_errors
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Any) -> pb.CloseSessionResponse:
         """See the proto."""
-        count = self._cache.close_session(request.session_id, self._policy.require(ENGINE))
+        count = self._cache.close_session(request.session_id, self._policy.require(NEEDED["CloseSession"]))
         return pb.CloseSessionResponse(epoch=self._cache.epoch, closed=count is not None, removed_sequences=count or 0)
 
     @maps_errors
     async def AllocatePages(self, request: pb.AllocatePagesRequest, context: Any) -> pb.AllocatePagesResponse:
         """See the proto."""
-        caller = self._policy.require(ENGINE)
+        caller = self._policy.require(NEEDED["AllocatePages"])
         demands = await in_slices(messages.read_demands(request.demands))
         removed = messages.read_ids(request.remove_sequence_ids, "remove_sequence_ids")
         if hits := self._cache.hits_to_verify(request.session_id, demands, caller):
@@ -156,7 +156,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def AppendTokens(self, request: pb.AppendTokensRequest, context: Any) -> pb.AppendTokensResponse:
         """See the proto."""
-        caller = self._policy.require(ENGINE)
+        caller = self._policy.require(NEEDED["AppendTokens"])
         messages.check_tokens(len(request.steps.tokens), 0, "steps.tokens")
         steps = await in_slices(messages.read_steps(request.steps, "steps", growing=False))
         response = pb.AppendTokensResponse(epoch=self._cache.epoch)
@@ -167,7 +167,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def RemoveSequences(self, request: pb.RemoveSequencesRequest, context: Any) -> pb.RemoveSequencesResponse:
         """See the proto."""
-        caller = self._policy.require(ENGINE)
+        caller = self._policy.require(NEEDED["RemoveSequences"])
         ids = messages.read_ids(request.sequence_ids, "sequence_ids")
         removed, pool = self._cache.remove(request.session_id, ids, caller)
         absent = [name for name, was_there in zip(ids, removed, strict=True) if not was_there]
@@ -182,10 +182,9 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     async def GetSequence(self, request: pb.GetSequenceRequest, context: Any) -> pb.GetSequenceResponse:
         """See the proto."""
         handle = request.session_handle
-        caller = self._policy.require(OPERATOR if handle else ENGINE)
+        caller = self._policy.require(OPERATOR if handle else NEEDED["GetSequence"])
         messages.check_name(request.sequence_id, "sequence_id")
-        if handle and request.session_id:
-            raise FieldInvalid("session_handle and session_id are both set", field="session_handle")
+        messages.check_one_session(bool(request.session_id), bool(handle))
         if handle:
             sequence, session = self._cache.inspect_sequence(handle, request.sequence_id)
         else:
@@ -204,8 +203,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         """See the proto."""
         if request.limit > messages.MAX_LIST:
             raise FieldInvalid(f"limit is {request.limit}; it must be at most {messages.MAX_LIST}", field="limit")
-        if request.HasField("session_id") and request.HasField("session_handle"):
-            raise FieldInvalid("session_handle and session_id are both set", field="session_handle")
+        messages.check_one_session(request.HasField("session_id"), request.HasField("session_handle"))
         start, most = messages.read_cursor(request.cursor), request.limit or 100
         if request.HasField("session_id"):
             listed, more = self._cache.sequences_of(request.session_id, start, most, self._policy.require(ENGINE))

@@ -461,6 +461,8 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
     ("RemoveSequences", lambda r: refused(lambda: r.stub.RemoveSequences(pb.RemoveSequencesRequest())), "FAILED_PRECONDITION", "SESSION_EXPIRED", "", "open a new one"),
     ("GetSequence", lambda r: refused(lambda: r.stub.GetSequence(pb.GetSequenceRequest())), "INVALID_ARGUMENT", "FIELD_INVALID", "sequence_id", "1 to 128"),
     ("GetSequence", lambda r: refused(lambda: r.stub.GetSequence(pb.GetSequenceRequest(sequence_id="a"))), "FAILED_PRECONDITION", "SESSION_EXPIRED", "", "open a new one"),
+    ("GetSequence", lambda r: refused(lambda: r.stub.GetSequence(pb.GetSequenceRequest(session_id="x", session_handle="y", sequence_id="a"))), "INVALID_ARGUMENT", "FIELD_INVALID", "session_handle", "both set"),
+    ("ListSequences", lambda r: refused(lambda: r.stub.ListSequences(pb.ListSequencesRequest(session_id="x", session_handle="y"))), "INVALID_ARGUMENT", "FIELD_INVALID", "session_handle", "both set"),
     ("GetSequence", lambda r: refused(lambda: r.stub.GetSequence(pb.GetSequenceRequest(session_id=r.session(), sequence_id="a"))), "NOT_FOUND", "SEQUENCE_UNKNOWN", "", "'a'"),
     ("ListSequences", lambda r: refused(lambda: r.stub.ListSequences(pb.ListSequencesRequest(limit=1001))), "INVALID_ARGUMENT", "FIELD_INVALID", "limit", "1000"),
     ("ListSequences", lambda r: refused(lambda: r.stub.ListSequences(pb.ListSequencesRequest(cursor="x"))), "INVALID_ARGUMENT", "FIELD_INVALID", "cursor", "'x'"),
