@@ -40,8 +40,8 @@ setup: $(VENV)/.setup protos ## Create .venv with the pinned dependencies, and g
 $(VENV)/.setup: pyproject.toml constraints.txt scripts/venv.sh
 	@test -x $(PY) || scripts/venv.sh $(VENV)
 	@echo "Installing the pinned dependencies into $(VENV) ..."
-	@# hatchling first: then pip installs the project itself without an isolated, unpinned build environment.
-	@$(PY) -m pip install --quiet -c constraints.txt hatchling
+	@# What builds it first: then pip installs the project itself without an isolated, unpinned build environment.
+	@$(PY) -m pip install --quiet -c constraints.txt hatchling grpcio-tools googleapis-common-protos
 	@$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 

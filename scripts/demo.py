@@ -1,7 +1,8 @@
-"""Implements ``make run``, ``make up`` and ``make down``: both services in their own processes.
+"""Implements ``make run``, ``make up`` and ``make down``, installed ``rocmforge demo``, ``up`` and ``down``: both
+services in their own processes.
 
 ``run`` keeps everything in a private temporary directory and leaves nothing behind. ``up`` uses the services' default
-addresses and keeps pid files and logs in ``.run/``.
+addresses and keeps pid files and logs in ``.run/`` of the checkout, or, installed, of the user's runtime directory.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ import grpc
 
 from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
+from services import launch
 from services.common import rpc
+from services.common.edge.paths import make_directory
 from services.common.listening import runtime_dir
 from services.healthcheck import wait_serving
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "models" / "shakespeare"
-STATE = ROOT / ".run"
+#: The checkout, or, installed, the runtime directory of this user.
+HOME = runtime_dir() if launch.INSTALLED else Path(__file__).resolve().parents[1]
+MODEL = launch.APP / "models" / "shakespeare"
+STATE = HOME / ".run"
 DEFAULT_PROMPT = (
     "ROMEO:\nBut soft, what light through yonder window breaks?\n"
     "It is the east, and Juliet is the sun.\nArise, fair sun, and"
@@ -85,8 +89,7 @@ def start(module: str, flags: list[str], log: Path) -> subprocess.Popen[bytes]:
     """Start a service in its own process group, so that Ctrl-C reaches it only through this script."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", module, *flags],
-            cwd=ROOT,
+            launch.python(module, *flags),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -212,14 +215,16 @@ def run(prompt: str) -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Hold a lock, so that one ``up`` or ``down`` of this checkout runs at a time; others wait."""
-    checkout = os.open(ROOT, os.O_RDONLY)
+    """Hold a lock, so that one ``up`` or ``down`` of this checkout or user runs at a time; others wait."""
+    if launch.INSTALLED:
+        make_directory(HOME, "the runtime directory")
+    home = os.open(HOME, os.O_RDONLY)
     try:
         with interrupts.allowed():
-            fcntl.flock(checkout, fcntl.LOCK_EX)
+            fcntl.flock(home, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(checkout)
+        os.close(home)
 
 
 def recorded(name: str) -> int | None:
@@ -254,7 +259,7 @@ def up() -> None:
                 await_serving(started[-1], address, log)
                 pid = started[-1].pid
                 (STATE / f"{name}.pid").write_text(f"{pid}\n")
-            print(f"{name:8} pid {pid:<7} {address}, log in {log.relative_to(ROOT)}")
+            print(f"{name:8} pid {pid:<7} {address}, log in {log if launch.INSTALLED else log.relative_to(HOME)}")
     except BaseException:
         stop(started)
         raise
@@ -265,7 +270,7 @@ def up() -> None:
         f"  grpcurl -plaintext -d '{body}' {ENGINE_TCP} rocmforge.engine.v1.EngineService/Generate\n"
         f"  export KVCACHE=unix:{sockets}/kvcache.sock\n"
         f"  grpcurl -plaintext -unix $KVCACHE rocmforge.kvcache.v1.KvCacheService/GetStats\n"
-        "\n`make down` stops both."
+        f"\n`{'rocmforge' if launch.INSTALLED else 'make'} down` stops both."
     )
 
 
@@ -296,11 +301,11 @@ def wait_for_exit(pidfd: int) -> None:
     os.close(pidfd)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "up", "down"])
-    command = parser.parse_args().command
+    command = parser.parse_args(arguments).command
     for number in INTERRUPTS:
         signal.signal(number, interrupts.handle)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -15,10 +15,11 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-import tomllib
 from pathlib import Path
 
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
+
+from services.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Errors carry these in ``Any``s, so none of the project's files imports them.
@@ -72,8 +73,7 @@ def pack(folder: str, contents: dict[str, bytes]) -> bytes:
 
 def write(folder: Path) -> Path:
     """Write the bundle to ``folder`` atomically and return its path. Raises CannotBundle."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    name = f"rocmforge-protos-{version}"
+    name = f"rocmforge-protos-{VERSION}"
     data = pack(name, files())
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{name}.tar.gz"

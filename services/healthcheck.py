@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.parser import Parser
+from services.launch import typed
 
 _LOOK_S = 0.5
 _DIRECT = ("grpc.enable_http_proxy", 0)
@@ -63,7 +65,7 @@ def knows(address: str, service: str, timeout_s: float) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Ask once, over plaintext. Returns the exit status: 0 serving, 1 not."""
-    parser = argparse.ArgumentParser(prog="python -m services.healthcheck", description=__doc__)
+    parser = Parser(prog=typed("services.healthcheck"), description="Ask a service once whether it serves.")
     parser.add_argument("address", help="unix:/path or host:port")
     parser.add_argument("service", nargs="?", default="", help="full service name; the whole server when left out")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds (default 3)")

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from services.common.errors import GpuError, InvalidConfiguration
+from services.launch import typed
 
 #: Bytes of an IPC handle, of HIP and of CUDA alike.
 HANDLE_BYTES = 64
@@ -69,7 +70,7 @@ class Runtime:
             found = int(self.api.getDeviceCount())
         except self.api.CUDARuntimeError as error:
             raise InvalidConfiguration(
-                f"no usable GPU: {_first_line(error)}; run `python -m services.kvcache doctor` to find the cause"
+                f"no usable GPU: {_first_line(error)}; run `{typed('services.kvcache')} doctor` to find the cause"
             ) from error
         if not found:
             raise InvalidConfiguration("no usable GPU: the runtime finds none")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
+from services.version import VERSION
+
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser that reports errors as one line on standard error and exits with status 2.
@@ -20,6 +22,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
             allow_abbrev=False,
         )
+        self.add_argument("--version", action="version", version=f"rocmforge {VERSION}")
 
     def error(self, message: str) -> NoReturn:
         """Print a one-line error and exit with status 2."""

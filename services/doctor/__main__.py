@@ -11,6 +11,7 @@ from pathlib import Path
 
 from services.common.parser import Parser
 from services.doctor.firstlight import report, runner, step
+from services.launch import typed
 
 
 def main(words: Sequence[str], steps: Sequence[runner.Step] = runner.STEPS) -> int:
@@ -48,7 +49,7 @@ def main(words: Sequence[str], steps: Sequence[runner.Step] = runner.STEPS) -> i
 
 def _parser(steps: Sequence[runner.Step]) -> Parser:
     parser = Parser(
-        prog="python -m services.doctor",
+        prog=typed("services.doctor"),
         description="Try everything that only a GPU can show, and write a report: a page to read, and JSON to attach "
         "to an issue.\nNeither contains host or user names, or paths of this machine.",
         epilog="Exit status: 0 if everything passed, 1 if not, 2 for invalid flags.",

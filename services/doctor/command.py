@@ -14,6 +14,7 @@ from services.common.parser import Parser
 from services.doctor import check
 from services.doctor.check import Check, Finding, Status
 from services.doctor.machine import Machine
+from services.launch import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,10 @@ class Options:
 def options(module: str, other: str, words: Sequence[str]) -> Options:
     """Parse the doctor's own flags; an invalid one ends the process (``services.common.parser``)."""
     parser = Parser(
-        prog=f"python -m {module} doctor",
+        prog=f"{typed(module)} doctor",
         description="Check whether this machine can run the service, and say what to change if it cannot.\n"
         "Changes nothing and leaves nothing behind.",
-        epilog=f"All other flags, and the environment, are those of `python -m {module}`:\n"
+        epilog=f"All other flags, and the environment, are those of `{typed(module)}`:\n"
         "pass the ones that the service is started with.\n\n"
         "Exit status: 0 if no check failed, 1 if one did, 2 for invalid flags.",
     )

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from services import launch
 from services.common.errors import ServiceError
 from services.common.gpu_ipc import Runtime
 from services.doctor.check import Finding, failed, fault, ok, skipped
@@ -62,7 +63,7 @@ def gpu_round_trip(machine: Machine, stack: Stack, needed: bool, only: int | Non
 
 
 def _run(machine: Machine, kind: str, where: str) -> str:
-    ran = machine.run([sys.executable, "-m", "services.doctor.roundtrip", kind, where], OWNER_S)
+    ran = machine.run(launch.python("services.doctor.roundtrip", kind, where), OWNER_S)
     if ran.status is None:
         return f"no answer within {OWNER_S:g} s"
     try:
@@ -114,7 +115,7 @@ def own(kind: str, where: str) -> str:
         write(canary + bytes(_CANARY))
         try:
             opener = subprocess.run(
-                [sys.executable, "-m", "services.doctor.roundtrip", f"open-{kind}", name],
+                launch.python("services.doctor.roundtrip", f"open-{kind}", name),
                 capture_output=True,
                 text=True,
                 timeout=OPENER_S,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services import launch
 from services.doctor.check import Finding, failed, fault, ok, skipped, warning
 from services.doctor.machine import Machine
 
@@ -54,7 +54,7 @@ NOT_ASKED = Stack(asked=False)
 
 def ask(machine: Machine, limit_s: float = PROBE_S) -> Stack:
     """Run the probe."""
-    ran = machine.run([sys.executable, "-m", "services.doctor.probe"], limit_s)
+    ran = machine.run(launch.python("services.doctor.probe"), limit_s)
     if ran.status is None:
         return Stack(error=f"importing CuPy and counting GPUs took longer than {limit_s:g} s; the driver may hang")
     try:

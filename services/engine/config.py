@@ -22,6 +22,7 @@ from services.engine.checkpoint.gguf.shards import files_of, name_of
 from services.engine.delivery.registry import RegistryLimits
 from services.engine.model.backend import AUTO, CPU, DEVICES, DTYPES, KV_DTYPES, OFF, REPLAYS
 from services.engine.scheduling.admission import Limits
+from services.launch import typed
 
 PORT = 50051
 LOCAL = "local"
@@ -37,9 +38,9 @@ _SAMPLES = 64
 
 
 PROGRAM = Program(
-    "python -m services.engine [serve]",
+    f"{typed('services.engine')} [serve]",
     "The inference engine: generates text with K and V in pages of the KV-cache daemon.\n"
-    "`python -m services.engine doctor` checks whether this machine can run the engine.",
+    f"`{typed('services.engine')} doctor` checks whether this machine can run the engine.",
     "ROCMFORGE_ENGINE",
 )
 
@@ -84,7 +85,7 @@ class Config(Listening):
         file_path,
         None,
         "file of hashed tokens, NAME:SHA-256 a line: callers over TCP without a client certificate must show one; "
-        "`python -m services.engine token NAME` makes one",
+        f"`{typed('services.engine')} token NAME` makes one",
         metavar="FILE",
     )
     model: Path = setting(
@@ -172,7 +173,7 @@ class Config(Listening):
     tuning: str = setting(
         Kind(str, "path, auto or off"),
         AUTO,
-        f"the kernels measured to be best on this GPU: a file of `python -m services.doctor first-light`, `{OFF}`, or "
+        f"the kernels measured to be best on this GPU: a file of `{typed('services.doctor')} first-light`, `{OFF}`, or "
         f"`{AUTO}`: the one that first light left in the cache directory, if it did",
         metavar="PATH",
     )

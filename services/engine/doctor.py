@@ -14,6 +14,7 @@ from services.engine.config import LOCAL, Config
 from services.engine.metrics import PREFIX
 from services.engine.model.backend import GPU
 from services.engine.model.checkpoint import Checkpoint
+from services.launch import typed
 
 
 def main(words: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -73,5 +74,5 @@ def _daemon(machine: Machine, config: Config) -> Finding:
     if config.kvcache == LOCAL:
         return skipped("--kvcache local: the pages are the engine's own")
     return addresses.call(
-        machine, Listener.parse(config.kvcache), "--kvcache", "start the daemon (python -m services.kvcache)"
+        machine, Listener.parse(config.kvcache), "--kvcache", f"start the daemon ({typed('services.kvcache')})"
     )

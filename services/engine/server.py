@@ -42,6 +42,7 @@ from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import EngineLoop, StepRunner
 from services.engine.text.chat import Chat
 from services.engine.text.tokenizer import Tokenizer
+from services.launch import typed
 
 log = structlog.get_logger()
 
@@ -52,7 +53,7 @@ STOP_S = 10.0
 SWEEP_S = 10.0
 #: Advice to the operator when the daemon keeps the engine from starting, by error reason.
 _CHANGE = {
-    "KVCACHE_DOWN": "start it with `python -m services.kvcache`, or set --kvcache to its address",
+    "KVCACHE_DOWN": f"start it with `{typed('services.kvcache')}`, or set --kvcache to its address",
     "LAYOUT_MISMATCH": "give this engine the pool's --page-size, --kv-dtype and --pool-pages, or another --pool-id",
     "EXCEEDS_BUDGET": "or start this engine with fewer --pool-pages",
     "HOST_MEMORY_EXCEEDED": "or start this engine with fewer --pool-pages",

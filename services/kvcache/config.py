@@ -22,6 +22,7 @@ from services.kvcache.cache.cache import MAX_TTL_S, MIN_TTL_S, Limits
 from services.kvcache.eviction.policy import POLICIES, policy_name
 from services.kvcache.lease.quarantine import FENCES
 from services.kvcache.pool.budget import MAX_PAGES
+from services.launch import typed
 
 CPU, GPU = "cpu", "gpu"
 ON, OFF = "on", "off"
@@ -32,9 +33,9 @@ MEMORY = "256MiB"
 _DEFAULTS = Limits(budget_bytes=byte_size(MEMORY))
 
 PROGRAM = Program(
-    "python -m services.kvcache",
+    typed("services.kvcache"),
     "The KV-cache daemon: owns the memory that holds KV pages, and shares it with engines.\n"
-    "`python -m services.kvcache doctor` checks whether this machine can run it.",
+    f"`{typed('services.kvcache')} doctor` checks whether this machine can run it.",
     "ROCMFORGE_KVCACHE",
 )
 

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 
 from scripts import protos_bundle
+from services.version import VERSION
 from tests import tools
 from tests.processes import ROOT
 
@@ -51,7 +51,7 @@ def test_it_has_our_protos_as_they_are(unpacked: Path) -> None:
 
 
 def bundle_name() -> str:
-    return f"rocmforge-protos-{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}"
+    return f"rocmforge-protos-{VERSION}"
 
 
 def test_protoc_compiles_it_with_nothing_else(unpacked: Path, tmp_path: Path) -> None:

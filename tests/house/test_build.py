@@ -125,3 +125,13 @@ def parts_of_lint() -> list[str]:
 
 def test_a_commit_is_held_to_what_make_lint_checks() -> None:
     assert hooks() == [f"make {part}" for part in parts_of_lint()] != []
+
+
+def test_services_start_their_children_by_path() -> None:
+    """`python -m` finds nothing of an installed wheel, and imports what lies in the current folder first."""
+    found = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "services").rglob("*.py"))
+        if "sys.executable" in path.read_text(encoding="utf-8") and path.name != "launch.py"
+    ]
+    assert found == []

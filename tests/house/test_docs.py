@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from services.common import errors
 from services.engine.scheduling.retry_after import LEAST_S, MOST_S
+from services.version import VERSION
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,10 +132,9 @@ def test_contributing_names_what_there_is() -> None:
 
 def test_pages_name_the_version_that_this_is() -> None:
     """In names of files that carry it; those of other packages are pinned elsewhere."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     told = [found for page in pages() for found in re.findall(r"rocmforge[a-z-]*-\d+(?:\.\d+)+", page.read_text())]
-    assert f"rocmforge-protos-{version}" in told
-    assert [name for name in told if not name.endswith(f"-{version}")] == []
+    assert f"rocmforge-protos-{VERSION}" in told
+    assert [name for name in told if not name.endswith(f"-{VERSION}")] == []
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_help_and_table_have_the_same_settings(service: Any, capsys: pytest.Capt
         service.Config.read(["--help"], {})
     told = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
     rows = table(service.Config, service.PROGRAM)
-    assert told == ["--config", *(row.flag for row in rows)]
+    assert told == ["--version", "--config", *(row.flag for row in rows)]
     assert len({row.name for row in rows}) == len(rows) > 15
     assert all(row.help and row.type and row.variable.startswith(service.PROGRAM.prefix) for row in rows)
 

@@ -232,7 +232,7 @@ def test_the_start_event_echoes_every_setting_and_who_set_it(tmp_path: Path, fil
     told = subprocess.run(
         [sys.executable, "-m", "services.kvcache", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
     ).stdout
-    assert set(re.findall(r"^  --([a-z-]+)", told, re.MULTILINE)) - {"config"} == set(settings)
+    assert set(re.findall(r"^  --([a-z-]+)", told, re.MULTILINE)) - {"config", "version"} == set(settings)
 
 
 def test_a_bad_file_ends_the_daemon_with_one_sentence_and_status_2(file: Path) -> None:

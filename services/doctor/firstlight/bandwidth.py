@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from services import launch
 from services.common.gpu_ipc import Runtime
 from services.doctor.firstlight import figures, step
 
@@ -99,7 +100,7 @@ def body(told: step.Told, asked: step.Asked) -> None:
             if asked.timed:
                 told.number(name, f"{name} of {size >> 20} MiB", round(rates[name] / 1e12, 3), "TB/s")
         told.begin("read of another process's memory")
-        words = [sys.executable, "-m", "services.doctor.firstlight.bandwidth", asked.size, str(asked.gpu)]
+        words = launch.python("services.doctor.firstlight.bandwidth", asked.size, str(asked.gpu))
         done = subprocess.run(
             [*words, gpu.export(source).hex()], capture_output=True, text=True, stdin=subprocess.DEVNULL
         )

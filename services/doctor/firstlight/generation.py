@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
+from services import launch
 from services.doctor.firstlight import step
 from services.healthcheck import wait_serving
 
@@ -52,9 +53,7 @@ def generated(flags: tuple[str, ...], tokens: int) -> str:
         words = ["--listen", engine, "--kvcache", daemon, "--tuning", "off", *flags]
         stack.enter_context(_service("services.engine", engine, words, Path(folder, "e.log")))
         asked = ["generate", "--target", engine, "--temperature", "0", "--max-tokens", str(tokens), PROMPT]
-        done = subprocess.run(
-            [sys.executable, "-m", "services.engine", *asked], capture_output=True, text=True, timeout=START_S
-        )
+        done = subprocess.run(launch.python("services.engine", *asked), capture_output=True, text=True, timeout=START_S)
         if done.returncode:
             raise ChildProcessError((done.stderr.strip().splitlines() or ["the engine said nothing"])[-1])
         return done.stdout
@@ -63,9 +62,7 @@ def generated(flags: tuple[str, ...], tokens: int) -> str:
 @contextlib.contextmanager
 def _service(module: str, address: str, words: list[str], log: Path) -> Iterator[None]:
     with log.open("wb") as said:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *words], stdin=subprocess.DEVNULL, stdout=said, stderr=said
-        )
+        process = subprocess.Popen(launch.python(module, *words), stdin=subprocess.DEVNULL, stdout=said, stderr=said)
     try:
         try:
             wait_serving(address, alive=lambda: process.poll() is None, timeout_s=START_S)

@@ -12,12 +12,13 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from services import launch
 
 #: Seconds that a killed process has to end. One in the middle of a system call of the driver may not.
 REAP_S = 5.0
@@ -76,7 +77,7 @@ def run(
             outcome = Outcome(step.title, "not run", found=[("skipped", stopped)])
             say(f"    {'not run':<8} {stopped.removeprefix('not run: ')}")
         else:
-            words = [sys.executable, "-m", f"services.doctor.firstlight.{step.module}", size, str(gpu)]
+            words = launch.python(f"services.doctor.firstlight.{step.module}", size, str(gpu))
             outcome = _run(step, words, environ, say, step.limit_s * limit_factor)
             if outcome.state == "hung":
                 stopped = POISONED

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from services import launch
 from services.common.errors import ServiceError
 from services.common.gpu_ipc import Gpu, Runtime
 from services.doctor.firstlight import step
@@ -82,7 +83,7 @@ class Peer:
     """The other process."""
 
     def __init__(self, asked: step.Asked) -> None:
-        words = [sys.executable, "-m", "services.doctor.firstlight.sharing", "peer", str(asked.gpu)]
+        words = launch.python("services.doctor.firstlight.sharing", "peer", str(asked.gpu))
         self._blocks = asked.of(0, 0, 2)
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.bus_id = str(self.ask("begin", blocks=self._blocks)["bus_id"])

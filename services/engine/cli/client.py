@@ -25,6 +25,7 @@ from services.common.listening import runtime_dir
 from services.common.parser import Parser
 from services.common.serving import MAX_MESSAGE_BYTES, Listener
 from services.engine.cli.bearer import AsyncBearer, Bearer
+from services.launch import typed
 
 #: The environment variable of the token.
 TOKEN_VARIABLE = "ROCMFORGE_TOKEN"
@@ -34,7 +35,7 @@ SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
     """A parser with the flags common to all commands."""
-    prog = f"python -m services.engine {command}"
+    prog = f"{typed('services.engine')} {command}"
     made = Parser(prog=prog, description=description)
     made.add_argument(
         "--target",

@@ -9,6 +9,7 @@ from services.common.access.tokens import Tokens, make_token
 from services.common.errors import InvalidConfiguration
 from services.common.parser import Parser
 from services.engine.cli import client
+from services.launch import typed
 
 NAME = "token"
 
@@ -18,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     status.
     """
     parser = Parser(
-        prog=f"python -m services.engine {NAME}",
+        prog=f"{typed('services.engine')} {NAME}",
         description="Make a token for a client of the engine, and print it. It is shown only now: the engine's file "
         "has its hash. Without --tokens, the line for that file is printed to standard error.",
     )

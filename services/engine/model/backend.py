@@ -26,6 +26,7 @@ from services.engine.pages.device_arena import DevicePages, private_device_pages
 from services.engine.pages.host_arena import private_pages
 from services.engine.pages.source import Geometry
 from services.engine.sampling.params import Drawer
+from services.launch import typed
 
 CPU, GPU = "cpu", "gpu"
 DEVICES = (CPU, GPU)
@@ -135,7 +136,7 @@ def _tuning(tuned: str, arch: str) -> tuning.Tuning:
     except tuning.TuningError as error:
         if tuned != AUTO:
             raise InvalidConfiguration(f"--tuning {error}", field="--tuning") from error
-        change = "remove the file, or run `python -m services.doctor first-light` again"
+        change = f"remove the file, or run `{typed('services.doctor')} first-light` again"
         log.warning("tuning_ignored", detail=str(error), change=change)
         return tuning.NOTHING
     log.info("tuning", path=str(path), attention=len(found.attention), products=len(found.products))

@@ -17,6 +17,7 @@ from services.common.errors import AttachMismatch, GpuError
 from services.common.gpu_ipc import Gpu
 from services.engine.pages.host_arena import CANARY_BYTES, check_announced, page_bytes_of
 from services.engine.pages.source import Geometry
+from services.launch import typed
 
 log = structlog.get_logger()
 
@@ -105,7 +106,7 @@ def map_device_pages(
         pages = DevicePages(gpu, gpu.open(handle), total_pages, page_bytes, gpu.close)
     except GpuError as error:
         raise AttachMismatch(
-            f"the daemon's pages cannot be opened: {error.message}; `python -m services.engine doctor --peer "
+            f"the daemon's pages cannot be opened: {error.message}; `{typed('services.engine')} doctor --peer "
             "PID_OF_THE_DAEMON` diagnoses the cause"
         ) from error
     try:
