@@ -7,13 +7,14 @@ import itertools
 from collections.abc import Iterable
 
 from services.kvcache.cache.cache import KvCache, Limits
+from services.kvcache.cache.walk import check
 from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process
 from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import DeviceMemory, Pool
 from services.kvcache.pool.prefix_cache import ChainHash, blake2b_chain
-from services.kvcache.pool.purge import purge
+from services.kvcache.scrub.purge import purge
 
 LAYOUT = PageLayout(page_size=4, layers=1, kv_heads=1, head_dim=4, dtype="f32")
 
@@ -174,5 +175,5 @@ class World:
 
     def sound(self) -> None:
         """Fail the test on any violation."""
-        violations = list(self.cache.check())
+        violations = list(check(self.cache))
         assert not violations, violations

@@ -22,6 +22,7 @@ from services.kvcache.api import messages
 from services.kvcache.api.roles import ENGINE, INCLUDES, NEEDED, OPERATOR
 from services.kvcache.api.slices import found_in, in_slices
 from services.kvcache.cache.cache import KvCache
+from services.kvcache.cache.walk import walk
 from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process
 from services.kvcache.pool.sequence import Sequence
@@ -246,7 +247,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
                 raise FieldInvalid("deep is set, and this daemon keeps no checksums: --checksums is off", field="deep")
             report = await self._scrubber.verify_all()
         async with self._fsck:
-            violations = await in_slices(found_in(self._cache.walk()))
+            violations = await in_slices(found_in(walk(self._cache)))
         pools = list(self._cache.pools)
         return pb.FsckResponse(
             epoch=self._cache.epoch,

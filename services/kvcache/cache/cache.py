@@ -7,7 +7,7 @@ waiting for anything, so there is nothing to lock. Clients are trusted with no i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -26,7 +26,6 @@ from services.kvcache.cache.explain import PageAnswer, explain
 from services.kvcache.cache.grant import Grant
 from services.kvcache.cache.opening import Opening, Prompt, check_prompt, open_sequence
 from services.kvcache.cache.steps import Steps, advance
-from services.kvcache.eviction.lru import PAUSE
 from services.kvcache.lease.quarantine import WAIT, Quarantine
 from services.kvcache.lease.sessions import Session, Sessions
 from services.kvcache.lease.witness import Observe, Process
@@ -503,6 +502,10 @@ class KvCache:
         """The clock that every time in here is of."""
         return self._clock()
 
+    def sessions(self) -> list[Session]:
+        """All live sessions, in the order they were opened."""
+        return self._sessions.all()
+
     def session_count(self, pool: Pool) -> int:
         """Live sessions on a pool."""
         return sum(session.pool_id == pool.id for session in self._sessions.all())
@@ -510,64 +513,3 @@ class KvCache:
     def pool_of(self, session: Session) -> Pool:
         """The pool of a live session."""
         return self.pools[session.pool_id]
-
-    def check(self) -> Iterator[str]:
-        """Every violation of the whole state; empty when it is sound. Changes nothing."""
-        return (said for said in self.walk() if said is not None)
-
-    def walk(self) -> Iterator[str | None]:
-        """As ``check``, in slices: None wherever transactions may run before it goes on.
-
-        No transaction makes it report what was no violation. What it says of a page or a sequence it has seen in one
-        look at it, between two transactions, when all that is compared is to be sound; and what takes a look at
-        everything (sums, the free list, the order of eviction) it copies at one moment, whole arrays at a time. It
-        finds what was wrong all the while, and not what went wrong where it had been already.
-        """
-        yield from self.pools.walk()
-        yield from self._check_account()
-        slots = {(session.pool_id, session.canary_slot) for session in self._sessions.all()}
-        if len(slots) != len(self._sessions):
-            yield "two sessions share a canary slot"
-        for pool in list(self.pools):
-            sessions = [session for session in self._sessions.all() if session.pool_id == pool.id]
-            if sum(len(session.sequences) for session in sessions) != len(pool.sequences):
-                yield f"pool {pool.id} has sequences that no session lists, or the reverse"
-            waiting = self.quarantine.pages(pool)
-            if len(waiting) != pool.table.quarantined_count:
-                yield f"pool {pool.id}: {pool.table.quarantined_count} pages quarantined, {len(waiting)} waited for"
-            yield from self._walk_sessions(pool, sessions)
-            seen = bytearray(pool.table.total)
-            for at, page in enumerate(waiting):
-                if seen[page]:
-                    yield f"pool {pool.id}: page {page} is waited for twice"
-                seen[page] = 1
-                if at % PAUSE == 0:
-                    yield None
-
-    def _check_account(self) -> Iterator[str]:
-        """Whether the account is the sum of what there is, at one moment."""
-        memory, sessions = self.memory, self._sessions.all()
-        charged = memory.floor + sum(pool.charged() for pool in self.pools)
-        charged += sum(session.held_pages * session.entry_bytes + session.ids_bytes for session in sessions)
-        if memory.used > memory.limit:
-            yield f"{memory.used} bytes of host memory are charged, of {memory.limit}"
-        if charged != memory.used:
-            yield f"{memory.used} bytes of host memory are charged, what there is costs {charged}"
-
-    def _walk_sessions(self, pool: Pool, sessions: list[Session]) -> Iterator[str | None]:
-        for session in sessions:
-            if all(live is not session for live in self._sessions.all()):
-                continue  # it has ended meanwhile
-            counted = sum(sequence.page_count for sequence in session.sequences.values())
-            if counted != session.held_pages:
-                yield f"session {session.handle} counts {session.held_pages} pages, its sequences have {counted}"
-            ids = session.charged()
-            if ids != session.ids_bytes:
-                yield f"session {session.handle} is charged {session.ids_bytes} bytes for ids, they cost {ids}"
-            yield None
-            for sequence_id, sequence in session.sequences.items():
-                if sequence_id != sequence.id or sequence_id in session.removed or session.id != sequence.session_id:
-                    yield f"{sequence!r} is listed as {sequence_id!r}, or was removed"
-                if sequence not in pool.sequences:
-                    yield f"pool {pool.id} lacks {sequence!r}, which session {session.handle} lists"
-            yield None

@@ -145,7 +145,7 @@ class Pools:
         if not 1 <= pages <= MAX_PAGES:
             raise InvalidConfiguration(f"pool_pages is {pages}; it must be 1 to {MAX_PAGES}", field="pool_pages")
         wanted = pages * layout.page_bytes + canaries
-        there = [pool for pool in self if _device_of(pool) == device]
+        there = [pool for pool in self if device_of(pool) == device]
         idle = sorted(
             (pool for pool in there if not is_used(pool) and not pool.table.quarantined_count),
             key=lambda pool: (pool.owner != owner, pool.last_used),
@@ -257,17 +257,7 @@ class Pools:
             pool.arena.close()
         self._by_id.clear()
 
-    def walk(self) -> Iterator[str | None]:
-        """Every violated invariant of any pool, or of the budget; None where transactions may run."""
-        for pool in list(self):
-            for violation in pool.walk():
-                yield None if violation is None else f"pool {pool.id}: {violation}"
-        for device in {_device_of(pool) for pool in self}:
-            size = sum(pool.arena.size_bytes for pool in self if _device_of(pool) == device)
-            if size > self.budget_bytes:
-                where = "the host" if device is None else f"GPU {device}"
-                yield f"the arenas of {where} have {size} bytes, the budget is {self.budget_bytes}"
 
-
-def _device_of(pool: Pool) -> int | None:
+def device_of(pool: Pool) -> int | None:
+    """The GPU that a pool's memory is on; None for the host's."""
     return pool.arena.device.ordinal if pool.arena.device else None

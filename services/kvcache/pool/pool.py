@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.errors import CapacityExceeded, ExceedsPool, PositionMismatch
-from services.kvcache.eviction.lru import PAUSE
 from services.kvcache.eviction.policy import make_queue
 from services.kvcache.eviction.retention import RetainingQueue
 from services.kvcache.pool.checksums import Checksums
@@ -509,104 +508,3 @@ class Pool:
         if heir is not None:  # lookups now find a stand-by: the promise belongs to the link and moves with it
             self.table.cached.promise(heir, self.table.cached.promised(page))
         self.table.free(page)
-
-    def walk(self) -> Iterator[str | None]:
-        """Every violated invariant of this pool; empty if it is consistent. None now and then, where transactions may
-        run: see ``KvCache.walk``.
-        """
-        yield from self.table.walk()
-        yield from self.table.cached.frozen(self.index.frozen()).walk()
-        yield from self.index.walk()
-        # Of each page the sum of those that list it, to be compared with that of its holders.
-        listed = array("Q", bytes(8 * self.table.total))
-        for sequence in list(self.sequences):
-            if sequence in self.sequences:
-                yield from self._check_sequence(sequence)
-                yield from self._walk_block_table(sequence, self.sequences, listed)
-            yield None
-        for sequence in list(self.expired):
-            yield from self._walk_block_table(sequence, self.expired, listed)
-            yield None
-        for page in list(self.table.cached.promises()):
-            if self.table.cached.has_promise(page) and (
-                self.table.state(page) != PageState.HELD or not self.index.is_primary(page)
-            ):
-                yield f"page {page} has a promise, is {self.table.state(page).name} and no lookup finds it held"
-        yield None
-        yield from self._walk_holders(listed)
-
-    def _check_sequence(self, sequence: Sequence) -> Iterator[str]:
-        size = self.page_size
-        if len(sequence.tokens) > len(sequence.pages) * size:
-            yield f"{sequence!r} has more tokens than its pages hold"
-        if not sequence.chain_broken and sequence.published != len(sequence.tokens) // size:
-            yield f"{sequence!r} has a complete page that is not published"
-        if sequence.copy is not None:
-            index, source = sequence.copy
-            if source in sequence.pages or index != len(sequence.tokens) // size:
-                yield f"{sequence!r} copies page {source} to index {index}"
-        index, slot = divmod(len(sequence.tokens), size)
-        if slot and not sequence.forked and index < len(sequence.pages) and self.table.is_shared(sequence.pages[index]):
-            yield f"{sequence!r} was no side of a fork and shares its tail"
-
-    def _walk_block_table(
-        self, sequence: Sequence, among: dict[Sequence, None], listed: array[int]
-    ) -> Iterator[str | None]:
-        size, seen, at = self.page_size, set[int](), 0
-        if sequence.copy is not None and sequence in among:
-            listed[sequence.copy[1]] ^= _mark(sequence)
-            if not self.table.is_held_by(sequence.copy[1], sequence):
-                yield f"{sequence!r} copies page {sequence.copy[1]} and does not hold it"
-        # It may end meanwhile, or have its last page replaced.
-        while at < len(sequence.pages) and sequence in among:
-            page = sequence.pages[at]
-            listed[page] ^= _mark(sequence)
-            if not self.table.is_held_by(page, sequence):
-                yield f"page {page}: holders {set(self.table.holders(page))}, the block table of {sequence!r} has it"
-            if page in seen and sequence.pages.count(page) > 1:
-                yield f"{sequence!r} lists page {page} twice"
-            seen.add(page)
-            if at < sequence.published and among is self.sequences:
-                chunk = sequence.tokens[at * size : (at + 1) * size].tobytes()
-                if self.index.tokens(page) != chunk:
-                    yield f"{sequence!r}: page {page} is published with other tokens"
-            at += 1
-            if at % PAUSE == 0:
-                yield None
-
-    def _walk_holders(self, listed: array[int]) -> Iterator[str | None]:
-        spent = 0
-        for page in range(self.table.total):
-            holders = self.table.holders(page)
-            found = 0
-            for holder in holders:
-                found ^= _mark(holder)
-            if found != listed[page]:  # or it has changed hands since: each holder is looked at
-                for holder in holders:
-                    if self.table.is_held_by(page, holder) and not self._lists(holder, page):
-                        yield f"page {page} is held by {holder!r}, whose block table has it not"
-                    yield None
-            state = self.table.state(page)
-            if state == PageState.CACHED and not self.index.is_primary(page):
-                yield f"page {page} is cached and no lookup finds it"
-            if state in (PageState.FREE, PageState.QUARANTINED) and self.index.is_published(page):
-                yield f"page {page} is {state.name} and published"
-            spent += 1 + len(holders)
-            if spent >= PAUSE:
-                spent = 0
-                yield None
-
-    def _lists(self, holder: Hashable, page: int) -> bool:
-        if not isinstance(holder, Sequence) or (holder not in self.sequences and holder not in self.expired):
-            return False
-        # What has changed lately is at the end.
-        return (
-            page in holder.pages[-PAUSE:]
-            or page in holder.pages
-            or (holder.copy is not None and holder.copy[1] == page)
-        )
-
-
-def _mark(holder: Hashable) -> int:
-    """64 bits of a holder's own, such that those of several can be summed."""
-    return id(holder) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF

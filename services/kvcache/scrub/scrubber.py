@@ -17,8 +17,8 @@ from services.common.errors import GpuError
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.pool.checksums import Checksums, Reference
 from services.kvcache.pool.pool import Pool
-from services.kvcache.pool.purge import purge
 from services.kvcache.pool.unclean import UncleanPages
+from services.kvcache.scrub.purge import purge
 
 log = structlog.get_logger()
 

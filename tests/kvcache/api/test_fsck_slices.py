@@ -18,6 +18,7 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
+from services.kvcache.cache.walk import walk
 from tests.kvcache.cache.demands import growth, opening
 from tests.kvcache.cache.machine import CacheMachine, Direct, Unanswered, examples, new_world
 from tests.kvcache.cache.test_cache import run, serve
@@ -31,9 +32,9 @@ ROOMS = (
     "eviction.retention.PAUSE",
     "pool.page_table.PAUSE",
     "pool.prefix_cache.PAUSE",
-    "pool.pool.PAUSE",
+    "cache.pool_walk.PAUSE",
     "pool.key_table._PAUSE",
-    "cache.cache.PAUSE",
+    "cache.walk.PAUSE",
 )
 
 
@@ -51,7 +52,7 @@ class Walking(Direct):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.stack = pausing_everywhere()
-        self.walk = world.cache.walk()
+        self.walk = walk(world.cache)
         self.ended = 0
 
     def run(self, operations: Sequence[Operation], *, give_up: bool = False) -> list[Answer | Unanswered]:
@@ -62,7 +63,7 @@ class Walking(Direct):
             assert not any(said), said
             if not said:
                 self.ended += 1
-                self.walk = self.world.cache.walk()
+                self.walk = walk(self.world.cache)
         return answers
 
     def close(self) -> None:
@@ -83,7 +84,7 @@ def test_a_busy_pool_is_sound_in_slices(eviction: str) -> None:
     world = World(24, eviction=eviction)
     session, names, count, walks = world.attached(), list[str](), 0, 0
     with pausing_everywhere():
-        walk = world.cache.walk()
+        walking = walk(world.cache)
         for at in range(1500):
             name = f"s{at}"
             prompt = [at % 5, 1, 2, 3, at % 3, 5, 6, 7, at % 2]
@@ -107,11 +108,11 @@ def test_a_busy_pool_is_sound_in_slices(eviction: str) -> None:
                 world.cache.close_session(session.id)
                 session, names = world.attached(), []
             world.now += at % 2
-            said = list(islice(walk, 1 + at % 29))
+            said = list(islice(walking, 1 + at % 29))
             assert not any(said), said
             count += len(said)
             if not said:
-                walks, walk = walks + 1, world.cache.walk()
+                walks, walking = walks + 1, walk(world.cache)
     assert walks >= 20 and count / walks > 100
 
 
@@ -143,7 +144,7 @@ def test_damage_is_found_while_transactions_run_between_slices(damage: Callable[
     damage(pool)
     with pausing_everywhere():
         found = []
-        for at, said in enumerate(world.cache.walk()):
+        for at, said in enumerate(walk(world.cache)):
             found += [said] if said is not None else []
             name = f"b{at}"  # somebody comes and goes all the while
             world.cache.allocate(session.id, [Opening(name, Prompt(array("I", [at, 1]), "", None), 1)], [])
@@ -163,7 +164,7 @@ def test_no_slice_is_long() -> None:
         serve_fast(session.id, [Steps([f"s{at}"], [0], [len(prompt)], prompt, [500], [500])], [])
     world.cache.remove(session.id, [f"s{at}" for at in range(100)])
     spans, began = [], time.thread_time()
-    for said in world.cache.walk():
+    for said in walk(world.cache):
         assert said is None
         now = time.thread_time()
         spans.append(now - began)
@@ -178,11 +179,11 @@ def test_a_sequence_is_checked_while_it_grows() -> None:
     session = world.attached()
     serve(world, session, opening("a", [1], 1))
     with pausing_everywhere():
-        walk = world.cache.walk()
+        walking = walk(world.cache)
         for pages in range(2, 40):
-            assert not any(islice(walk, 9))
+            assert not any(islice(walking, 9))
             world.cache.allocate(session.id, [Steps(["a"], [0], [0], array("I"), [pages], [pages - 1])], [])
-        assert not any(walk)
+        assert not any(walking)
     serve(world, session, growth("a", 0, [1], 39, 39))
 
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from services.kvcache.cache.opening import Opening
+from services.kvcache.cache.walk import check
 from tests.kvcache.cache.intents import (
     TEXTS,
     Do,
@@ -112,7 +113,7 @@ class Direct:
         return [UNANSWERED if give_up else entry.answer for entry in ran]
 
     def violations(self) -> list[str]:
-        return list(self.world.cache.check())
+        return list(check(self.world.cache))
 
     def stats(self) -> dict[str, int]:
         cache = self.world.cache

@@ -26,6 +26,7 @@ from services.common.errors import (
     TooManySessions,
 )
 from services.kvcache.cache.grant import Grant
+from services.kvcache.cache.walk import check
 from services.kvcache.lease.sessions import Session
 from services.kvcache.pool.layout import PageLayout
 from tests.kvcache.cache.demands import Demand, Step, grouped, growth, in_columns, opening
@@ -415,7 +416,7 @@ def test_check_finds_damage() -> None:
         run(world, session, "a", list(range(9)), 3)
         world.sound()
         damage(next(iter(world.cache.pools)))
-        assert list(world.cache.check())
+        assert list(check(world.cache))
 
 
 def rename(index: Any, page: int, tokens: bytes) -> None:
@@ -451,4 +452,4 @@ def test_check_tells_of_damage_to_the_index(eviction: str) -> None:
         index = next(iter(world.cache.pools)).index
         assert not index.is_primary(3) and index.tokens(3) is not None
         damage(index)
-        assert any(said in violation for violation in world.cache.check()), said
+        assert any(said in violation for violation in check(world.cache)), said

@@ -15,6 +15,7 @@ from services.common import rpc
 from services.common.errors import ServiceError
 from services.kvcache.cache.opening import Opening
 from services.kvcache.cache.steps import Steps
+from services.kvcache.cache.walk import check
 from tests.kvcache import messages
 from tests.kvcache.cache.demands import Step, fork, in_columns, opening
 from tests.kvcache.conftest import Running
@@ -52,7 +53,7 @@ class Twin:
             pool.totals,
             [(pool.table.state(page), pool.table.generation(page)) for page in range(pool.table.total)],
             self.session.held_pages,
-            list(self.cache.check()),
+            list(check(self.cache)),
         )
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from services.common.errors import HostMemoryExceeded, InvalidConfiguration, ServiceError
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
+from services.kvcache.cache.walk import check
 from services.kvcache.eviction.retention import Retention
 from services.kvcache.lease import sessions
 from services.kvcache.lease.sessions import Session
@@ -410,7 +411,7 @@ def test_check_finds_an_account_that_is_off(wrong: int) -> None:
     session = world.attached()
     serve(world, session, opening("a", [1], 1))
     world.cache.memory.used += wrong
-    assert any("bytes of host memory are charged, what there is" in line for line in world.cache.check())
+    assert any("bytes of host memory are charged, what there is" in line for line in check(world.cache))
     world.cache.memory.used -= wrong
     session.ids_bytes += wrong
-    assert any("bytes for ids" in line for line in world.cache.check())
+    assert any("bytes for ids" in line for line in check(world.cache))

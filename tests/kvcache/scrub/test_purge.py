@@ -9,7 +9,7 @@ import pytest
 
 from services.kvcache.lease.sessions import Session
 from services.kvcache.pool.pool import Pool
-from services.kvcache.pool.purge import purge
+from services.kvcache.scrub.purge import purge
 from tests.kvcache.cache.demands import growth, opening
 from tests.kvcache.cache.test_cache import run, serve
 from tests.kvcache.fakes import World

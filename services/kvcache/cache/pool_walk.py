@@ -1,0 +1,113 @@
+"""Every violated invariant of one pool, looked for in slices between which transactions may run: see ``walk``."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterator
+
+from services.kvcache.eviction.lru import PAUSE
+from services.kvcache.pool.page_table import PageState
+from services.kvcache.pool.pool import Pool
+from services.kvcache.pool.sequence import Sequence
+
+
+def walk_pool(pool: Pool) -> Iterator[str | None]:
+    """Every violated invariant of this pool; empty if it is consistent. None now and then, where transactions may
+    run.
+    """
+    yield from pool.table.walk()
+    yield from pool.table.cached.frozen(pool.index.frozen()).walk()
+    yield from pool.index.walk()
+    # Of each page the sum of those that list it, to be compared with that of its holders.
+    listed = array("Q", bytes(8 * pool.table.total))
+    for sequence in list(pool.sequences):
+        if sequence in pool.sequences:
+            yield from _check_sequence(pool, sequence)
+            yield from _walk_block_table(pool, sequence, pool.sequences, listed)
+        yield None
+    for sequence in list(pool.expired):
+        yield from _walk_block_table(pool, sequence, pool.expired, listed)
+        yield None
+    for page in list(pool.table.cached.promises()):
+        if pool.table.cached.has_promise(page) and (
+            pool.table.state(page) != PageState.HELD or not pool.index.is_primary(page)
+        ):
+            yield f"page {page} has a promise, is {pool.table.state(page).name} and no lookup finds it held"
+    yield None
+    yield from _walk_holders(pool, listed)
+
+
+def _check_sequence(pool: Pool, sequence: Sequence) -> Iterator[str]:
+    size = pool.page_size
+    if len(sequence.tokens) > len(sequence.pages) * size:
+        yield f"{sequence!r} has more tokens than its pages hold"
+    if not sequence.chain_broken and sequence.published != len(sequence.tokens) // size:
+        yield f"{sequence!r} has a complete page that is not published"
+    if sequence.copy is not None:
+        index, source = sequence.copy
+        if source in sequence.pages or index != len(sequence.tokens) // size:
+            yield f"{sequence!r} copies page {source} to index {index}"
+    index, slot = divmod(len(sequence.tokens), size)
+    if slot and not sequence.forked and index < len(sequence.pages) and pool.table.is_shared(sequence.pages[index]):
+        yield f"{sequence!r} was no side of a fork and shares its tail"
+
+
+def _walk_block_table(
+    pool: Pool, sequence: Sequence, among: dict[Sequence, None], listed: array[int]
+) -> Iterator[str | None]:
+    size, seen, at = pool.page_size, set[int](), 0
+    if sequence.copy is not None and sequence in among:
+        listed[sequence.copy[1]] ^= _mark(sequence)
+        if not pool.table.is_held_by(sequence.copy[1], sequence):
+            yield f"{sequence!r} copies page {sequence.copy[1]} and does not hold it"
+    # It may end meanwhile, or have its last page replaced.
+    while at < len(sequence.pages) and sequence in among:
+        page = sequence.pages[at]
+        listed[page] ^= _mark(sequence)
+        if not pool.table.is_held_by(page, sequence):
+            yield f"page {page}: holders {set(pool.table.holders(page))}, the block table of {sequence!r} has it"
+        if page in seen and sequence.pages.count(page) > 1:
+            yield f"{sequence!r} lists page {page} twice"
+        seen.add(page)
+        if at < sequence.published and among is pool.sequences:
+            chunk = sequence.tokens[at * size : (at + 1) * size].tobytes()
+            if pool.index.tokens(page) != chunk:
+                yield f"{sequence!r}: page {page} is published with other tokens"
+        at += 1
+        if at % PAUSE == 0:
+            yield None
+
+
+def _walk_holders(pool: Pool, listed: array[int]) -> Iterator[str | None]:
+    spent = 0
+    for page in range(pool.table.total):
+        holders = pool.table.holders(page)
+        found = 0
+        for holder in holders:
+            found ^= _mark(holder)
+        if found != listed[page]:  # or it has changed hands since: each holder is looked at
+            for holder in holders:
+                if pool.table.is_held_by(page, holder) and not _lists(pool, holder, page):
+                    yield f"page {page} is held by {holder!r}, whose block table has it not"
+                yield None
+        state = pool.table.state(page)
+        if state == PageState.CACHED and not pool.index.is_primary(page):
+            yield f"page {page} is cached and no lookup finds it"
+        if state in (PageState.FREE, PageState.QUARANTINED) and pool.index.is_published(page):
+            yield f"page {page} is {state.name} and published"
+        spent += 1 + len(holders)
+        if spent >= PAUSE:
+            spent = 0
+            yield None
+
+
+def _lists(pool: Pool, holder: Hashable, page: int) -> bool:
+    if not isinstance(holder, Sequence) or (holder not in pool.sequences and holder not in pool.expired):
+        return False
+    # What has changed lately is at the end.
+    return page in holder.pages[-PAUSE:] or page in holder.pages or (holder.copy is not None and holder.copy[1] == page)
+
+
+def _mark(holder: Hashable) -> int:
+    """64 bits of a holder's own, such that those of several can be summed."""
+    return id(holder) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
