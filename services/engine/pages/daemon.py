@@ -80,11 +80,15 @@ class _Answer:
     grants: list[Grant]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Session:
+    """``memory`` is None once it is let go of. A call that failed may be kept by its error's frames, in a cycle, and
+    keeps its session, but not the mapping: beside it the next daemon's arena may not fit.
+    """
+
     id: str
     lease: Lease
-    memory: Pages | DevicePages
+    memory: Pages | DevicePages | None
 
 
 class GrpcPageSource:
@@ -166,7 +170,10 @@ class GrpcPageSource:
 
         Raises SessionExpired without a session.
         """
-        return self._live().memory
+        memory = self._live().memory
+        if memory is None:
+            raise SessionExpired("the session's memory is unmapped")
+        return memory
 
     def may_launch(self) -> bool:
         """Whether the lease has not expired and lasts, with a safety margin."""
@@ -225,6 +232,7 @@ class GrpcPageSource:
             lease.renewed(sent_at, self._call("AttachSession", attach, _call_s(lease)).epoch)
         except BaseException:
             self._vouch(opened.session_id, memory)
+            memory = None  # the error's frames keep this one
             self._close_best_effort()
             raise
         self._session, self._total_pages = _Session(opened.session_id, lease, memory), opened.arena.total_pages
@@ -259,6 +267,7 @@ class GrpcPageSource:
         session, self._session = self._session, None
         if session is not None:
             self._vouch(session.id, session.memory)
+            session.memory = None
 
     def _vouch(self, session_id: str, memory: Pages | DevicePages | None) -> None:
         """Unmap, and have the session closed, unless the GPU may still write its pages: then the daemon waits for the
