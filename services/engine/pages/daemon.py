@@ -175,6 +175,12 @@ class GrpcPageSource:
             raise SessionExpired("the session's memory is unmapped")
         return memory
 
+    @property
+    def silent_since(self) -> float | None:
+        """Since when the lease could not be renewed; None while it can, and without a session."""
+        session = self._session
+        return session.lease.silent_since if session is not None else None
+
     def may_launch(self) -> bool:
         """Whether the lease has not expired and lasts, with a safety margin."""
         session = self._session

@@ -270,6 +270,28 @@ def test_silence_is_asked_again_and_logged_once(clock: Clock, logged: list[Any])
     assert not lease.expired and [event["event"] for event in logged] == ["lease_not_renewed"]
 
 
+def test_silence_lasts_from_the_first_renewal_that_failed_until_a_call_succeeds(
+    clock: Clock, logged: list[Any]
+) -> None:
+    lease = Lease(epoch=1, ttl_s=0.01, renewed_at=clock.now - 1)
+    began, attempts, enough = clock.now, list[int](), threading.Event()
+
+    def silence(renewed: Lease) -> None:
+        attempts.append(1)
+        clock.now += 0.001
+        if len(attempts) == 3:
+            enough.set()
+        raise KvCacheDown("silence")
+
+    keeper = LeaseKeeper(lambda: lease, silence, clock)
+    keeper.start()
+    assert enough.wait(30)
+    keeper.close()
+    assert lease.silent_since == began
+    lease.renewed(clock.now, epoch=1)
+    assert lease.silent_since is None
+
+
 def test_a_session_heard_to_be_over_launches_nothing_more(daemon: Running, clock: Clock) -> None:
     source = made(daemon, clock=clock, ttl_s=1)
     source.reopen()
