@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -63,28 +63,14 @@ _CHANGE = {
 class Engine:
     """Call ``start``, connect to ``bound``, call ``stop``. Tests run the same object on a free port.
 
-    ``make_runner`` creates the step runner, and ``sleep`` waits; tests use them to inject faults and time.
+    ``make_runner`` creates the step runner; tests use it to inject faults.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        make_runner: Callable[..., StepRunner] = Runner,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
+    def __init__(self, config: Config, *, make_runner: Callable[..., StepRunner] = Runner) -> None:
         self.config = config
-        self._sleep = sleep
         self.streams = Streams()
         self.generations = GenerationRegistry(config.retention)
-        self._policy = config.policy
-        self.servicer = EngineServicer(
-            self.streams,
-            self.generations,
-            self._policy,
-            self.begin_drain,
-            throttle=Throttle(config.messages_per_s),
-        )
+        self.servicer = EngineServicer(self.streams, self.generations, throttle=Throttle(config.messages_per_s))
         self.calls, self.kvcache_calls = CallStats(), CallStats()
         self.metrics = EngineMetrics(self.generations, self.calls, self.kvcache_calls, lambda: self.servicer.draining)
         self._endpoint = Endpoint(config.metrics, self.metrics) if config.metrics is not None else None
@@ -98,13 +84,11 @@ class Engine:
             insecure=config.insecure,
             limits=LIMITS,
             max_connections=config.max_connections,
-            guests=self._policy.guests,
             tokens=Tokens(config.tokens) if config.tokens is not None else None,
         )
         self._source: PageSource | None = None  # until the engine's thread takes it over
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._draining: asyncio.Task[None] | None = None
 
     @property
     def bound(self) -> list[str]:
@@ -147,11 +131,7 @@ class Engine:
             running.call_soon_threadsafe(self.streams.deliver, events)
 
         def on_serving(serving: bool) -> None:
-            say = self._serving.ready if serving else self._serving.not_ready
-            running.call_soon_threadsafe(say)
-
-        def on_failed() -> None:
-            running.call_soon_threadsafe(self._serving.dead)
+            running.call_soon_threadsafe(self._say, serving)
 
         self.loop = EngineLoop(
             self._make_runner(model, lambda: backend.view(source.memory), draw, backend.finish),
@@ -159,9 +139,7 @@ class Engine:
             config.limits,
             outbox,
             patience_s=config.patience_s,
-            unready_after_s=config.unready_after_s,
             on_serving=on_serving,
-            on_failed=on_failed,
         )
         self._thread = threading.Thread(target=self.loop.run, name="engine", daemon=True)
         self._thread.start()
@@ -182,7 +160,7 @@ class Engine:
         self.servicer.serve(served)
         self.metrics.serve(served)
         self._begin(self._sweep())
-        self._serving.ready()
+        await self._serving.ready()
 
     def _make_backend(self, checkpoint: Checkpoint) -> Backend:
         """Create the backend that the flags select. Raises InvalidConfiguration."""
@@ -245,6 +223,10 @@ class Engine:
                     )
             await asyncio.sleep(OPEN_RETRY_S)
 
+    def _say(self, serving: bool) -> None:
+        if not self.servicer.draining:
+            self._begin(self._serving.ready() if serving else self._serving.not_ready())
+
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -262,27 +244,14 @@ class Engine:
         self.generations.retention = self.config.retention
         self._serving.reload()
 
-    def begin_drain(self) -> asyncio.Future[None]:
-        """Set readiness to NOT_SERVING at once, and ``lame_duck_s`` seconds later reject new and waiting requests.
-
-        Returns what is done then. Later calls join the drain under way, and none can cancel it.
+    async def stop(self, grace_s: float) -> None:
+        """Drain: reject new and waiting requests, give running ones ``grace_s`` seconds to finish, abort the rest, and
+        release everything.
         """
-        if self._draining is None:
-            self._serving.leave()
-            log.info("draining", live=len(self.streams), lame_duck_s=self.config.lame_duck_s)
-            self._draining = asyncio.ensure_future(self._drain())
-        return asyncio.shield(self._draining)
-
-    async def _drain(self) -> None:
-        if self.loop is not None:
-            await self._sleep(self.config.lame_duck_s)
         self.servicer.drain()
+        await self._serving.not_ready()
         if self.loop is not None:
             self.loop.drain(Draining("the engine is shutting down and starts no more requests"))
-
-    async def stop(self, grace_s: float) -> None:
-        """Drain, give running requests ``grace_s`` seconds to finish, abort the rest, and release everything."""
-        await self.begin_drain()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.streams.until_none(), grace_s)
         if self.streams:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from services.common import settings
 from services.common.access.identity import Identity
 from services.common.access.policy import Allowance, Policy
+from services.common.errors import InvalidConfiguration
 from services.common.listening import LIVE, Listening, listen
 from services.common.serving import Listener
 from services.common.settings import Program, setting
@@ -20,6 +21,7 @@ from services.kvcache.arena.host import default_directory
 from services.kvcache.arena.room import Room, default_memory
 from services.kvcache.cache.cache import MAX_TTL_S, MIN_TTL_S, Limits
 from services.kvcache.eviction.policy import POLICIES, policy_name
+from services.kvcache.kvevents.format import FORMATS, MAP
 from services.kvcache.lease.quarantine import FENCES
 from services.kvcache.pool.budget import MAX_PAGES
 from services.launch import typed
@@ -168,6 +170,28 @@ class Config(Listening):
     event_ring: int = setting(
         whole(1, 10**8), _DEFAULTS.event_ring, "page events kept for readers of the prefix cache's changes", metavar="N"
     )
+    kv_events: Listener | None = setting(
+        Kind(Listener.parse_tcp, "host:port"),
+        None,
+        "publish what enters and leaves the prefix caches as vLLM's KV events over ZeroMQ on host:port, with tokens "
+        "and without TLS; default: off",
+        metavar="ADDR",
+    )
+    kv_events_replay: Listener | None = setting(
+        Kind(Listener.parse_tcp, "host:port"),
+        None,
+        "replay KV events on host:port to readers that missed some",
+        metavar="ADDR",
+    )
+    kv_events_to: Listener | None = setting(
+        Kind(Listener.parse_tcp, "host:port"),
+        None,
+        "also send KV events to a router that listens for them on host:port",
+        metavar="ADDR",
+    )
+    kv_events_format: str = setting(
+        one_of(*FORMATS), MAP, "format of a KV event: `map` as since vLLM 0.25, `array` as before", metavar="F"
+    )
     checksums: str = setting(
         one_of(ON, OFF),
         ON if _DEFAULTS.checksums else OFF,
@@ -198,7 +222,27 @@ class Config(Listening):
             fields["memory"] = default_memory(byte_size(MEMORY), room)
         config = cls(**fields, echo=values.echo())
         config.check_exposure()
+        config.check_kv_events()
         return config
+
+    def check_kv_events(self) -> None:
+        """Reject addresses of KV events that other hosts can reach: who does reads the tokens of all prompts.
+
+        Raises InvalidConfiguration.
+        """
+        for flag, listener in (
+            ("--kv-events", self.kv_events),
+            ("--kv-events-replay", self.kv_events_replay),
+            ("--kv-events-to", self.kv_events_to),
+        ):
+            if listener is not None and flag != "--kv-events" and self.kv_events is None:
+                raise InvalidConfiguration(f"{flag} needs --kv-events", field=flag)
+            if listener is not None and not listener.local_only and not self.insecure:
+                raise InvalidConfiguration(
+                    f"{flag} {listener}: other hosts could read the tokens of all cached prompts; use a loopback "
+                    "address, or --insecure on a trusted network",
+                    field=flag,
+                )
 
     #: The fields that can change while the daemon runs.
     LIVE: ClassVar[frozenset[str]] = LIVE | {

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from services.common.call_stats import CallStats
 from services.common.prometheus import Families, Rows
 from services.kvcache.cache.cache import KvCache
+from services.kvcache.kvevents.publisher import KvEventPublisher
 from services.kvcache.lease.quarantine import Fence
 from services.kvcache.pool.pool import Pool
 from services.kvcache.presence import LoopWatch
@@ -23,8 +24,16 @@ COLLECT_S = 5.0
 class KvCacheMetrics(Collector):
     """Collects a cache's metrics at each scrape, on the cache's own event loop, between two transactions."""
 
-    def __init__(self, cache: KvCache, calls: CallStats, watch: LoopWatch, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        cache: KvCache,
+        calls: CallStats,
+        watch: LoopWatch,
+        loop: asyncio.AbstractEventLoop,
+        kv_events: KvEventPublisher | None,
+    ) -> None:
         self._cache = cache
+        self._kv_events = kv_events
         self._calls = calls
         self._watch = watch
         self._loop = loop
@@ -59,6 +68,9 @@ class KvCacheMetrics(Collector):
         families.histogram("loop_held_seconds", "How much too late the event loop came back.", self._watch.held)
         families.gauge("loop_held_seconds_max", "The longest that the event loop was held.", self._watch.longest_s)
         families.calls("rpc", "Calls served by the daemon", self._calls)
+        events = self._kv_events
+        families.counter("kv_event_batches_total", "Batches of KV events published.", events.published if events else 0)
+        families.counter("kv_event_replays_total", "Replays of KV events served.", events.replayed if events else 0)
         _tell_pools(families, cache)
         return families.metrics
 

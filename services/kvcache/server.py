@@ -31,6 +31,7 @@ from services.kvcache.arena.kernel_checksums import kernel_checksums
 from services.kvcache.arena.room import Room, check_directory, check_gpus
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.config import GPU, Config
+from services.kvcache.kvevents.publisher import KvEventPublisher
 from services.kvcache.lease.process import ProcessTable
 from services.kvcache.metrics import KvCacheMetrics
 from services.kvcache.pool.layout import PageLayout
@@ -107,6 +108,15 @@ class Daemon:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._endpoint: Endpoint | None = None
+        self.kv_events: KvEventPublisher | None = None
+        if config.kv_events is not None:
+            self.kv_events = KvEventPublisher(
+                self.cache,
+                config.kv_events,
+                config.kv_events_replay,
+                config.kv_events_format,
+                to=config.kv_events_to,
+            )
 
     @property
     def bound(self) -> list[str]:
@@ -131,8 +141,10 @@ class Daemon:
             functools.partial(kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server, self._servicer), self.calls
         )
         await self._serving.start()
+        if self.kv_events is not None:
+            self.kv_events.start()
         if self.config.metrics is not None:
-            collector = KvCacheMetrics(self.cache, self.calls, self.watch, asyncio.get_running_loop())
+            collector = KvCacheMetrics(self.cache, self.calls, self.watch, asyncio.get_running_loop(), self.kv_events)
             self._endpoint = Endpoint(self.config.metrics, collector)
             await asyncio.to_thread(self._endpoint.start)
         self._tasks = [
@@ -140,7 +152,7 @@ class Daemon:
             asyncio.create_task(self.watch.run()),
             asyncio.create_task(self.scrubber.run()),
         ]
-        self._serving.ready()
+        await self._serving.ready()
 
     def reload(self, read: Callable[[], Config]) -> None:
         """Take up the settings that ``read`` returns, as far as they can change, and certificates that have changed."""
@@ -159,6 +171,8 @@ class Daemon:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        if self.kv_events is not None:
+            await self.kv_events.stop()
         self.cache.close()
         self.scrubber.close()
 

@@ -53,9 +53,7 @@ def test_the_daemons_error_table_is_the_codes() -> None:
 
 def test_the_engines_error_table_is_the_codes() -> None:
     own = set(names_between("# --- the engine", None)) - {"ModelInvalid"}  # which ends the start, and no call
-    assert table((ROOT / "docs" / "api.md").read_text()) == rows(
-        ["FieldInvalid", "Internal", "RoleMissing", "ExceedsPool", *own]
-    )
+    assert table((ROOT / "docs" / "api.md").read_text()) == rows(["FieldInvalid", "Internal", "ExceedsPool", *own])
 
 
 def test_every_rpc_of_the_engine_has_an_example() -> None:

@@ -51,6 +51,7 @@ ROOMS = {
         "api": {"scrub", "cache", "lease", "pool", "eviction"},
         "scrub": {"cache", "pool"},
         "cache": {"lease", "pool", "eviction"},
+        "kvevents": {"cache", "pool"},
         "lease": {"pool"},
         "arena": {"pool"},
         "pool": {"eviction"},

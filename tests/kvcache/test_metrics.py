@@ -133,8 +133,11 @@ ACTIONS: list[tuple[Callable[[Watched], None], set[str]]] = [
 ]
 #: Known from the start on.
 CONSTANT = {"budget_bytes", "host_memory_limit_bytes", "run_info"}
-#: GPU memory is what this is for; zeroing pages; and engines that may be killed.
-ELSEWHERE = {"attach_turns_total", "pages_zeroed_total", "engines_killed_total"}
+#: GPU memory is what this is for; zeroing pages; engines that may be killed; and routers.
+ELSEWHERE = {"attach_turns_total", "pages_zeroed_total", "engines_killed_total"} | {
+    "kv_event_batches_total",
+    "kv_event_replays_total",
+}
 
 
 def test_every_documented_metric_is_scraped_and_fed(tmp_path: Path) -> None:

@@ -80,15 +80,11 @@ class _Answer:
     grants: list[Grant]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Session:
-    """``memory`` is None once it is let go of. A call that failed may be kept by its error's frames, in a cycle, and
-    keeps its session, but not the mapping: beside it the next daemon's arena may not fit.
-    """
-
     id: str
     lease: Lease
-    memory: Pages | DevicePages | None
+    memory: Pages | DevicePages
 
 
 class GrpcPageSource:
@@ -170,16 +166,7 @@ class GrpcPageSource:
 
         Raises SessionExpired without a session.
         """
-        memory = self._live().memory
-        if memory is None:
-            raise SessionExpired("the session's memory is unmapped")
-        return memory
-
-    @property
-    def silent_since(self) -> float | None:
-        """Since when the lease could not be renewed; None while it can, and without a session."""
-        session = self._session
-        return session.lease.silent_since if session is not None else None
+        return self._live().memory
 
     def may_launch(self) -> bool:
         """Whether the lease has not expired and lasts, with a safety margin."""
@@ -238,7 +225,6 @@ class GrpcPageSource:
             lease.renewed(sent_at, self._call("AttachSession", attach, _call_s(lease)).epoch)
         except BaseException:
             self._vouch(opened.session_id, memory)
-            memory = None  # the error's frames keep this one
             self._close_best_effort()
             raise
         self._session, self._total_pages = _Session(opened.session_id, lease, memory), opened.arena.total_pages
@@ -273,7 +259,6 @@ class GrpcPageSource:
         session, self._session = self._session, None
         if session is not None:
             self._vouch(session.id, session.memory)
-            session.memory = None
 
     def _vouch(self, session_id: str, memory: Pages | DevicePages | None) -> None:
         """Unmap, and have the session closed, unless the GPU may still write its pages: then the daemon waits for the

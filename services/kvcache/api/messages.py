@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from google.protobuf import duration_pb2
@@ -19,7 +19,7 @@ from services.kvcache.cache.steps import Steps
 from services.kvcache.eviction.retention import Retention
 from services.kvcache.lease.quarantine import Record
 from services.kvcache.lease.witness import Process
-from services.kvcache.pool.events import MAX_LINKS, Event, EventKind, Link
+from services.kvcache.pool.events import MAX_LINKS, Event, EventKind
 from services.kvcache.pool.layout import PageLayout
 from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.prefix_cache import FrozenLinks
@@ -142,33 +142,55 @@ def page_message(reference: tuple[int, int]) -> pb.PageRef:
     return pb.PageRef(page_id=reference[0], generation=reference[1])
 
 
-def event_message(event: Event, epoch: int) -> pb.WatchEventsResponse:
-    """One event of WatchEvents."""
-    answer = pb.WatchEventsResponse(epoch=epoch, sequence_number=event.number)
-    getattr(answer, _EVENT_FIELDS[event.kind]).CopyFrom(links_message(event.pool_id, event.links))
-    return answer
+def event_messages(cache: KvCache, event: Event, *, tokens: bool) -> Iterator[pb.WatchEventsResponse]:
+    """One event of WatchEvents; with its ``tokens`` in as many messages as they take, all but the last with the number
+    of the event before.
+    """
+    pool = next((pool for pool in cache.pools if pool.id == event.pool_id), None)
+    columns = [link.hash for link in event.links], [link.parent for link in event.links]
+    with_tokens = tokens and event.kind is EventKind.STORED
+    pieces = _links_messages(event.pool_id, pool, *columns, tokens=with_tokens)
+    for links, last in pieces:
+        answer = pb.WatchEventsResponse(epoch=cache.epoch, sequence_number=event.number - (not last))
+        getattr(answer, _EVENT_FIELDS[event.kind]).CopyFrom(links)
+        yield answer
 
 
-def links_message(pool_id: str, links: list[Link]) -> pb.CacheLinks:
-    """Links of one pool."""
-    return pb.CacheLinks(
-        pool_id=pool_id, hashes=[link.hash for link in links], parent_hashes=[link.parent for link in links]
-    )
-
-
-def snapshot_messages(cache: KvCache, pool_id: str) -> Iterator[pb.CacheLinks | None]:
+def snapshot_messages(cache: KvCache, pool_id: str, *, tokens: bool = False) -> Iterator[pb.CacheLinks | None]:
     """Everything cached now in one pool, or in all when ``pool_id`` is empty; None now and then.
 
     It is copied at once, as whole arrays; the messages are made one by one, whatever has changed since.
     """
-    taken = [(pool.id, pool.index.frozen()) for pool in cache.pools if not pool_id or pool.id == pool_id]
-    return _column_messages(taken)
+    taken = [(pool, pool.index.frozen()) for pool in cache.pools if not pool_id or pool.id == pool_id]
+    return _column_messages(taken, tokens=tokens)
 
 
-def _column_messages(taken: list[tuple[str, FrozenLinks]]) -> Iterator[pb.CacheLinks | None]:
-    for pool_id, links in taken:
+def _column_messages(taken: list[tuple[Pool, FrozenLinks]], *, tokens: bool) -> Iterator[pb.CacheLinks | None]:
+    for pool, links in taken:
         for columns in links.columns(MAX_LINKS):
-            yield columns and pb.CacheLinks(pool_id=pool_id, hashes=columns[0], parent_hashes=columns[1])
+            if columns is None:
+                yield None
+                continue
+            yield from (message for message, _ in _links_messages(pool.id, pool, *columns, tokens=tokens))
+
+
+def _links_messages(
+    pool_id: str, pool: Pool | None, hashes: Sequence[int], parents: Sequence[int], *, tokens: bool
+) -> Iterator[tuple[pb.CacheLinks, bool]]:
+    """Links of one pool, and whether it is the last message of them."""
+    size = 0 if pool is None else pool.page_size
+    most = max(1, TOKEN_SLICE // size) if tokens and size else MAX_LINKS
+    for at in range(0, len(hashes), most):
+        message = pb.CacheLinks(
+            pool_id=pool_id, hashes=hashes[at : at + most], parent_hashes=parents[at : at + most], page_size=size
+        )
+        for position, link in enumerate(message.hashes if tokens else ()):
+            content = None if pool is None else pool.index.content(link)
+            if content is None:
+                message.gone.append(position)
+            else:
+                message.tokens.extend(array("I", content[0]))
+        yield message, at + most >= len(hashes)
 
 
 def read_tokens(tokens: Any) -> Generator[None, None, array[int]]:

@@ -27,7 +27,7 @@ NEEDED = {
     "ListSequences": VIEWER,  # of the caller's own session: ENGINE
     "ExplainPrefix": VIEWER,  # OPERATOR for what others have cached
     "GetStats": VIEWER,
-    "WatchEvents": VIEWER,
+    "WatchEvents": VIEWER,  # OPERATOR with tokens
     "EvictPages": OPERATOR,
     "ExpireSequences": OPERATOR,
     "ReleaseQuarantine": OPERATOR,

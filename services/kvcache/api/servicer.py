@@ -71,6 +71,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         caller = self._policy.require(NEEDED["OpenSession"])
         messages.check_name(request.client_name, "client_name", least=0)
         messages.check_name(request.pool_id, "pool_id")
+        messages.check_name(request.engine_name, "engine_name", least=0)
+        messages.check_name(request.model, "model", least=0)
         if not request.HasField("layout"):
             raise FieldInvalid("layout is missing", field="layout")
         process = self._proven(messages.read_process(request.process))
@@ -86,6 +88,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             device=request.device_ordinal if request.HasField("device_ordinal") else None,
             caller=caller,
             private=not self._shared_pools and caller != self._policy.owner.text,
+            engine_name=request.engine_name,
+            model=request.model,
         )
         pool = self._cache.pool_of(session)
         return pb.OpenSessionResponse(
@@ -314,7 +318,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         """See the proto."""
-        self._policy.require(NEEDED["WatchEvents"])
+        tokens = request.include_tokens
+        self._policy.require(OPERATOR if tokens else NEEDED["WatchEvents"])
         ring, epoch = self._cache.events, self._cache.epoch
         number, why = request.after_sequence_number, pb.RESET_REASON_UNSPECIFIED
         if not request.HasField("after_sequence_number"):
@@ -332,7 +337,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
                 gap, events = ring.after(number)
                 if why or gap:
                     # The snapshot is taken whole, before the first await, at the number it is true for.
-                    number, snapshot = ring.last_number, messages.snapshot_messages(self._cache, request.pool_id)
+                    number = ring.last_number
+                    snapshot = messages.snapshot_messages(self._cache, request.pool_id, tokens=tokens)
                     reset = pb.CacheReset(reason=why or pb.RESET_REASON_GAP)
                     yield pb.WatchEventsResponse(epoch=epoch, sequence_number=number, reset=reset)
                     for links in snapshot:
@@ -345,7 +351,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
                 for event in events:
                     number = event.number
                     if not request.pool_id or event.pool_id == request.pool_id:
-                        yield messages.event_message(event, epoch)
+                        for message in messages.event_messages(self._cache, event, tokens=tokens):
+                            yield message
                 if not events:
                     await changed.wait()
         finally:

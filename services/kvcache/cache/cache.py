@@ -128,6 +128,8 @@ class KvCache:
         self._observe = observe
         self._clock = clock
         self._random_bytes = random_bytes
+        #: Called when a session has attached or has ended.
+        self.on_sessions: Callable[[], None] = lambda: None
 
     # --- sessions ---
 
@@ -145,9 +147,12 @@ class KvCache:
         device: int | None = None,
         caller: str = "",
         private: bool = False,
+        engine_name: str = "",
+        model: str = "",
     ) -> Session:
         """A new session of the caller, on the pool, which is made if need be. The session's canary is in its arena
-        then. A ``private`` pool is the caller's own: others that name it get another one.
+        then. A ``private`` pool is the caller's own: others that name it get another one. ``engine_name`` and ``model``
+        are what KV events name it by.
 
         ``uid`` is the user that the caller was proven to be, if it was: a process of another is not taken for its.
 
@@ -191,6 +196,8 @@ class KvCache:
             uid=uid,
             memory=self.memory,
             entry_bytes=pool.entry_bytes,
+            engine_name=engine_name,
+            model=model,
         )
         pool.arena.write_canary(session.canary_slot, session.canary)
         session.witness = self._observe(process) if process is not None else None
@@ -230,6 +237,7 @@ class KvCache:
             raise AttachMismatch("the canary's complement did not arrive in the arena: the mapping is not shared")
         session.attached, session.attach_until = True, 0.0
         session.renew(self._clock())
+        self.on_sessions()
         return session
 
     def _check_device(self, device: int | None) -> None:
@@ -276,6 +284,7 @@ class KvCache:
         pool.last_used = self._clock()
         self.quarantine.vouch(session.id, caller, self._clock())
         session.let_go()
+        self.on_sessions()
         return len(sequences)
 
     def release_quarantine(self, handle: str) -> int:
@@ -299,6 +308,7 @@ class KvCache:
         session.end()
         pool.last_used = now
         self.quarantine.lose(session, pool, unsafe, now)
+        self.on_sessions()
 
     # --- sequences ---
 
@@ -509,6 +519,10 @@ class KvCache:
     def session_count(self, pool: Pool) -> int:
         """Live sessions on a pool."""
         return sum(session.pool_id == pool.id for session in self._sessions.all())
+
+    def attached_sessions(self) -> list[Session]:
+        """Live sessions that have attached, in the order they were opened."""
+        return [session for session in self._sessions.all() if session.attached]
 
     def pool_of(self, session: Session) -> Pool:
         """The pool of a live session."""

@@ -54,6 +54,8 @@ class Session:
     memory: HostMemory = field(default_factory=HostMemory)
     entry_bytes: int = 0  # what it is charged for each of the held pages
     ids_bytes: int = 0  # what it is charged for sequences without their pages, and for removed ids
+    engine_name: str = ""  # of the replica, and the model it serves: what KV events name it by
+    model: str = ""
 
     @property
     def handle(self) -> str:

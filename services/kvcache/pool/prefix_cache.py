@@ -97,6 +97,12 @@ class PrefixCache:
         name = self._names[page]
         return None if name is None else name[_HASH:]
 
+    def content(self, key: int) -> tuple[bytes, str | None] | None:
+        """The tokens of the indexed link with this hash, and its salt if it is a first link; None if there is none."""
+        page = self._of_key.get(key)
+        name = None if page is None else self._names[page]
+        return None if page is None or name is None else (name[_HASH:], self._salts.get(page))
+
     def is_primary(self, page: int) -> bool:
         """Whether lookups find this page."""
         name = self._names[page]
@@ -331,6 +337,10 @@ class FrozenLinks:
     def parent(self, page: int) -> int | None:
         """The primary page of its parent link; None for a first link. A salt's root is the hash of no link."""
         return self._of_key.get(self._parents[page])
+
+    def has(self, key: int) -> bool:
+        """Whether a link had this hash."""
+        return self._of_key.get(key) is not None
 
     def columns(self, most: int) -> Iterator[tuple[array[int], array[int]] | None]:
         """The hash of every link, and the hash of its parent, at most so many at a time; None now and then. In no

@@ -89,6 +89,15 @@ def test_every_call_needs_its_role(users: Users) -> None:
 
 
 @pytest.mark.needs("other-users")
+def test_a_viewer_watches_without_tokens(users: Users) -> None:
+    request = pb.WatchEventsRequest(include_tokens=True)
+    refused = refusal(users.stub(3002), "WatchEvents", request)
+    assert isinstance(refused, RoleMissing) and OPERATOR in refused.message
+    assert refusal(users.stub(3003), "WatchEvents", request) is None
+    assert refusal(users.stub(3002), "WatchEvents") is None
+
+
+@pytest.mark.needs("other-users")
 def test_calls_in_flight_are_limited_by_identity(reachable: Path) -> None:
     users = Users(reachable, "--identity-calls", "3")
     try:

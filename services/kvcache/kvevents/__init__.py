@@ -1,0 +1,1 @@
+"""The prefix caches as vLLM's KV events, for routers that read those."""
