@@ -16,9 +16,13 @@ RUN /venv/bin/python -m grpc_tools.protoc -Iprotos -I"$(/venv/bin/python -c 'imp
 FROM ${BASE} AS dependencies
 WORKDIR /app
 COPY pyproject.toml constraints.txt ./
+COPY clients/python/pyproject.toml clients/python/
+# rocmforge-client is clients/python, which is copied below.
 RUN python3 -m venv /venv \
- && /venv/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
-        > /tmp/requirements.txt \
+ && for project in . clients/python; do \
+        /venv/bin/python -c 'import sys, tomllib; print(*tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"], sep="\n")' \
+            $project/pyproject.toml; \
+    done | grep -v '^rocmforge-client==' > /tmp/requirements.txt \
  && /venv/bin/pip install --no-cache-dir -q -c constraints.txt -r /tmp/requirements.txt
 
 FROM ${BASE}
@@ -30,10 +34,11 @@ COPY LICENSE pyproject.toml ./
 COPY models models
 COPY kernels kernels
 COPY services services
+COPY clients/python/rocmforge clients/python/rocmforge
 COPY --from=protos /app/protos protos
-ENV PATH=/venv/bin:$PATH PYTHONPATH=/app:/app/protos PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/venv/bin:$PATH PYTHONPATH=/app:/app/protos:/app/clients/python PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # The root file system is read-only at run time, so the byte code is written now.
-RUN python -m compileall -q services kernels protos
+RUN python -m compileall -q services kernels protos clients
 USER 10001:10001
 ENTRYPOINT ["python", "-m"]
 CMD ["services.engine", "--help"]

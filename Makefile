@@ -6,7 +6,7 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 # Type-checked packages; one without Python files is left out.
-TYPED := $(sort $(patsubst %/,%,$(dir $(wildcard $(addsuffix /*.py,services kernels scripts benchmarks models))))) tests
+TYPED := $(sort $(patsubst %/,%,$(dir $(wildcard $(addsuffix /*.py,services kernels scripts benchmarks models))))) clients tests
 
 PROTOS := $(shell find protos -name '*.proto' 2>/dev/null)
 GENERATED := $(PROTOS:.proto=_pb2.py)
@@ -37,12 +37,12 @@ help: ## List these targets
 
 setup: $(VENV)/.setup protos ## Create .venv with the pinned dependencies, and generate the protobuf code
 
-$(VENV)/.setup: pyproject.toml constraints.txt scripts/venv.sh
+$(VENV)/.setup: pyproject.toml clients/python/pyproject.toml constraints.txt scripts/venv.sh
 	@test -x $(PY) || scripts/venv.sh $(VENV)
 	@echo "Installing the pinned dependencies into $(VENV) ..."
 	@# What builds it first: then pip installs the project itself without an isolated, unpinned build environment.
 	@$(PY) -m pip install --quiet -c constraints.txt hatchling grpcio-tools googleapis-common-protos
-	@$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e clients/python -e '.[dev]'
 	@touch $@
 
 protos: $(GENERATED) ## Generate the Python code of protos/**/*.proto

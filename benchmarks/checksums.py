@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from services.common.gpu_ipc import Gpu, Runtime
+from rocmforge.client.arena.gpu_ipc import Gpu, Runtime
 from services.kvcache.arena.device import DeviceArena
 from services.kvcache.arena.host import FileArena
 from services.kvcache.cache.cache import KvCache, Limits

@@ -299,13 +299,13 @@ def attach_rows() -> Iterator[Row]:
     """Milliseconds from opening a session until its memory is verified, and of the first launch on it."""
     import cupy
 
-    from services.common.gpu_ipc import Runtime
+    from rocmforge.client.arena.gpu_ipc import Runtime
     from services.engine.model.backend import Backend
     from services.engine.pages.daemon import GrpcPageSource
-    from services.engine.pages.source import Geometry
+    from services.engine.pages.source import PageLayout
     from services.healthcheck import wait_serving
 
-    geometry = Geometry(PAGE_SIZE, LAYERS, KV_HEADS, HEAD_DIM, "bf16")
+    geometry = PageLayout(PAGE_SIZE, LAYERS, KV_HEADS, HEAD_DIM, "bf16")
     ops = CupyOps(0, "bf16", "bf16", PAGE_SIZE)
     with tempfile.TemporaryDirectory(prefix="rf-bench-") as name:
         address = f"unix:{name}/k.sock"

@@ -13,12 +13,12 @@ from typing import Any
 
 from benchmarks.shapes import RandomCheckpoint, RandomOps, UnreadTensor
 from kernels.ops_cupy import CupyOps
+from rocmforge.client.arena.device import DevicePages
 from services.engine.checkpoint.config import ModelConfig
 from services.engine.model.backend import Backend, on_gpu, on_host
 from services.engine.model.checkpoint import Checkpoint
 from services.engine.model.decoder import Model
 from services.engine.pages.daemon import GrpcPageSource
-from services.engine.pages.device_arena import DevicePages
 from services.engine.pages.local import LocalPageSource
 from services.engine.pages.source import PageSource
 from services.engine.sampling.params import Drawer

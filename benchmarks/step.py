@@ -25,8 +25,8 @@ from benchmarks.stand import daemon
 from services.engine.model.decoder import Model
 from services.engine.model.runner import Runner
 from services.engine.pages.daemon import GrpcPageSource
-from services.engine.pages.host_arena import private_pages
 from services.engine.pages.local import LocalPageSource
+from services.engine.pages.private import private_pages
 from services.engine.pages.source import PageSource
 from services.engine.sampling.params import SamplingParams
 from services.engine.scheduling.admission import Limits

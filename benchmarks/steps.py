@@ -14,7 +14,6 @@ from benchmarks.rows import Row as Found
 from benchmarks.stand import PAGE_SIZE, Pages, Stand
 from benchmarks.step import GREEDY
 from services.engine.model.batch import Row
-from services.engine.pages.host_arena import page_bytes_of
 from services.engine.sampling.params import sample
 
 WARM, STEPS = 5, 30
@@ -34,7 +33,7 @@ def weight_bytes(stand: Stand) -> int:
 def kv_bytes(stand: Stand, tokens: int) -> int:
     """Bytes of the K and V of this many tokens."""
     geometry = stand.model.geometry(PAGE_SIZE, stand.backend.kv_dtype)
-    return tokens * page_bytes_of(geometry) // PAGE_SIZE
+    return tokens * geometry.page_bytes // PAGE_SIZE
 
 
 def pages_of(batch: int, context: int) -> int:

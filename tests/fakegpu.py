@@ -1,4 +1,5 @@
-"""The calls of ``cupy.cuda.runtime`` that services.common.gpu_ipc makes, over memory of this process, with HIP's rules.
+"""The calls of ``cupy.cuda.runtime`` that rocmforge.client.arena.gpu_ipc makes, over memory of this process,
+with HIP's rules.
 
 One ``Machine`` is the GPUs of a host; each ``FakeRuntime`` on it is one process's view of them. Two processes map the
 same bytes, so what one writes the other reads. A device address that nothing maps is an error, not a crash.
@@ -11,7 +12,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.gpu_ipc import HANDLE_BYTES, Gpu, Runtime
+from rocmforge.client.arena.gpu_ipc import HANDLE_BYTES, Gpu, Runtime
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_POINTER, NO_DEVICE, INVALID_DEVICE, INVALID_CONTEXT = 1, 2, 17, 100, 101, 201
 NAMES = {1: "InvalidValue", 2: "OutOfMemory", 17: "InvalidDevicePointer", 100: "NoDevice", 101: "InvalidDevice"}

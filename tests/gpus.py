@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from rocmforge.client.arena.gpu_ipc import Gpu, Runtime
 from services.common.errors import InvalidConfiguration
-from services.common.gpu_ipc import Gpu, Runtime
 from tests import tools
 
 ROOT = Path(__file__).parents[1]
@@ -69,5 +69,6 @@ def host(devices: int) -> Host:
 
 def environment(base: Mapping[str, str]) -> dict[str, str]:
     """The same, for a process that imports this project from its source tree."""
-    path = os.pathsep.join(filter(None, [base.get("PYTHONPATH"), str(ROOT), str(ROOT / "protos")]))
+    roots = (ROOT, ROOT / "protos", ROOT / "clients" / "python")
+    path = os.pathsep.join(filter(None, [base.get("PYTHONPATH"), *map(str, roots)]))
     return {**base, "PYTHONPATH": path}

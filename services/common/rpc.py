@@ -23,6 +23,8 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from rocmforge.client.statuses import error_from as decoded_failure
+from rocmforge.client.statuses import error_from_status as decoded
 from services.common.access.identity import ANYONE, CALLER, Identity
 from services.common.access.in_flight import InFlight
 from services.common.access.tokens import Tokens
@@ -63,29 +65,12 @@ def status_of(error: ServiceError, domain: str) -> status_pb2.Status:
 
 def error_from_status(status: status_pb2.Status) -> ServiceError:
     """The inverse of ``status_of``; for an unknown reason, a plain ServiceError with the status's code and reason."""
-    info, field, retry = error_details_pb2.ErrorInfo(), "", None
-    for detail in status.details:
-        bad, delay = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            detail.Unpack(info)
-        elif detail.Unpack(bad) and bad.field_violations:
-            field = bad.field_violations[0].field
-        elif detail.Unpack(delay):
-            retry = delay.retry_delay.ToNanoseconds() / 1e9
-    kind = BY_REASON.get(info.reason)
-    if kind is None:
-        kind = type("RemoteError", (ServiceError,), {"code": _NAMES[status.code], "reason": info.reason or "UNKNOWN"})
-    error = kind(status.message, field=field, retry_after_s=retry)
-    error.metadata = dict(info.metadata)
-    return error
+    return decoded(status, BY_REASON)
 
 
 def error_from(failure: grpc.RpcError) -> ServiceError:
     """The error of a failed call; without details, it keeps the status code and its reason is UNKNOWN."""
-    status = rpc_status.from_call(failure)
-    if status is None:
-        status = status_pb2.Status(code=failure.code().value[0], message=failure.details() or failure.code().name)
-    return error_from_status(status)
+    return decoded_failure(failure, BY_REASON)
 
 
 async def _abort(context: Any, error: ServiceError, domain: str) -> NoReturn:

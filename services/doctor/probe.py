@@ -6,8 +6,8 @@ import dataclasses
 import json
 from typing import Any
 
+from rocmforge.client.arena.gpu_ipc import Runtime
 from services.common.errors import GpuError, InvalidConfiguration
-from services.common.gpu_ipc import Runtime
 from services.doctor.stack import GpuFacts, Stack
 
 

@@ -19,9 +19,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rocmforge.client.arena.gpu_ipc import Runtime
 from services import launch
 from services.common.errors import ServiceError
-from services.common.gpu_ipc import Runtime
 from services.doctor.check import Finding, failed, fault, ok, skipped
 from services.doctor.machine import Machine
 from services.doctor.stack import Stack, nearest

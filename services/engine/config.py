@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rocmforge.client.transport.tls import ClientTls, client_tls
 from services.common import settings
-from services.common.edge.tls import ClientTls, client_tls
 from services.common.errors import InvalidConfiguration, ModelInvalid
 from services.common.listening import LIVE, Listening, file_path, listen, runtime_dir
 from services.common.serving import Listener

@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 from threadpoolctl import threadpool_limits
 
+from rocmforge.client.arena.device import DevicePages
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services.common.access.tokens import Tokens
 from services.common.call_stats import CallStats
@@ -33,8 +34,6 @@ from services.engine.model.checkpoint import Checkpoint
 from services.engine.model.decoder import Model
 from services.engine.model.runner import Runner
 from services.engine.pages.daemon import GrpcPageSource
-from services.engine.pages.device_arena import DevicePages
-from services.engine.pages.host_arena import page_bytes_of
 from services.engine.pages.local import LocalPageSource
 from services.engine.pages.source import PageSource
 from services.engine.sampling.params import Drawer, SamplingParams, sample
@@ -187,7 +186,7 @@ class Engine:
             try:
                 pages = backend.private(geometry, config.local_pages)
             except MemoryError as error:
-                size = config.local_pages * page_bytes_of(geometry)
+                size = config.local_pages * geometry.page_bytes
                 raise InvalidConfiguration(
                     f"--local-pages {config.local_pages}: not enough memory for {size} bytes", field="--local-pages"
                 ) from error

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import structlog
 
+from rocmforge.client.arena.gpu_ipc import Gpu, Runtime
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common.access.acl import open_way
 from services.common.access.identity import Identity
@@ -19,7 +20,6 @@ from services.common.access.in_flight import InFlight
 from services.common.call_stats import CallStats
 from services.common.edge.reloading import reread
 from services.common.errors import GpuError, InvalidConfiguration
-from services.common.gpu_ipc import Gpu, Runtime
 from services.common.prometheus import Endpoint
 from services.common.serving import Serving, configure_logging
 from services.kvcache.api.limits import LIMITS

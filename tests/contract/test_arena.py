@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rocmforge.client.arena.gpu_ipc import HANDLE_BYTES, Gpu
 from services.common.errors import ExceedsBudget
-from services.common.gpu_ipc import HANDLE_BYTES, Gpu
 from services.kvcache.arena.device import DeviceArena
 from services.kvcache.arena.host import FileArena
 from services.kvcache.pool.budget import CANARY_SLOT_BYTES
@@ -27,7 +27,7 @@ PAGES, SLOTS = 5, 3
 #: Another process: opens a handle on a GPU, writes bytes at an offset, prints what was there.
 PEER = """
 import sys
-from services.common.gpu_ipc import Runtime
+from rocmforge.client.arena.gpu_ipc import Runtime
 gpu = Runtime.load().gpu(int(sys.argv[1]))
 pointer = gpu.open(bytes.fromhex(sys.argv[2]))
 at, data = pointer + int(sys.argv[3]), bytes.fromhex(sys.argv[4])

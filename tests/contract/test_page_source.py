@@ -23,10 +23,10 @@ from services.engine.pages.source import (
     MAX_RETENTION_PRIORITY,
     MAX_RETENTION_S,
     Demand,
-    Geometry,
     Grant,
     Opening,
     PageCopy,
+    PageLayout,
     PageSource,
     Retention,
 )
@@ -50,11 +50,11 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         return
     # The contract is what is answered, not how soon: a busy machine may take longer than an engine waits.
     for name in ("MAX_CALL_S", "CLOSE_S"):
-        monkeypatch.setattr(f"services.engine.pages.daemon.{name}", 60.0)
+        monkeypatch.setattr(f"rocmforge.client.cache.{name}", 60.0)
     daemon = Running(tmp_path)
 
     def remote(pages: int) -> PageSource:
-        geometry = Geometry(SIZE, layers=1, kv_heads=1, head_dim=2, dtype="f32")
+        geometry = PageLayout(SIZE, layers=1, kv_heads=1, head_dim=2, dtype="f32")
         address, pool = str(daemon.config.listeners[0]), f"pool {len(made)}"
         source = GrpcPageSource(address, pool, geometry, pool_pages=pages, ttl_s=600)
         source.reopen()

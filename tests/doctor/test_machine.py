@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.gpu_ipc import Runtime
+from rocmforge.client.arena.gpu_ipc import Runtime
 from services.common.serving import Listener
 from services.doctor import check, probe, roundtrip, stack
 from services.doctor.check import Check, Finding, Status

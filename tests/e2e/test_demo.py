@@ -17,6 +17,8 @@ import pytest
 
 from tests.processes import ROOT
 
+PATH = f"{ROOT}:{ROOT}/protos:{ROOT}/clients/python"
+
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
@@ -35,7 +37,12 @@ def demo(
     places = {b"TMPDIR": os.fsencode(temporary), b"XDG_RUNTIME_DIR": os.fsencode(temporary)}
     return subprocess.Popen(
         [sys.executable, str(script), command],
-        env={**inherited, **places, b"PYTHONPATH": os.fsencode(f"{ROOT}:{ROOT}/protos"), **(environment or {})},
+        env={
+            **inherited,
+            **places,
+            b"PYTHONPATH": os.fsencode(PATH),
+            **(environment or {}),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

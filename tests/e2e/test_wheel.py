@@ -63,7 +63,17 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scripts(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def client(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of clients/python, which the other one needs."""
+    out = tmp_path_factory.mktemp("client")
+    done = build(source / "clients" / "python", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [made] = out.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def scripts(wheel: Path, client: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the console scripts, in an environment that has the dependencies and nothing of the checkout.
 
     Somebody else's packages are installed there under the names of ours.
@@ -81,7 +91,7 @@ def scripts(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in TAKEN:
         (installed / name).mkdir()
         (installed / name / "__init__.py").write_text("OWNER = 'somebody else'\n")
-    done = pip("--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    done = pip("--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel), str(client))
     assert done.returncode == 0, done.stdout + done.stderr
     return python.parent
 
@@ -139,7 +149,26 @@ def test_the_wheel_installs_one_name(wheel: Path) -> None:
     assert "rocmforge/_app/kernels/hip/common.h" in names
     assert "rocmforge/_app/models/shakespeare/model.safetensors" in names
     assert "rocmforge/engine/v1/engine_pb2_grpc.py" in names
+    assert not [name for name in names if name.startswith(("rocmforge/kvcache/", "rocmforge/client/"))], "the client's"
     assert not [name for name in names if "__pycache__" in name or name.endswith(".proto")]
+
+
+def test_no_file_is_in_both_wheels(wheel: Path, client: Path) -> None:
+    names, others = (set(zipfile.ZipFile(one).namelist()) for one in (wheel, client))
+    assert {"rocmforge/client/cache.py", "rocmforge/kvcache/v1/kvcache_pb2_grpc.py"} <= others
+    assert not names & others and not [name for name in others if "_app" in name]
+
+
+def test_the_client_is_built_from_its_source_distribution_alone(source: Path, client: Path, tmp_path: Path) -> None:
+    folder = source / "clients" / "python"
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    [archive] = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    done = build(tmp_path / archive.name.removesuffix(".tar.gz"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [made] = tmp_path.glob("*.whl")
+    assert set(zipfile.ZipFile(made).namelist()) == set(zipfile.ZipFile(client).namelist())
 
 
 def test_both_services_and_a_generation(scripts: Path, elsewhere: Path) -> None:

@@ -11,21 +11,22 @@ from typing import Any
 import grpc
 import pytest
 
+from rocmforge.client import cache as kvclient
+from rocmforge.client.transport import keepalive
 from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
-from services.common.edge import keepalive
+from services.common.edge import keepalive as serving_keepalive
 from services.engine import cli
 from services.engine.cli import client
-from services.engine.pages import daemon as kvclient
 from services.engine.pages.daemon import GrpcPageSource
-from services.engine.pages.source import Demand, Geometry, Opening
+from services.engine.pages.source import Demand, Opening, PageLayout
 from services.engine.scheduling.loop import BACKOFF_S
 from tests.engine.running import RunningEngine
 from tests.kvcache.conftest import Running
 from tests.proxy import Proxy
 
-GEOMETRY = Geometry(4, layers=2, kv_heads=1, head_dim=2, dtype="f32")
+GEOMETRY = PageLayout(4, layers=2, kv_heads=1, head_dim=2, dtype="f32")
 OPENING = Demand("a", start=0, tokens=[], total_pages=2, known_pages=0, opening=Opening([1, 2, 3]))
 #: Long enough for a busy machine to answer a ping, and short for a test.
 PING_S, PATIENCE_S = 0.6, 3.0
@@ -48,8 +49,8 @@ def daemon(tmp_path: Path) -> Iterator[Running]:
 
 def pings(monkeypatch: pytest.MonkeyPatch, client_s: float, server_s: float) -> None:
     monkeypatch.setattr(keepalive, "CLIENT", keepalive.pings(client_s, PATIENCE_S))
-    least = keepalive.SERVER[-1]
-    monkeypatch.setattr(keepalive, "SERVER", [*keepalive.pings(server_s, PATIENCE_S), least])
+    least = serving_keepalive.SERVER[-1]
+    monkeypatch.setattr(serving_keepalive, "SERVER", [*keepalive.pings(server_s, PATIENCE_S), least])
 
 
 def test_an_unanswered_call_gets_the_next_one_a_channel_of_its_own(
@@ -155,7 +156,7 @@ def test_a_command_does_not_wait_for_an_engine_that_is_gone(
 ) -> None:
     pings(monkeypatch, PING_S, NEVER_S)
     mute = Mute()
-    server = grpc.server(futures.ThreadPoolExecutor(2), options=keepalive.SERVER)
+    server = grpc.server(futures.ThreadPoolExecutor(2), options=serving_keepalive.SERVER)
     engine_pb2_grpc.add_EngineServiceServicer_to_server(mute, server)
     server.add_insecure_port(f"unix:{tmp_path}/k.sock")
     server.start()

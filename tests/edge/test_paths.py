@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from services.common.edge import paths
-from services.common.edge.paths import check_directory, check_socket, make_directory, open_file
+from rocmforge.client.transport import paths
+from rocmforge.client.transport.paths import check_directory, check_socket, open_file
+from services.common.edge.paths import make_directory
 from services.common.errors import InvalidConfiguration
 from tests.strangers import UID, commons, give_away, stranger
 

@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rocmforge.client.arena.announced import Announced
+from rocmforge.client.arena.host import map_pages
 from services.common.errors import AttachMismatch, InvalidConfiguration
 from services.engine import cli
 from services.engine.pages.daemon import GrpcPageSource
-from services.engine.pages.host_arena import map_pages
-from services.engine.pages.source import Geometry
+from services.engine.pages.source import PageLayout
 from services.kvcache.arena.host import prepare_directory
 from tests.kvcache.conftest import Running
 from tests.strangers import UID, commons, give_away, stranger
 
-GEOMETRY = Geometry(4, layers=2, kv_heads=1, head_dim=2, dtype="f32")
+GEOMETRY = PageLayout(4, layers=2, kv_heads=1, head_dim=2, dtype="f32")
 pytestmark = pytest.mark.needs("other-users")
 
 
@@ -108,11 +109,11 @@ def test_an_engine_does_not_map_a_strangers_file(tmp_path: Path) -> None:
     path, size = tmp_path / "a.arena", 4096
     path.write_bytes(bytes(size))
     give_away(path)
-    announced = {"total_pages": 1, "page_bytes": 2 * 2 * 4 * 2 * 4, "size_bytes": size, "canary_offset": 1024}
+    announced = Announced(total_pages=1, page_bytes=2 * 2 * 4 * 2 * 4, size_bytes=size, canary_offset=1024)
     with pytest.raises(AttachMismatch, match=f"belongs to uid {UID}"):
-        map_pages(path, GEOMETRY, **announced)
+        map_pages(path, GEOMETRY, announced)
     assert path.read_bytes() == bytes(size)  # no canary answered in it
-    map_pages(path, GEOMETRY, **announced, owner=UID)
+    map_pages(path, GEOMETRY, announced, owner=UID)
 
 
 def test_a_client_does_not_send_its_prompt_to_whoever_took_the_default_socket(

@@ -15,18 +15,19 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
-from services.common.edge.tls import ClientTls, Tls
+from rocmforge.client.transport.tls import ClientTls
+from services.common.edge.tls import Tls
 from services.common.errors import InvalidConfiguration, KvCacheDown
 from services.engine import cli
 from services.engine.config import Config
 from services.engine.pages.daemon import GrpcPageSource
-from services.engine.pages.source import Geometry
+from services.engine.pages.source import PageLayout
 from tests.edge.certificates import Pair, issued
 from tests.engine.running import RunningEngine
 from tests.kvcache.conftest import Running
 from tests.processes import kvcache
 
-GEOMETRY = Geometry(4, layers=2, kv_heads=1, head_dim=2, dtype="f32")
+GEOMETRY = PageLayout(4, layers=2, kv_heads=1, head_dim=2, dtype="f32")
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ import pytest
 import structlog
 from google.protobuf import duration_pb2
 
+from rocmforge.client import cache
 from rocmforge.engine.v1 import engine_pb2 as pb
-from services.engine.pages import daemon
 from tests.engine.running import RunningEngine
 
 
@@ -28,7 +28,7 @@ def logged() -> Iterator[list[MutableMapping[str, Any]]]:
 def patient_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls to the daemon have long timeouts, for slow machines."""
     for name in ("MAX_CALL_S", "CLOSE_S"):
-        monkeypatch.setattr(daemon, name, 60.0)
+        monkeypatch.setattr(cache, name, 60.0)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ class Late:
         process = subprocess.Popen(
             command(name, *arguments, target=self.target),
             cwd=self.directory,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/protos"},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/protos:{ROOT}/clients/python"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

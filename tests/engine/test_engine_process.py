@@ -24,7 +24,7 @@ from tests.generation import collect, request
 from tests.processes import ROOT, Service, engine, kvcache
 
 PROMPT = "KING HENRY:\nOnce more unto the breach, dear friends; or close the wall up with our English dead.\n"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/protos", "OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/protos:{ROOT}/clients/python", "OPENBLAS_NUM_THREADS": "1"}
 
 
 @pytest.fixture

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from rocmforge.client import cache
+from rocmforge.client.arena.device import DevicePages
+from rocmforge.client.arena.gpu_ipc import Runtime
 from services.common.errors import ServiceError
-from services.common.gpu_ipc import Runtime
 from services.common.serving import configure_logging
-from services.engine.pages import daemon
 from services.engine.pages.daemon import GrpcPageSource
-from services.engine.pages.device_arena import DevicePages
-from services.engine.pages.source import Demand, Geometry, Opening
+from services.engine.pages.source import Demand, Opening, PageLayout
 
 #: ROCMFORGE_TEST_PAGE_SIZE: pages so large that the most a pool may have are more than any GPU's memory.
-GEOMETRY = Geometry(
+GEOMETRY = PageLayout(
     int(os.environ.get("ROCMFORGE_TEST_PAGE_SIZE", "16")), layers=2, kv_heads=2, head_dim=64, dtype="f16"
 )
 POOL = "gpu test"
@@ -76,7 +76,7 @@ def main() -> None:
     address, device, pages, ttl_s = sys.argv[1:]
     configure_logging()
     # What is tested is whose the memory is, not how soon a busy machine answers.
-    daemon.MAX_CALL_S = daemon.CLOSE_S = 60.0
+    cache.MAX_CALL_S = cache.CLOSE_S = 60.0
     peer = Peer(address, int(device), int(pages) or None, float(ttl_s))
     for line in sys.stdin:
         name, *arguments = json.loads(line)

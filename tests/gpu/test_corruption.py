@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 #: Another process: opens a handle and flips a bit of each byte of a piece of what is there.
 FLIP = """
 import sys
-from services.common.gpu_ipc import Runtime
+from rocmforge.client.arena.gpu_ipc import Runtime
 gpu = Runtime.load().gpu(0)
 pointer = gpu.open(bytes.fromhex(sys.argv[1]))
 at, size = pointer + int(sys.argv[2]), int(sys.argv[3])

@@ -12,7 +12,7 @@ from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from services.engine.model.batch import Row
 from services.engine.model.decoder import Model
-from services.engine.pages.host_arena import private_pages
+from services.engine.pages.private import private_pages
 from services.engine.text.tokenizer import Tokenizer
 from tests.generation import collect, request
 from tests.gpu.conftest import MODEL, World

@@ -13,7 +13,6 @@ from kernels.replay.graphs import Graphs
 from kernels.replay.tapes import Tapes
 from services.engine.model.batch import Row
 from services.engine.model.decoder import Model
-from services.engine.pages.host_arena import page_bytes_of
 from tests.gpus import gpu_or_skip
 
 PAGE, WIDTH = 16, 60
@@ -23,7 +22,7 @@ def steps(model: Model, batches: list[int], start: int) -> list[list[int]]:
     """The likeliest tokens of a run of steps, each of so many rows, every one of which goes on where it was."""
     import cupy
 
-    pages = cupy.full((max(batches) * WIDTH, page_bytes_of(model.geometry(PAGE, "bf16"))), 0xFF, cupy.uint8)
+    pages = cupy.full((max(batches) * WIDTH, model.geometry(PAGE, "bf16").page_bytes), 0xFF, cupy.uint8)
     tables = [range(row * WIDTH, (row + 1) * WIDTH) for row in range(max(batches))]
     prompts = [[(at * 3 + row) % 1000 for at in range(start + row)] for row in range(max(batches))]
     logits = model.forward([Row(p, 0, t, True) for p, t in zip(prompts, tables, strict=True)], pages)
@@ -53,7 +52,7 @@ def tails(model: Model) -> Any:
     """The logits ``[steps, 3, vocab_size]`` of `TAILS`, each behind what is in the pages by then."""
     import cupy
 
-    pages = cupy.full((3 * WIDTH, page_bytes_of(model.geometry(PAGE, "bf16"))), 0xFF, cupy.uint8)
+    pages = cupy.full((3 * WIDTH, model.geometry(PAGE, "bf16").page_bytes), 0xFF, cupy.uint8)
     tables = [range(row * WIDTH, (row + 1) * WIDTH) for row in range(3)]
     ends, found = [200, 333, 48], []
     model.forward([Row([at % 1000 for at in range(n)], 0, t, True) for n, t in zip(ends, tables, strict=True)], pages)

@@ -150,7 +150,7 @@ def test_an_engine_that_was_stopped_opens_anew(one: World) -> None:
 #: Takes half of what a GPU has free, tells how much it has in all, and holds it to the end of its input.
 HALF = """
 import sys
-from services.common.gpu_ipc import Runtime
+from rocmforge.client.arena.gpu_ipc import Runtime
 gpu = Runtime.load().gpu(0)
 free, total = gpu.memory()
 gpu.allocate(free // 2)
@@ -199,7 +199,7 @@ def test_a_budget_that_no_gpu_has_ends_the_daemon_at_once(one: World, tmp_path: 
 OWN = """
 import sys
 from services.common.errors import GpuError
-from services.common.gpu_ipc import Runtime
+from rocmforge.client.arena.gpu_ipc import Runtime
 gpu = Runtime.load().gpu(0)
 pointer = gpu.allocate(1 << 20)
 handle = gpu.export(pointer)

@@ -18,6 +18,7 @@ from packaging.utils import NormalizedName, canonicalize_name
 ROOT = Path(__file__).parents[2]
 TOML = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = TOML["project"]
+CLIENT = tomllib.loads((ROOT / "clients" / "python" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==[A-Za-z0-9.!+]+$")
 
 
@@ -54,7 +55,15 @@ CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 def test_all_that_is_installed_is_pinned() -> None:
     extras = [line for lines in PROJECT["optional-dependencies"].values() for line in lines]
-    assert needed([*PROJECT["dependencies"], *extras]) - pins(CONSTRAINTS).keys() == set()
+    ours = {canonicalize_name(PROJECT["name"]), canonicalize_name(CLIENT["name"])}
+    everything = needed([*PROJECT["dependencies"], *CLIENT["dependencies"], *extras])
+    assert everything - pins(CONSTRAINTS).keys() - ours == set()
+
+
+def test_the_client_is_the_one_of_this_checkout_and_needs_little() -> None:
+    assert f"{CLIENT['name']}=={CLIENT['version']}" in PROJECT["dependencies"]
+    names = {Requirement(line).name for line in CLIENT["dependencies"]}
+    assert names == {"googleapis-common-protos", "grpcio", "numpy", "protobuf"}
 
 
 def test_a_constraint_is_a_name_and_a_version() -> None:

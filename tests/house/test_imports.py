@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import collections
 import functools
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +23,14 @@ ROOT = Path(__file__).parents[2]
 DOMAIN = (
     *("services.common.errors", "services.common.histogram", "services.common.call_stats"),
     "services.common.access.identity",
+    *("rocmforge.client.errors", "rocmforge.client.demands", "rocmforge.client.layout"),
     *(f"services.kvcache.{room}" for room in ("cache", "pool", "lease", "eviction")),
     *(f"services.engine.{room}" for room in ("scheduling", "delivery")),
     *("services.engine.pages.source", "services.engine.pages.local", "services.engine.sampling.result"),
 )
 NOT_IN_DOMAIN = (
-    *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "rocmforge", "numpy", "cupy"),
+    *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "numpy", "cupy", "torch"),
+    *("rocmforge.kvcache", "rocmforge.engine"),
     "prometheus_client",
 )
 
@@ -34,8 +38,22 @@ NOT_IN_DOMAIN = (
 EDGES = (
     *("services.kvcache.api", "services.kvcache.server", "services.kvcache.__main__"),
     *("services.engine.api", "services.engine.cli", "services.engine.server", "services.engine.__main__"),
-    *("services.engine.pages.daemon", "services.common.rpc"),
+    *(f"rocmforge.client.{name}" for name in ("messages", "step", "cache")),
 )
+GENERATED = ("rocmforge.kvcache", "rocmforge.engine")
+
+#: What the services take of the client: the daemon, whom it is a client of, no more than this.
+DAEMON_TAKES = (
+    *("rocmforge.client.errors", "rocmforge.client.demands"),
+    *("rocmforge.client.arena.gpu_ipc", "rocmforge.client.transport.paths"),
+)
+#: The session itself is behind the engine's seam.
+SESSION = ("rocmforge.client.cache", "rocmforge.client.step", "rocmforge.client.lease", "rocmforge.client.messages")
+SEAM = "services.engine.pages.daemon"
+
+#: The folders that modules are read from, and where their names begin.
+CLIENT = "clients/python/rocmforge"
+ROOTS = {CLIENT: "clients/python"}
 
 #: What each room may import of its own service; a room not named here may be imported by all and import nothing.
 ROOMS = {
@@ -55,6 +73,10 @@ ROOMS = {
         "lease": {"pool"},
         "arena": {"pool"},
         "pool": {"eviction"},
+    },
+    "rocmforge.client": {
+        "arena": {"transport", "errors", "events", "layout"},
+        "transport": {"errors", "events"},
     },
     "kernels": {
         "attention": {"device"},
@@ -115,7 +137,7 @@ def sources(top: str) -> dict[str, Source]:
     for path in sorted((ROOT / top).rglob("*.py")):
         if path.stem.endswith(("_pb2", "_pb2_grpc")) or "__pycache__" in path.parts:
             continue
-        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = path.relative_to(ROOT / ROOTS.get(top, "")).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
         tree = ast.parse(path.read_text(encoding="utf-8"), name)
@@ -164,10 +186,28 @@ def generated_inside(modules: Imports) -> list[str]:
     return [
         f"{module} imports {name}"
         for module, names in modules.items()
-        if within(module, ["services"]) and not within(module, EDGES)
+        if within(module, ["services", "rocmforge"]) and not within(module, EDGES)
         for name in sorted(names)
-        if within(name, ["rocmforge"])
+        if within(name, GENERATED)
     ]
+
+
+def borrowed(modules: Imports) -> list[str]:
+    """What the client imports of the project, and what the services import of the client and should not."""
+    wrong = []
+    for module, names in modules.items():
+        for name in sorted(names):
+            ours = within(name, ["services", "kernels", "models", "benchmarks", "scripts", "tests"])
+            if within(module, ["rocmforge"]) and ours:
+                wrong.append(f"{module} imports {name}")
+            daemons = within(module, ["services.kvcache"]) and within(name, ["rocmforge.client"])
+            if daemons and not within(name, DAEMON_TAKES):
+                wrong.append(f"{module} imports {name}")
+            if within(module, ["services"]) and module != SEAM and within(name, SESSION):
+                wrong.append(f"{module} imports {name}")
+            if within(module, ["services", "kernels"]) and name == "rocmforge.client":
+                wrong.append(f"{module} imports all of {name}")
+    return wrong
 
 
 def room(module: str, top: str) -> str:
@@ -244,12 +284,12 @@ def pickled(modules: Imports) -> list[str]:
 
 @pytest.fixture(scope="module")
 def services() -> Imports:
-    return read("services")
+    return {**read("services"), **read(CLIENT)}
 
 
 @pytest.fixture(scope="module")
 def project() -> Imports:
-    return {**read("services"), **read("kernels")}
+    return {**read("services"), **read(CLIENT), **read("kernels")}
 
 
 def test_the_engine_and_the_daemon_never_import_each_other(services: Imports) -> None:
@@ -264,8 +304,18 @@ def test_generated_code_is_imported_at_the_edges_only(services: Imports) -> None
     assert generated_inside(services) == []
 
 
+def test_the_client_stands_alone_and_the_services_take_little_of_it(project: Imports) -> None:
+    assert borrowed(project) == []
+
+
+def test_the_errors_need_neither_grpc_nor_arrays() -> None:
+    """Not even by way of the package that they are in."""
+    code = "import sys, services.common.errors as e; sys.exit(bool({'grpc', 'numpy', 'google'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 def test_every_name_in_a_rule_exists(project: Imports) -> None:
-    named = {*DOMAIN, *EDGES, *EXCEPT}
+    named = {*DOMAIN, *EDGES, *EXCEPT, *DAEMON_TAKES, *SESSION, SEAM}
     for top, rooms in ROOMS.items():
         named |= {f"{top}.{name}" for room in rooms.items() for name in (room[0], *room[1])}
     assert sorted(named - project.keys()) == []
@@ -282,7 +332,7 @@ def test_rooms_have_no_namesakes_and_are_not_crowded(project: Imports) -> None:
 
 
 def test_no_class_name_is_there_twice_in_a_service() -> None:
-    everything = {**sources("services"), **sources("kernels")}
+    everything = {**sources("services"), **sources(CLIENT), **sources("kernels")}
     assert twice({name: source.classes for name, source in everything.items()}) == []
 
 
@@ -294,11 +344,16 @@ def test_tests_mirror_the_rooms() -> None:
         assert folders, tests
         for folder in folders:
             assert (ROOT / top / folder).is_dir(), f"{tests / folder} mirrors nothing"
+    for path in (ROOT / "tests" / "clients").rglob("test_*.py"):
+        folder = path.parent.relative_to(ROOT / "tests" / "clients")
+        assert (ROOT / CLIENT / "client" / folder).is_dir(), f"{path} mirrors nothing"
 
 
 def test_nothing_is_pickled() -> None:
     everything = {
-        name: names for top in ("services", "kernels", "scripts", "benchmarks") for name, names in read(top).items()
+        name: names
+        for top in ("services", "kernels", "scripts", "benchmarks", CLIENT)
+        for name, names in read(top).items()
     }
     assert pickled(everything) == []
 
@@ -319,13 +374,19 @@ def test_nothing_is_pickled() -> None:
         (impure, "services.engine.scheduling.scheduler", "from google.protobuf import any_pb2"),
         (impure, "services.common.errors", "import grpc.aio"),
         (generated_inside, "services.engine.model.decoder", "from rocmforge.engine.v1 import engine_pb2"),
+        (generated_inside, "rocmforge.client.lease", "from rocmforge.kvcache.v1 import kvcache_pb2"),
+        (borrowed, "rocmforge.client.lease", "from services.common import rpc"),
+        (borrowed, "services.kvcache.lease.sessions", "from rocmforge.client.layout import PageLayout"),
+        (borrowed, "services.engine.scheduling.loop", "from rocmforge.client.cache import KvCache"),
+        (borrowed, "services.engine.model.backend", "from rocmforge.client import Gpu"),
         (pickled, "services.engine.model.decoder", "from pickle import loads"),
         (pickled, "kernels.load", "import pickle"),
     ],
 )
 def test_each_check_can_fail(check, module: str, source: str) -> None:  # type: ignore[no-untyped-def]
     assert check({module: set(imported(source, module))})
-    assert not check({module: set(imported("import json\nfrom services.common.errors import ServiceError", module))})
+    errors = "rocmforge.client.errors" if module.startswith("rocmforge") else "services.common.errors"
+    assert not check({module: set(imported(f"import json\nfrom {errors} import ServiceError", module))})
 
 
 @pytest.mark.parametrize(

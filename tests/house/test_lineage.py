@@ -78,7 +78,7 @@ def test_every_place_and_test_is_there() -> None:
     assert [fault for row in rows() for fault in faults(row)] == []
 
 
-GOOD = "| K01 a | b | `services/common/errors.py#Internal` | `tests/house/test_lineage.py::test_each_fault` | why |"
+GOOD = "| K01 a | b | `services/common/errors.py#ModelInvalid` | `tests/house/test_lineage.py::test_each_fault` | why |"
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,13 @@ GOOD = "| K01 a | b | `services/common/errors.py#Internal` | `tests/house/test_l
     [
         ("why", "", "an empty one"),
         ("| b ", "", "4 cells"),
-        ("`services/common/errors.py#Internal`", "nowhere", "names no place"),
+        ("`services/common/errors.py#ModelInvalid`", "nowhere", "names no place"),
         ("`tests/house/test_lineage.py::test_each_fault`", "none", "names no test"),
-        ("#Internal", "#Intern", "no place Intern"),
-        ("#Internal", "", "is no place"),
-        ("errors.py#Internal", "faults.py#Internal", "no services/common/faults.py"),
+        ("#ModelInvalid", "#ModelInval", "no place ModelInval"),
+        ("#ModelInvalid", "", "is no place"),
+        ("errors.py#ModelInvalid", "faults.py#ModelInvalid", "no services/common/faults.py"),
         (
-            "services/common/errors.py#Internal",
+            "services/common/errors.py#ModelInvalid",
             "protos/rocmforge/engine/v1/engine.proto#Generates",
             "no place Generates",
         ),

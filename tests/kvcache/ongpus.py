@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from kernels.device.checksum import reference
+from rocmforge.client.arena.gpu_ipc import Gpu
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
-from services.common.gpu_ipc import Gpu
 from tests.fakegpu import FakeRuntime, Machine
 from tests.kvcache.conftest import LAYOUT_PB, Running
 

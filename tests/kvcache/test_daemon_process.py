@@ -52,7 +52,7 @@ def test_pages_of_a_killed_engine_come_back_and_its_complete_ones_stay_warm(tmp_
             [sys.executable, "-c", CLIENT, daemon.address],
             stdout=subprocess.PIPE,
             stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/protos"},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/protos:{ROOT}/clients/python"},
         )
         assert client.stdout is not None and client.stdin is not None
         assert client.stdout.readline() == b"holding\n"

@@ -32,7 +32,7 @@ with capture_logs() as events:
     backend.prepare(TINY)
 model, plain = Model(RandomCheckpoint.of(TINY), backend.ops, "bf16"), Model(RandomCheckpoint.of(TINY), ops_numpy)
 rows = [Row(range(5, 75), 0, range(5), True)]
-from services.engine.pages.host_arena import private_pages
+from services.engine.pages.private import private_pages
 wanted = plain.forward(rows, private_pages(plain.geometry(16), 5))
 memory = backend.private(model.geometry(16, "bf16"), 5)
 found = cupy.asnumpy(model.forward(rows, backend.view(memory)))

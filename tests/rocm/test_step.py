@@ -39,8 +39,8 @@ called = Called()
 model = Model(checkpoint, CupyOps(0, "f32", "f32", PAGE, called), "f32")
 
 def arenas(pages):
-    from services.engine.pages.host_arena import page_bytes_of, private_pages
-    return private_pages(geometry, pages), cp.full((pages, page_bytes_of(geometry)), 0xFF, cp.uint8)
+    from services.engine.pages.private import private_pages
+    return private_pages(geometry, pages), cp.full((pages, geometry.page_bytes), 0xFF, cp.uint8)
 
 def rows_of(lengths, width):
     return [

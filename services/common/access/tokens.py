@@ -16,8 +16,8 @@ from pathlib import Path
 
 import structlog
 
+from rocmforge.client.transport.paths import trusted
 from services.common.access.identity import Identity
-from services.common.edge.paths import trusted
 from services.common.errors import InvalidConfiguration
 
 log = structlog.get_logger()

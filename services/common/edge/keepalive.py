@@ -1,34 +1,16 @@
-"""gRPC options that notice a peer which has gone without a word: its host is down, a firewall forgot the connection.
-
-A connection to such a peer looks open, and every call on it is unanswered until its deadline, or for ever without one.
-Pings show it. Without ``ping_timeout_ms``, gRPC waits a minute for an answer whatever ``keepalive_timeout_ms`` says.
+"""Pings of a server, which notice a client that has gone without a word; `rocmforge.client.transport.keepalive` has a
+client's.
 """
 
 from __future__ import annotations
 
-#: Seconds without a word after which a client pings, and seconds that the answer may take.
-CLIENT_PING_S, CLIENT_PATIENCE_S = 2.0, 2.0
-#: The same for a server, which loses less by a silent client than a client that waits for it.
+from rocmforge.client.transport.keepalive import Options, pings
+
+#: Seconds without a word after which a server pings, and seconds that the answer may take: it loses less by a silent
+#: client than a client that waits for it.
 SERVER_PING_S, SERVER_PATIENCE_S = 20.0, 20.0
 #: Pings may come this often; who sends more is disconnected.
 LEAST_PING_S = 0.5
-
-Options = list[tuple[str, int]]
-
-
-def pings(every_s: float, patience_s: float) -> Options:
-    """Ping after ``every_s`` seconds of silence, and give up ``patience_s`` seconds later."""
-    return [
-        ("grpc.keepalive_time_ms", round(1000 * every_s)),
-        ("grpc.keepalive_timeout_ms", round(1000 * patience_s)),
-        ("grpc.http2.ping_timeout_ms", round(1000 * patience_s)),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-    ]
-
-
-#: For channels: a call or stream of a silent server fails with UNAVAILABLE within the sum of the two.
-CLIENT: Options = pings(CLIENT_PING_S, CLIENT_PATIENCE_S)
 
 #: For servers: calls of silent clients are cancelled, and clients with the options above are not taken for a flood.
 SERVER: Options = [

@@ -14,11 +14,9 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-#: The most bytes of an engine's step call. The daemon's loop reads a message without a pause: 30 ms for so many tokens.
+#: The most bytes of an engine's step call: `STEP_TOKENS` of three bytes each leave a MiB for the rest. The daemon's
+#: loop reads a message without a pause: 30 ms for so many.
 STEP_BYTES = 1 << 22
-
-#: The most tokens of an engine's step call; with three bytes each, they leave a MiB for the rest.
-STEP_TOKENS = 1 << 20
 
 #: A message of at most so many bytes is not looked into: parsed, it takes a few MiB at worst.
 SMALL = 1 << 16

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from rocmforge.client.arena.gpu_ipc import Runtime
 from services import launch
-from services.common.gpu_ipc import Runtime
 from services.doctor.firstlight import figures, step
 
 THREADS = 256

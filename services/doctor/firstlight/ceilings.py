@@ -15,7 +15,7 @@ def body(told: step.Told, asked: step.Asked) -> None:
     from kernels.attention import selftest
     from kernels.device import module, tuning
     from kernels.device.gpu import target, this_gpu
-    from services.common.gpu_ipc import Runtime
+    from rocmforge.client.arena.gpu_ipc import Runtime
 
     gpu = Runtime.load().gpu(asked.gpu)
     gpu.use()

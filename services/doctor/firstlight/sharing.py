@@ -18,9 +18,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from rocmforge.client.arena.gpu_ipc import Gpu, Runtime
 from services import launch
 from services.common.errors import ServiceError
-from services.common.gpu_ipc import Gpu, Runtime
 from services.doctor.firstlight import step
 
 COUNTS = (1, 40, 200)

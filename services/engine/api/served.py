@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine.api.requests import read_request
 from services.engine.checkpoint.config import ModelConfig
-from services.engine.pages.source import Geometry, PageSource
+from services.engine.pages.source import PageLayout, PageSource
 from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.loop import EngineLoop
 from services.engine.scheduling.sequence import Request
@@ -22,7 +22,7 @@ class Served:
     model_id: str
     config: ModelConfig
     parameters: int
-    geometry: Geometry
+    geometry: PageLayout
     backend: str
     matrix_units: str
     tokenizer: Tokenizer

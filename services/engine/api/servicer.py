@@ -37,7 +37,6 @@ from services.engine.delivery.generation import Generation
 from services.engine.delivery.registry import GenerationRegistry
 from services.engine.delivery.streams import Bundle, Listener, Stream, Streams
 from services.engine.delivery.throttle import Throttle
-from services.engine.pages.host_arena import page_bytes_of
 from services.engine.scheduling.sequence import Request
 
 SERVICE = pb.DESCRIPTOR.services_by_name["EngineService"].full_name
@@ -306,7 +305,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             backend=served.backend,
             matrix_units=served.matrix_units,
             page_size=served.geometry.page_size,
-            page_bytes=page_bytes_of(served.geometry),
+            page_bytes=served.geometry.page_bytes,
             has_chat_template=served.chat.has_template,
             chat_template_error=served.chat.error,
         )

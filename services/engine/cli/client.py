@@ -14,12 +14,12 @@ from typing import Any
 
 import grpc
 
+from rocmforge.client.transport import keepalive
+from rocmforge.client.transport.paths import check_socket
+from rocmforge.client.transport.tls import ClientTls, client_tls
 from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from services import healthcheck
 from services.common import rpc
-from services.common.edge import keepalive
-from services.common.edge.paths import check_socket
-from services.common.edge.tls import ClientTls, client_tls
 from services.common.errors import InvalidConfiguration, ServiceError
 from services.common.listening import runtime_dir
 from services.common.parser import Parser

@@ -19,12 +19,12 @@ from kernels.ops_cupy import CupyOps
 from kernels.replay.graphs import Graphs
 from kernels.replay.tapes import Tapes
 from kernels.sampling import reference
+from rocmforge.client.arena.device import DevicePages
+from rocmforge.client.arena.gpu_ipc import Gpu, Runtime
 from services.common.errors import InvalidConfiguration
-from services.common.gpu_ipc import Gpu, Runtime
 from services.engine.checkpoint.config import ModelConfig
-from services.engine.pages.device_arena import DevicePages, private_device_pages
-from services.engine.pages.host_arena import private_pages
-from services.engine.pages.source import Geometry
+from services.engine.pages.private import private_device_pages, private_pages
+from services.engine.pages.source import PageLayout
 from services.engine.sampling.params import Drawer
 from services.launch import typed
 
@@ -60,7 +60,7 @@ class Backend:
     finish: Callable[[], None]
     matrix_units: Callable[[], str] = lambda: ""
 
-    def private(self, geometry: Geometry, total_pages: int) -> Any:
+    def private(self, geometry: PageLayout, total_pages: int) -> Any:
         """Allocates private pages. Raises MemoryError when there is not enough memory."""
         if self.gpu is None:
             return private_pages(geometry, total_pages)

@@ -19,7 +19,7 @@ from services.engine.checkpoint.weights import EMBEDDING, HEAD
 from services.engine.model.batch import Batch, Row
 from services.engine.model.checkpoint import Checkpoint
 from services.engine.model.loading import Loading
-from services.engine.pages.source import Geometry
+from services.engine.pages.source import PageLayout
 
 #: The approximate number of logits in memory at a time when many tokens want them: 256 MB.
 MOST_LOGITS = 1 << 26
@@ -97,9 +97,9 @@ class Model:
         """Read the checkpoint at ``path``, a Hugging Face folder or a GGUF file; raises as the constructor does."""
         return cls(Checkpoint.open(path), ops, dtype)
 
-    def geometry(self, page_size: int, dtype: str = "f32") -> Geometry:
+    def geometry(self, page_size: int, dtype: str = "f32") -> PageLayout:
         """Returns the page geometry of this model, with ``page_size`` tokens per page and K and V of ``dtype``."""
-        return Geometry(page_size, self.config.layers, self.config.kv_heads, self.config.head_dim, dtype)
+        return PageLayout(page_size, self.config.layers, self.config.kv_heads, self.config.head_dim, dtype)
 
     def forward(self, rows: Sequence[Row], pages: Any) -> Any:
         """Compute all tokens of ``rows`` and return the logits that the rows want.

@@ -8,8 +8,8 @@ from typing import Any
 
 from google.protobuf import duration_pb2
 
+from rocmforge.client.demands import STEP_TOKENS
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
-from services.common.edge.message_limit import STEP_TOKENS
 from services.common.errors import FieldInvalid
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.cache.explain import PageAnswer

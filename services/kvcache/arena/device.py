@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import structlog
 
+from rocmforge.client.arena.gpu_ipc import Gpu
 from services.common.errors import ExceedsBudget, GpuError
-from services.common.gpu_ipc import Gpu
 from services.kvcache.arena.access import Access
 from services.kvcache.arena.kernel_checksums import kernel_checksums
 from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES

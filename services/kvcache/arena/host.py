@@ -15,9 +15,10 @@ import os
 import zlib
 from pathlib import Path
 
+from rocmforge.client.transport.paths import open_file
 from services.common.access.acl import admit
 from services.common.access.identity import Identity
-from services.common.edge.paths import make_directory, open_file
+from services.common.edge.paths import make_directory
 from services.common.errors import ExceedsBudget, InvalidConfiguration
 from services.kvcache.arena.access import Access
 from services.kvcache.arena.room import REMEDY, Room

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rocmforge.client.arena.gpu_ipc import Gpu
 from services.common.errors import GpuError
-from services.common.gpu_ipc import Gpu
 
 if TYPE_CHECKING:
     from kernels.device.checksum import PageChecksums

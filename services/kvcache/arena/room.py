@@ -9,8 +9,8 @@ from pathlib import Path
 
 import structlog
 
+from rocmforge.client.arena.gpu_ipc import Gpu
 from services.common.errors import InvalidConfiguration
-from services.common.gpu_ipc import Gpu
 
 log = structlog.get_logger()
 

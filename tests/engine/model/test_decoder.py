@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from services.common.errors import ForwardFailed, ModelInvalid
 from services.engine.model.batch import Row
 from services.engine.model.decoder import Model
-from services.engine.pages.source import Geometry
+from services.engine.pages.source import PageLayout
 from tests.models.checkpoints import llama_config, random_tensors, write_checkpoint
 from tests.models.families import FAMILIES, family_tensors
 
@@ -231,7 +231,7 @@ def test_pages_of_another_shape_are_refused(model: Model, change: Any) -> None:
 
 
 def test_geometry_is_the_models(model: Model) -> None:
-    assert model.geometry(24) == Geometry(24, 2, model.config.kv_heads, model.config.head_dim, "f32")
+    assert model.geometry(24) == PageLayout(24, 2, model.config.kv_heads, model.config.head_dim, "f32")
 
 
 def test_a_model_outlives_its_files(tmp_path: Path) -> None:

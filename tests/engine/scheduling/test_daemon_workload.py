@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common.errors import ExceedsPool, KvCacheDown
 from services.engine.pages.daemon import GrpcPageSource
-from services.engine.pages.source import Geometry
+from services.engine.pages.source import PageLayout
 from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.loop import EngineLoop
 from services.engine.scheduling.sequence import FinishReason, Key, Request, key_of
@@ -44,7 +44,7 @@ class DaemonHarness(Harness):
         self.remote = GrpcPageSource(
             str(daemon.config.listeners[0]),
             f"pool {next(names)}",
-            Geometry(PAGE_SIZE, layers=1, kv_heads=1, head_dim=1, dtype="f32"),
+            PageLayout(PAGE_SIZE, layers=1, kv_heads=1, head_dim=1, dtype="f32"),
             pool_pages=pages,
             ttl_s=600,
         )
@@ -108,7 +108,7 @@ def test_every_output_is_the_output_alone(
             got = harness.tokens[name]
             assert got == (expected[: len(got)] if outcome.reason is FinishReason.CANCELLED else expected)
     [pool] = [
-        pool for pool in daemon.stub.GetStats(pb.GetStatsRequest()).pools if pool.pool_id == harness.remote._pool_id
+        pool for pool in daemon.stub.GetStats(pb.GetStatsRequest()).pools if pool.pool_id == harness.remote.pool_id
     ]
     assert (pool.active_sequences, pool.held_pages, pool.quarantined_pages) == (0, 0, 0)
     assert pool.free_pages + pool.cached_pages == pages

@@ -17,12 +17,13 @@ import pytest
 from google.protobuf import struct_pb2
 from google.protobuf.message import Message
 
+from rocmforge.client.demands import STEP_TOKENS
 from rocmforge.engine.v1 import engine_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
 from services.common.access.in_flight import InFlight
 from services.common.call_stats import CallStats
-from services.common.edge.message_limit import SMALL, STEP_BYTES, STEP_TOKENS, MessageLimit, count_fields
+from services.common.edge.message_limit import SMALL, STEP_BYTES, MessageLimit, count_fields
 from services.common.errors import FieldInvalid
 from services.kvcache.api.limits import LIMITS
 from services.kvcache.api.messages import MAX_ITEMS

@@ -9,9 +9,9 @@ from collections.abc import Generator
 import grpc
 import pytest
 
+from rocmforge.client.demands import STEP_TOKENS
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
-from services.common.edge.message_limit import STEP_TOKENS
 from services.kvcache.api import messages, slices
 from services.kvcache.api.slices import in_slices
 from services.kvcache.pool.events import MAX_LINKS

@@ -16,10 +16,10 @@ import grpc
 import pytest
 import structlog
 
+from rocmforge.client.arena.gpu_ipc import Runtime
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
 from services.common.errors import ExceedsBudget, InvalidConfiguration, ServiceError
-from services.common.gpu_ipc import Runtime
 from services.kvcache.api.messages import read_layout
 from services.kvcache.arena.device import GRANULE_BYTES, DeviceArena
 from services.kvcache.config import Config

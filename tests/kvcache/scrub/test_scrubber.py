@@ -12,10 +12,10 @@ import grpc
 import pytest
 import structlog
 
+from rocmforge.client.arena.gpu_ipc import Gpu
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
 from services.common.errors import GpuError
-from services.common.gpu_ipc import Gpu
 from services.kvcache.arena.access import Access
 from services.kvcache.scrub import scrubber
 from tests.kvcache.conftest import Running

@@ -6,13 +6,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import structlog
+from rocmforge.client.errors import ServiceError, SessionExpired
+from rocmforge.client.events import LOGGED, EventLog
 
-from services.common.errors import ServiceError, SessionExpired
-
-log = structlog.get_logger()
-
-#: The fence: the engine stops launching steps this fraction of the TTL after it *sent* its last successful call. The
+#: The fence: an engine stops launching steps this fraction of the TTL after it *sent* its last successful call. The
 #: daemon counts the whole TTL from that call's arrival, so no page is reassigned before the engine has stopped.
 LEASE_SHARE = 0.8
 IDLE_S = 0.5
@@ -50,8 +47,13 @@ class LeaseKeeper:
     """
 
     def __init__(
-        self, current: Callable[[], Lease | None], renew: Callable[[Lease], None], clock: Callable[[], float]
+        self,
+        current: Callable[[], Lease | None],
+        renew: Callable[[Lease], None],
+        clock: Callable[[], float],
+        log: EventLog = LOGGED,
     ) -> None:
+        self._log = log
         self._current = current
         self._renew = renew
         self._clock = clock
@@ -88,5 +90,5 @@ class LeaseKeeper:
                 lease.expired = True
             except ServiceError as error:
                 if not silent:
-                    log.warning("lease_not_renewed", reason=error.reason, detail=error.message)
+                    self._log.warning("lease_not_renewed", reason=error.reason, detail=error.message)
                 silent = True

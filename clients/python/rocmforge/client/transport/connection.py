@@ -13,11 +13,9 @@ from threading import Lock
 from typing import Any
 
 import grpc
-import structlog
 
-from services.common.errors import InvalidConfiguration
-
-log = structlog.get_logger()
+from rocmforge.client.errors import InvalidConfiguration
+from rocmforge.client.events import LOGGED, EventLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,9 @@ class Connection:
         stub_of: Callable[[grpc.Channel], Any],
         *,
         replace_lost: bool = False,
+        log: EventLog = LOGGED,
     ) -> None:
+        self._log = log
         self._connect = connect
         self._stub_of = stub_of
         self._lock = Lock()
@@ -78,7 +78,7 @@ class Connection:
             try:
                 self._current = self._made()
             except InvalidConfiguration as error:
-                log.error("kvcache_channel_kept", reason=error.reason, detail=error.message)
+                self._log.error("kvcache_channel_kept", reason=error.reason, detail=error.message)
                 return
         silent.channel.close()
 

@@ -1,7 +1,7 @@
 """Pages in GPU memory: the daemon's, opened by their IPC handle, or this process's own.
 
-CuPy views of them do not own the memory. The caller must release in this order: stop launching, drop the views,
-``close``. ``close`` synchronizes the device before it unmaps.
+Arrays of CuPy and torch on them do not own the memory. The caller must release in this order: stop launching, drop the
+arrays, ``close``. ``close`` synchronizes the device before it unmaps.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import structlog
-
-from services.common.errors import AttachMismatch, GpuError
-from services.common.gpu_ipc import Gpu
-from services.engine.pages.host_arena import CANARY_BYTES, check_announced, page_bytes_of
-from services.engine.pages.source import Geometry
-from services.launch import typed
-
-log = structlog.get_logger()
+from rocmforge.client.arena.announced import CANARY_BYTES, Announced, answer
+from rocmforge.client.arena.gpu_ipc import Gpu
+from rocmforge.client.arena.views import TorchViews, Views, as_torch
+from rocmforge.client.errors import AttachMismatch, GpuError
+from rocmforge.client.events import LOGGED, EventLog
+from rocmforge.client.layout import PageLayout
 
 
 class _Mapping:
@@ -33,11 +30,17 @@ class DevicePages:
     gpu: Gpu
     pointer: int
     total_pages: int
-    page_bytes: int
+    layout: PageLayout
     _release: Callable[[int], None]
+    _log: EventLog = LOGGED
     _views: weakref.WeakSet[_Mapping] = field(default_factory=weakref.WeakSet)
     _closed: bool = False
     _clean: bool = True
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.layout.page_bytes
 
     @property
     def array(self) -> Any:
@@ -55,6 +58,18 @@ class DevicePages:
         memory = cupy.cuda.UnownedMemory(self.pointer, size, viewed, self.gpu.ordinal)
         return cupy.ndarray((self.total_pages, self.page_bytes), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
+    def numpy(self) -> Views:
+        """Raises AttachMismatch: NumPy does not reach GPU memory."""
+        raise AttachMismatch("the pages are in GPU memory, which has no NumPy arrays; use cupy() or torch()")
+
+    def cupy(self) -> Views:
+        """The pages as CuPy arrays. Raises GpuError after ``close``."""
+        return Views(self.array, self.layout)
+
+    def torch(self) -> TorchViews:
+        """The pages as tensors on the GPU. Raises GpuError after ``close``, InvalidConfiguration without torch."""
+        return as_torch(self.array, self.layout)
+
     def close(self) -> bool:
         """Synchronize the device, then unmap or free the pages; whether both were done, so that nothing of this process
         can touch the pages any more. Idempotent.
@@ -65,33 +80,31 @@ class DevicePages:
             return self._clean
         self._closed = True
         if self._views:
-            log.error("pages_still_viewed", device=self.gpu.ordinal, views=len(self._views))
+            self._log.error("pages_still_viewed", device=self.gpu.ordinal, views=len(self._views))
         for step in (self.gpu.synchronize, lambda: self._release(self.pointer)):
             try:
                 step()
             except GpuError as error:
                 self._clean = False
-                log.error("pages_not_unmapped", device=self.gpu.ordinal, detail=error.message)
+                self._log.error("pages_not_unmapped", device=self.gpu.ordinal, detail=error.message)
         return self._clean
 
 
 def map_device_pages(
     handle: bytes,
-    geometry: Geometry,
+    layout: PageLayout,
+    announced: Announced,
     gpu: Gpu,
     *,
     device_ordinal: int | None,
     device_id: str,
-    total_pages: int,
-    page_bytes: int,
-    size_bytes: int,
-    canary_offset: int,
+    log: EventLog = LOGGED,
 ) -> tuple[DevicePages, bytes]:
     """Open an arena on ``gpu`` by its 64-byte IPC handle and answer its canary. Returns the pages and the canary read.
 
     ``device_ordinal`` and ``device_id`` name the daemon's GPU. The pages come first. At ``canary_offset`` the daemon
     wrote 32 bytes; their complement is written directly after them. Raises AttachMismatch when the arena is on another
-    GPU, cannot be opened or does not match the announced layout.
+    GPU, cannot be opened or does not match what is announced.
     """
     if device_id.lower() != gpu.id or (gpu.runtime.is_hip and device_ordinal != gpu.ordinal):
         # A HIP handle holds the exporter's ordinal, so both processes must number the GPUs alike.
@@ -101,27 +114,19 @@ def map_device_pages(
             "HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES",
             field="device_ordinal",
         )
-    check_announced(geometry, total_pages, page_bytes, size_bytes, canary_offset)
+    announced.check(layout)
+    canary = announced.canary_offset
     try:
-        pages = DevicePages(gpu, gpu.open(handle), total_pages, page_bytes, gpu.close)
+        pages = DevicePages(gpu, gpu.open(handle), announced.total_pages, layout, gpu.close, log)
     except GpuError as error:
         raise AttachMismatch(
-            f"the daemon's pages cannot be opened: {error.message}; `{typed('services.engine')} doctor --peer "
+            f"the daemon's pages cannot be opened: {error.message}; `rocmforge doctor engine --peer "
             "PID_OF_THE_DAEMON` diagnoses the cause"
         ) from error
     try:
-        seen = gpu.read(pages.pointer + canary_offset, CANARY_BYTES)
-        gpu.write(pages.pointer + canary_offset + CANARY_BYTES, bytes(byte ^ 0xFF for byte in seen))
+        seen = gpu.read(pages.pointer + canary, CANARY_BYTES)
+        gpu.write(pages.pointer + canary + CANARY_BYTES, answer(seen))
     except GpuError as error:
         pages.close()
         raise AttachMismatch(f"the daemon's pages cannot be used: {error.message}") from error
     return pages, seen
-
-
-def private_device_pages(geometry: Geometry, total_pages: int, gpu: Gpu) -> DevicePages:
-    """Allocates private, uninitialized pages.
-
-    Raises MemoryError when the GPU has too little free memory, GpuError when its runtime fails.
-    """
-    size = page_bytes_of(geometry)
-    return DevicePages(gpu, gpu.allocate(total_pages * size), total_pages, size, gpu.free)

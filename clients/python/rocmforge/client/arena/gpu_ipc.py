@@ -16,8 +16,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from services.common.errors import GpuError, InvalidConfiguration
-from services.launch import typed
+from rocmforge.client.errors import GpuError, InvalidConfiguration
 
 #: Bytes of an IPC handle, of HIP and of CUDA alike.
 HANDLE_BYTES = 64
@@ -70,7 +69,7 @@ class Runtime:
             found = int(self.api.getDeviceCount())
         except self.api.CUDARuntimeError as error:
             raise InvalidConfiguration(
-                f"no usable GPU: {_first_line(error)}; run `{typed('services.kvcache')} doctor` to find the cause"
+                f"no usable GPU: {_first_line(error)}; run `rocmforge doctor kvcache` to find the cause"
             ) from error
         if not found:
             raise InvalidConfiguration("no usable GPU: the runtime finds none")

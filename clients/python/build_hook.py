@@ -1,11 +1,12 @@
 """A build hook of hatchling: generates the code of protos and puts it into a wheel.
 
     [tool.hatch.build.hooks.custom]
-    path = "scripts/wheel/build_hook.py"
+    path = "clients/python/build_hook.py"
     protos = ["rocmforge/engine/v1/engine.proto"]
 
-``protos`` are below ``folder``, by default ``protos``. An editable install has them generated in place. A wheel without
-generated code imports nothing, so a proto that is missing or does not compile fails the build.
+``protos`` are below ``folder``, by default ``protos``, where a source distribution has them in any case. An editable
+install has them generated in place. A wheel without generated code imports nothing, so a proto that is missing or does
+not compile fails the build.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class ProtosHook(BuildHookInterface[Any]):
             return
         root = Path(self.root)
         folder = root / self.config.get("folder", "protos")
+        if not folder.is_dir():
+            folder = root / "protos"
         if version == "editable":
             generate(folder, self.config["protos"], folder)
             return

@@ -1,0 +1,136 @@
+"""The step call on the wire: demands as messages, and replies as grants."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from itertools import groupby
+from operator import attrgetter
+
+from rocmforge.client.demands import STEP_TOKENS, Demand, Grant, PageCopy
+from rocmforge.client.errors import ExceedsPool
+from rocmforge.client.layout import PageLayout
+from rocmforge.client.process import process_identity
+from rocmforge.client.statuses import error_from_status
+from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+
+_DATA_TYPES = {"f32": pb.DATA_TYPE_F32, "f16": pb.DATA_TYPE_F16, "bf16": pb.DATA_TYPE_BF16, "int8": pb.DATA_TYPE_INT8}
+
+
+def opening_request(
+    pool_id: str,
+    layout: PageLayout,
+    *,
+    client_name: str,
+    pool_pages: int | None,
+    max_pages: int | None,
+    ttl_s: float | None,
+    device_ordinal: int | None,
+) -> pb.OpenSessionRequest:
+    """The request for a session of this process."""
+    request = pb.OpenSessionRequest(
+        client_name=client_name,
+        pool_id=pool_id,
+        layout=pb.PageLayout(
+            page_size=layout.page_size,
+            layers=layout.layers,
+            kv_heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            data_type=_DATA_TYPES[layout.dtype],
+        ),
+        pool_pages=pool_pages,
+        max_pages=max_pages,
+        device_ordinal=device_ordinal,
+    )
+    found = process_identity()
+    if found is not None:
+        pid, start_time, namespace = found
+        request.process.CopyFrom(pb.ProcessIdentity(pid=pid, start_time=start_time, pid_namespace=namespace))
+    if ttl_s is not None:
+        request.ttl.FromNanoseconds(int(ttl_s * 1e9))
+    return request
+
+
+def in_parts(demands: Items[Demand]) -> list[Items[Demand]]:
+    """The demands in order, in as many calls as their tokens need; nearly always in one."""
+    if sum(map(_token_count, demands)) <= STEP_TOKENS:
+        return [demands]
+    parts, room = [list[Demand]()], STEP_TOKENS
+    for demand in demands:
+        count = _token_count(demand)
+        if count > room and parts[-1]:
+            parts.append([])
+            room = STEP_TOKENS
+        parts[-1].append(demand)
+        room -= count
+    return list(parts)
+
+
+def _token_count(demand: Demand) -> int:
+    return len(demand.tokens) if demand.opening is None else len(demand.opening.prompt)
+
+
+def _is_too_long(demand: Demand) -> bool:
+    """Whether no call can open it; such a demand is refused here, since a refused call would refuse them all."""
+    return demand.opening is not None and len(demand.opening.prompt) > STEP_TOKENS
+
+
+def demand_messages(demands: Items[Demand]) -> Iterator[pb.Demand]:
+    """In order: one message for each sequence to open, and one for all that go on in a row."""
+    for opens, group in groupby(demands, attrgetter("opens")):
+        if opens:
+            yield from (pb.Demand(opening=_opening(demand)) for demand in group if not _is_too_long(demand))
+        else:
+            yield pb.Demand(steps=_steps(list(group)))
+
+
+def _opening(demand: Demand) -> pb.SequenceOpening:
+    message = pb.SequenceOpening(sequence_id=demand.sequence_id, total_pages=demand.total_pages)
+    opening = demand.opening
+    if opening is None:
+        message.parent_sequence_id = demand.parent
+        return message
+    message.prompt.tokens.extend(opening.prompt)
+    message.prompt.salt = opening.salt
+    if opening.retention is not None:
+        message.prompt.retention.ttl.FromNanoseconds(round(opening.retention.ttl_s * 1e9))
+        message.prompt.retention.priority = opening.retention.priority
+    return message
+
+
+def _steps(demands: list[Demand]) -> pb.SequenceSteps:
+    return pb.SequenceSteps(
+        sequence_ids=[demand.sequence_id for demand in demands],
+        starts=[demand.start for demand in demands],
+        token_counts=[len(demand.tokens) for demand in demands],
+        tokens=[token for demand in demands for token in demand.tokens],
+        total_pages=[demand.total_pages for demand in demands],
+        known_pages=[demand.known_pages for demand in demands],
+    )
+
+
+def grants(reply: pb.AllocatePagesResponse, demands: Items[Demand]) -> list[Grant]:
+    """One grant for each of the demands that the reply answers, in order."""
+    told, granted = deque(reply.grants), list[Grant]()
+    for demand in demands:
+        if told and told[0].sequence_id == demand.sequence_id:
+            granted.append(_grant(told.popleft()))
+        elif _is_too_long(demand):
+            error = ExceedsPool(
+                f"the prompt has {_token_count(demand)} tokens; a KV-cache daemon takes at most {STEP_TOKENS}",
+                field="prompt",
+                limit=STEP_TOKENS,
+            )
+            granted.append(Grant(demand.sequence_id, error=error))
+        else:
+            granted.append(Grant(demand.sequence_id, demand.known_pages))  # nothing to tell: it has what it asked for
+    return granted
+
+
+def _grant(grant: pb.SequenceGrant) -> Grant:
+    if grant.HasField("error"):
+        return Grant(grant.sequence_id, error=error_from_status(grant.error))
+    pages = tuple(grant.page_ids[:])
+    copies = tuple(PageCopy(copy.index, copy.source.page_id, copy.target.page_id) for copy in grant.copies)
+    return Grant(grant.sequence_id, grant.first_index, pages, grant.cached_tokens, copies=copies)
