@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rocmforge.client.transport.tls import ClientTls, client_tls
+from services.common.errors import InvalidConfiguration
 from services.common.parser import Parser
 from services.launch import typed
 
@@ -64,13 +67,33 @@ def knows(address: str, service: str, timeout_s: float) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Ask once, over plaintext. Returns the exit status: 0 serving, 1 not."""
+    """Ask once. Returns the exit status: 0 serving, 1 not, 2 for flags or files that cannot be used."""
     parser = Parser(prog=typed("services.healthcheck"), description="Ask a service once whether it serves.")
     parser.add_argument("address", help="unix:/path or host:port")
-    parser.add_argument("service", nargs="?", default="", help="full service name; the whole server when left out")
-    parser.add_argument("--timeout", type=float, default=3.0, help="seconds (default 3)")
+    parser.add_argument(
+        "service",
+        nargs="?",
+        default="",
+        help="full service name, or `liveness`: whether the process should go on; the whole server when left out",
+    )
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="seconds (default 3)")
+    parser.add_argument("--ca", type=Path, metavar="FILE", help="PEM CA certificate of the service: TLS")
+    parser.add_argument("--cert", type=Path, metavar="FILE", help="PEM certificate to show to it")
+    parser.add_argument("--key", type=Path, metavar="FILE", help="PEM private key of --cert")
+    parser.add_argument(
+        "--name", default="", metavar="NAME", help="name that its certificate must have (default: the host in address)"
+    )
     flags = parser.parse_args(arguments)
-    with grpc.insecure_channel(flags.address, options=[_DIRECT]) as channel:
+    try:
+        tls = client_tls(flags.ca, flags.cert, flags.key, flags.name, flags=("--ca", "--cert", "--key"))
+        if tls is None and flags.name:
+            raise InvalidConfiguration("--name needs --ca", field="--name")
+        if tls is not None and flags.address.startswith("unix:"):
+            raise InvalidConfiguration(f"--ca: {flags.address} is not a TCP address", field="--ca")
+    except InvalidConfiguration as error:
+        print(f"{parser.prog}: {error.message}", file=sys.stderr)
+        return 2
+    with _channel(flags.address, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=flags.service), timeout=flags.timeout)
@@ -79,6 +102,12 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
     print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
     return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1
+
+
+def _channel(address: str, tls: ClientTls | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(address, options=[_DIRECT])
+    return grpc.secure_channel(address, tls.credentials(), options=[_DIRECT, *tls.options])
 
 
 if __name__ == "__main__":

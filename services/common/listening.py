@@ -58,7 +58,11 @@ class Listening:
         metavar="ADDR",
     )
     grace_s: float = setting(
-        seconds(0, 3600), 10.0, "seconds that calls in flight may take to end after SIGTERM", name="grace", metavar="S"
+        seconds(0, 3600),
+        25.0,
+        "seconds that calls in flight may take to end after SIGTERM; less than a container has to stop",
+        name="grace",
+        metavar="S",
     )
     log_level: str = setting(
         one_of(*LOG_LEVELS),

@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 import structlog
 import uvloop
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 
 from services.common.access.acl import admit, open_way
 from services.common.access.identity import Identity
@@ -29,6 +29,7 @@ from services.common.access.in_flight import InFlight
 from services.common.access.tokens import Tokens
 from services.common.call_stats import CallStats
 from services.common.edge import descriptors, keepalive
+from services.common.edge.health import LIVENESS, NOT_SERVING, SERVING, Health
 from services.common.edge.message_limit import MessageLimit, MessageLimits
 from services.common.edge.paths import make_directory
 from services.common.edge.reflection import Reflection
@@ -137,7 +138,8 @@ class Serving:
     uid (and root) may connect; one more beside each for every uid of ``guests``, `guest_socket`, where only that uid
     may; and TCP, where a certificate shows it or nothing does. They share the servicers, and ``in_flight``. Each has at
     most ``max_connections`` connections, and closes further ones.
-    Health is NOT_SERVING until ``ready()``; ``drain()`` sets it back, then lets calls in flight end.
+    Readiness, the health of the service's name and of the whole server, is NOT_SERVING until ``ready()``, and for good
+    from ``leave()`` on. Liveness is SERVING from the start until ``dead()``. ``drain()`` lets calls in flight end.
     ``limits`` are those of the service's messages; of far larger ones gRPC itself refuses to read the rest.
     """
 
@@ -164,7 +166,8 @@ class Serving:
         self._max_connections = max_connections
         self._certificates: Certificates | None = None
         self._limits = limits
-        self._health = health.aio.HealthServicer()
+        self._health = Health()
+        self._leaving = False
         self._paths: list[tuple[Path, int]] = []
         self._servers: list[grpc.aio.Server] = []
         self._registered: list[tuple[Callable[[Any], None], CallStats]] = []
@@ -176,7 +179,8 @@ class Serving:
 
     async def start(self) -> None:
         """Bind and serve. Raises InvalidConfiguration if an address is in use or cannot be bound."""
-        await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._set_ready(False)
+        self._health.set([LIVENESS], SERVING)
         owner, mutual = Identity.of_uid(os.geteuid()), self._tls is not None and self._tls.client_ca is not None
         self._certificates = self._tls.credentials() if self._tls else None
         self._connections = descriptors.connections(self._max_connections, descriptors.raise_limit())
@@ -238,9 +242,8 @@ class Serving:
             raise InvalidConfiguration(f"--listen unix:{path}: cannot bind: {error}", field="--listen") from error
         return f"unix:{path}"
 
-    async def _set(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for name in ("", self._service):
-            await self._health.set(name, status)
+    def _set_ready(self, ready: bool) -> None:
+        self._health.set(("", self._service), SERVING if ready and not self._leaving else NOT_SERVING)
 
     def reload(self) -> None:
         """Read certificates and tokens again, if there are any; what cannot be used changes nothing and is logged."""
@@ -249,17 +252,27 @@ class Serving:
         if self._certificates is not None:
             self._certificates.reload()
 
-    async def ready(self) -> None:
-        """Set health to SERVING."""
-        await self._set(health_pb2.HealthCheckResponse.SERVING)
+    def ready(self) -> None:
+        """Set readiness to SERVING, unless the service is leaving."""
+        self._set_ready(True)
 
-    async def not_ready(self) -> None:
-        """Set health to NOT_SERVING; calls continue."""
-        await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
+    def not_ready(self) -> None:
+        """Set readiness to NOT_SERVING; calls continue."""
+        self._set_ready(False)
+
+    def leave(self) -> None:
+        """Set readiness to NOT_SERVING for good; calls continue, and new ones are still accepted."""
+        self._leaving = True
+        self._set_ready(False)
+
+    def dead(self) -> None:
+        """Set liveness to NOT_SERVING: only a restart helps."""
+        self._health.set([LIVENESS], NOT_SERVING)
 
     async def drain(self, grace_s: float) -> None:
-        """Set health to NOT_SERVING for good, reject new calls, cancel those in flight after ``grace_s`` seconds."""
-        await self._health.enter_graceful_shutdown()
+        """Leave, reject new calls, and cancel those in flight after ``grace_s`` seconds."""
+        self.leave()
+        self._health.end()
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         for path, inode in self._paths:
             # Unlink only our own socket: another server may have bound the path since.

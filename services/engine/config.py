@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from typing import Any, ClassVar
 
 from rocmforge.client.transport.tls import ClientTls, client_tls
 from services.common import settings
+from services.common.access.identity import Identity
+from services.common.access.policy import Allowance, Policy
 from services.common.errors import InvalidConfiguration, ModelInvalid
 from services.common.listening import LIVE, Listening, file_path, listen, runtime_dir
 from services.common.serving import Listener
 from services.common.settings import Program, setting
 from services.common.values import Kind, byte_size, one_of, seconds, whole
+from services.engine.api.roles import INCLUDES, role_allowance
 from services.engine.checkpoint.gguf.model import is_gguf
 from services.engine.checkpoint.gguf.shards import files_of, name_of
 from services.engine.delivery.registry import RegistryLimits
@@ -81,6 +85,22 @@ class Config(Listening):
     """
 
     listeners: list[Listener] = listen("engine.sock", PORT)
+    allow: list[Allowance] = setting(
+        role_allowance,
+        list,
+        "a role for an identity, operator=uid:N, operator=cn:NAME or operator=token:NAME: an operator may drain the "
+        "engine; repeatable; the engine's own user may",
+        many=True,
+        metavar="R",
+    )
+    lame_duck_s: float = setting(
+        seconds(0, 3600),
+        0.0,
+        "seconds for which a drain, or SIGTERM, still accepts requests: readiness is NOT_SERVING at once, and routers "
+        "need time to notice",
+        name="lame-duck",
+        metavar="S",
+    )
     tokens: Path | None = setting(
         file_path,
         None,
@@ -133,6 +153,14 @@ class Config(Listening):
         60.0,
         "seconds that requests wait for an unavailable daemon before they fail",
         name="kvcache-patience",
+        metavar="S",
+    )
+    unready_after_s: float = setting(
+        seconds(0, 86400),
+        5.0,
+        "seconds without the daemon after which readiness is NOT_SERVING, so that routers send requests elsewhere; "
+        "--kvcache-patience if that is shorter",
+        name="unready-after",
         metavar="S",
     )
     pool_id: str | None = setting(
@@ -246,8 +274,13 @@ class Config(Listening):
             flags=("--kvcache-ca", "--kvcache-cert", "--kvcache-key"),
         )
 
+    @property
+    def policy(self) -> Policy:
+        """Who may drain the engine."""
+        return Policy(Identity.of_uid(os.geteuid()), self.allow, INCLUDES)
+
     #: The fields that can change while the engine runs.
-    LIVE: ClassVar[frozenset[str]] = LIVE | {"generation_ttl_s", "generation_count", "generation_memory"}
+    LIVE: ClassVar[frozenset[str]] = LIVE | {"lame_duck_s", "generation_ttl_s", "generation_count", "generation_memory"}
 
     @property
     def limits(self) -> Limits:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -62,14 +62,28 @@ _CHANGE = {
 class Engine:
     """Call ``start``, connect to ``bound``, call ``stop``. Tests run the same object on a free port.
 
-    ``make_runner`` creates the step runner; tests use it to inject faults.
+    ``make_runner`` creates the step runner, and ``sleep`` waits; tests use them to inject faults and time.
     """
 
-    def __init__(self, config: Config, *, make_runner: Callable[..., StepRunner] = Runner) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        make_runner: Callable[..., StepRunner] = Runner,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self.config = config
+        self._sleep = sleep
         self.streams = Streams()
         self.generations = GenerationRegistry(config.retention)
-        self.servicer = EngineServicer(self.streams, self.generations, throttle=Throttle(config.messages_per_s))
+        self._policy = config.policy
+        self.servicer = EngineServicer(
+            self.streams,
+            self.generations,
+            self._policy,
+            self.begin_drain,
+            throttle=Throttle(config.messages_per_s),
+        )
         self.calls, self.kvcache_calls = CallStats(), CallStats()
         self.metrics = EngineMetrics(self.generations, self.calls, self.kvcache_calls, lambda: self.servicer.draining)
         self._endpoint = Endpoint(config.metrics, self.metrics) if config.metrics is not None else None
@@ -83,11 +97,13 @@ class Engine:
             insecure=config.insecure,
             limits=LIMITS,
             max_connections=config.max_connections,
+            guests=self._policy.guests,
             tokens=Tokens(config.tokens) if config.tokens is not None else None,
         )
         self._source: PageSource | None = None  # until the engine's thread takes it over
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._draining: asyncio.Task[None] | None = None
 
     @property
     def bound(self) -> list[str]:
@@ -130,7 +146,11 @@ class Engine:
             running.call_soon_threadsafe(self.streams.deliver, events)
 
         def on_serving(serving: bool) -> None:
-            running.call_soon_threadsafe(self._say, serving)
+            say = self._serving.ready if serving else self._serving.not_ready
+            running.call_soon_threadsafe(say)
+
+        def on_failed() -> None:
+            running.call_soon_threadsafe(self._serving.dead)
 
         self.loop = EngineLoop(
             self._make_runner(model, lambda: backend.view(source.memory), draw, backend.finish),
@@ -138,7 +158,9 @@ class Engine:
             config.limits,
             outbox,
             patience_s=config.patience_s,
+            unready_after_s=config.unready_after_s,
             on_serving=on_serving,
+            on_failed=on_failed,
         )
         self._thread = threading.Thread(target=self.loop.run, name="engine", daemon=True)
         self._thread.start()
@@ -159,7 +181,7 @@ class Engine:
         self.servicer.serve(served)
         self.metrics.serve(served)
         self._begin(self._sweep())
-        await self._serving.ready()
+        self._serving.ready()
 
     def _make_backend(self, checkpoint: Checkpoint) -> Backend:
         """Create the backend that the flags select. Raises InvalidConfiguration."""
@@ -222,10 +244,6 @@ class Engine:
                     )
             await asyncio.sleep(OPEN_RETRY_S)
 
-    def _say(self, serving: bool) -> None:
-        if not self.servicer.draining:
-            self._begin(self._serving.ready() if serving else self._serving.not_ready())
-
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -243,14 +261,27 @@ class Engine:
         self.generations.retention = self.config.retention
         self._serving.reload()
 
-    async def stop(self, grace_s: float) -> None:
-        """Drain: reject new and waiting requests, give running ones ``grace_s`` seconds to finish, abort the rest, and
-        release everything.
+    def begin_drain(self) -> asyncio.Future[None]:
+        """Set readiness to NOT_SERVING at once, and ``lame_duck_s`` seconds later reject new and waiting requests.
+
+        Returns what is done then. Later calls join the drain under way, and none can cancel it.
         """
+        if self._draining is None:
+            self._serving.leave()
+            log.info("draining", live=len(self.streams), lame_duck_s=self.config.lame_duck_s)
+            self._draining = asyncio.ensure_future(self._drain())
+        return asyncio.shield(self._draining)
+
+    async def _drain(self) -> None:
+        if self.loop is not None:
+            await self._sleep(self.config.lame_duck_s)
         self.servicer.drain()
-        await self._serving.not_ready()
         if self.loop is not None:
             self.loop.drain(Draining("the engine is shutting down and starts no more requests"))
+
+    async def stop(self, grace_s: float) -> None:
+        """Drain, give running requests ``grace_s`` seconds to finish, abort the rest, and release everything."""
+        await self.begin_drain()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.streams.until_none(), grace_s)
         if self.streams:

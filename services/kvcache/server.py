@@ -152,7 +152,7 @@ class Daemon:
             asyncio.create_task(self.watch.run()),
             asyncio.create_task(self.scrubber.run()),
         ]
-        await self._serving.ready()
+        self._serving.ready()
 
     def reload(self, read: Callable[[], Config]) -> None:
         """Take up the settings that ``read`` returns, as far as they can change, and certificates that have changed."""

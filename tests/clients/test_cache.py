@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import socket
 import threading
@@ -275,6 +276,26 @@ def test_silence_is_asked_again_and_logged_once(clock: Clock, log: Recorder) -> 
     assert not lease.expired and log.names() == ["lease_not_renewed"]
 
 
+def test_silence_lasts_from_the_first_renewal_that_failed_until_a_call_succeeds(clock: Clock, log: Recorder) -> None:
+    lease = Lease(epoch=1, ttl_s=0.01, renewed_at=clock.now - 1)
+    began, attempts, enough = clock.now, list[int](), threading.Event()
+
+    def silence(renewed: Lease) -> None:
+        attempts.append(1)
+        clock.now += 0.001
+        if len(attempts) == 3:
+            enough.set()
+        raise KvCacheDown("silence")
+
+    keeper = LeaseKeeper(lambda: lease, silence, clock, log)
+    keeper.start()
+    assert enough.wait(30)
+    keeper.close()
+    assert lease.silent_since == began
+    lease.renewed(clock.now, epoch=1)
+    assert lease.silent_since is None
+
+
 def test_a_session_heard_to_be_over_launches_nothing_more(daemon: Running, clock: Clock) -> None:
     source = made(daemon, clock=clock, ttl_s=1)
     source.reopen()
@@ -397,6 +418,58 @@ def test_another_run_of_the_daemon_is_another_epoch(daemon: Running, source: KvC
     with pytest.raises(SessionExpired):
         source.start_step([], []).result()
     assert not source.may_write()
+
+
+def mappings(directory: Path) -> int:
+    """How many arenas below a directory this process maps; the daemon, too, runs in it."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(str(directory / "arena") in line for line in lines)
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Nothing is freed but what no name refers to any more: a cycle may wait for the collector as long as it likes."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_lost_session_s_memory_is_unmapped_when_the_daemon_is_gone(
+    tmp_path: Path, clock: Clock, uncollected: None
+) -> None:
+    """Or the next daemon's arena may not fit beside it in a file system that has room for one."""
+    daemon = Running(tmp_path)
+    source = made(daemon, clock=clock)
+    source.reopen()
+    losing(source, 100)
+    for _ in range(3):
+        with pytest.raises(KvCacheDown):
+            source.start_step([OPENING], []).result()
+    before = mappings(tmp_path)
+    daemon.close()
+    assert mappings(tmp_path) == before - 1 == 1
+    with pytest.raises(KvCacheDown):
+        source.reopen()
+    assert mappings(tmp_path) == 0
+    source.close()
+
+
+def test_memory_that_could_not_be_attached_is_unmapped(
+    source: KvCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncollected: None
+) -> None:
+    call = source._call
+
+    def refused(method: str, *given: Any) -> Any:
+        if method == "AttachSession":
+            raise AttachMismatch("other memory")
+        return call(method, *given)
+
+    monkeypatch.setattr(source, "_call", refused)
+    try:
+        source.reopen()
+    except AttachMismatch as error:
+        kept = error  # as a log or a refusal may, with every frame that it came through
+    assert mappings(tmp_path) == 1, kept
 
 
 # --- who makes a call -------------------------------------------------------------------------------------------------

@@ -180,6 +180,7 @@ class Scripted:
         self.failures = 0
         self.reopened = 0
         self.closed = False
+        self.silent: float | None = None
         self.tables: dict[str, set[int]] = {}  # pages that a sequence was granted
 
     @property
@@ -201,6 +202,10 @@ class Scripted:
     @property
     def epoch(self) -> int:
         return self.inner.epoch
+
+    @property
+    def silent_since(self) -> float | None:
+        return self.silent
 
     def exchange(self, demands: Sequence[Demand], removed: Sequence[str]) -> Exchange:
         self.exchanges.append((list(demands), list(removed)))
@@ -269,6 +274,7 @@ class Harness:
         max_queue: int = 100,
         max_queue_tokens: int = 1 << 20,
         patience_s: float = 60.0,
+        unready_after_s: float = 5.0,
         late: bool = False,
     ) -> None:
         from services.engine.pages.local import LocalPageSource
@@ -289,6 +295,7 @@ class Harness:
             Limits(max_batch, max_step_tokens, max_queue, max_queue_tokens),
             self._on_events,
             patience_s=patience_s,
+            unready_after_s=unready_after_s,
             on_serving=self.serving.append,
             clock=self.clock,
         )

@@ -17,7 +17,7 @@ from services.engine.scheduling.admission import Limits
 def test_defaults() -> None:
     config = Config.read([], {})
     assert config.limits == Limits(max_batch=32, max_step_tokens=512, max_queue=1024)
-    assert (config.page_size, config.patience_s, config.pool_id, config.grace_s) == (16, 60.0, None, 10.0)
+    assert (config.page_size, config.patience_s, config.pool_id, config.grace_s) == (16, 60.0, None, 25.0)
     assert config.kvcache.startswith("unix:/") and config.kvcache.endswith("kvcache.sock")
     assert [str(listener) for listener in config.listeners][1] == "127.0.0.1:50051"
     assert config.limits.max_queue_tokens == 1 << 20

@@ -48,7 +48,16 @@ def test_the_daemons_error_table_is_the_codes() -> None:
 
 def test_the_engines_error_table_is_the_codes() -> None:
     own = set(classes((ROOT / "services" / "common" / "errors.py").read_text())) - {"ModelInvalid"}  # it ends the start
-    both = ["FieldInvalid", "Internal", "ExceedsPool", "Unauthenticated", "Draining", "NotReady", "KvCacheDown"]
+    both = [
+        "FieldInvalid",
+        "Internal",
+        "RoleMissing",
+        "ExceedsPool",
+        "Unauthenticated",
+        "Draining",
+        "NotReady",
+        "KvCacheDown",
+    ]
     assert table((ROOT / "docs" / "api.md").read_text()) == rows([*both, *own])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services.common import rpc
-from services.common.access.identity import CALLER, Identity
+from services.common.access.identity import CALLER
+from services.common.access.policy import Policy
 from services.common.errors import Draining, FieldInvalid, NotReady, RequestExists, ServiceError
 from services.engine.api.requests import (
     check_batch,
@@ -32,6 +32,7 @@ from services.engine.api.responses import (
     response,
     status,
 )
+from services.engine.api.roles import NEEDED
 from services.engine.api.served import Served
 from services.engine.delivery.generation import Generation
 from services.engine.delivery.registry import GenerationRegistry
@@ -53,20 +54,22 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """The service. It answers UNAVAILABLE to every call before ``serve``, and to new requests after ``drain``.
 
     ``clock`` is the engine's monotonic clock, ``wall`` the wall clock, both in seconds. Without a ``throttle`` each
-    message is sent at once. ``operator`` may do with everybody's requests what others may with their own; by default it
-    is this process's user.
+    message is sent at once. The owner in ``policy`` may do with everybody's requests what others may with their own.
+    ``begin_drain`` begins a drain, unless one is under way, and returns what is done once new requests are rejected.
     """
 
     def __init__(
         self,
         streams: Streams,
         generations: GenerationRegistry,
+        policy: Policy,
+        begin_drain: Callable[[], asyncio.Future[None]],
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         throttle: Throttle | None = None,
-        operator: Identity | None = None,
     ) -> None:
-        self._operator = Identity.of_uid(os.geteuid()) if operator is None else operator
+        self._policy = policy
+        self._begin_drain = begin_drain
         self.streams = streams
         self.generations = generations
         self._throttle = throttle
@@ -95,7 +98,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     def _whose(self) -> str | None:
         """Whose requests the caller may name; None for everybody's."""
         caller = CALLER.get()
-        return None if caller == self._operator else caller.text
+        return None if caller == self._policy.owner else caller.text
 
     def _deadline(self, context: Any) -> float | None:
         left = context.time_remaining()
@@ -340,3 +343,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             generation_bytes=self.generations.bytes,
             generation_byte_limit=self.generations.retention.memory,
         )
+
+    @maps_errors
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        """See the proto. A drain goes on when its caller is gone."""
+        self._policy.require(NEEDED["Drain"])
+        self._model()
+        rejecting = self._begin_drain()
+        if request.wait:
+            await rejecting
+            await self.streams.until_none()
+        return pb.DrainResponse(live_requests=len(self.streams))

@@ -13,7 +13,7 @@ from services.common.errors import InvalidConfiguration
 
 COMMANDS = (
     *("generate", "chat", "batch", "submit", "watch", "get", "cancel", "delete", "purge"),
-    *("models", "status", "bench"),
+    *("models", "status", "bench", "drain"),
 )
 
 

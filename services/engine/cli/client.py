@@ -33,8 +33,8 @@ TOKEN_VARIABLE = "ROCMFORGE_TOKEN"
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 
 
-def parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the flags common to all commands."""
+def parser(command: str, description: str, *, waits: bool = True) -> argparse.ArgumentParser:
+    """A parser with the flags common to all commands; with ``waits`` also --wait, for the engine to be serving."""
     prog = f"{typed('services.engine')} {command}"
     made = Parser(prog=prog, description=description)
     made.add_argument(
@@ -62,13 +62,14 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help=f"file with the token to show to the engine (default: the token in {TOKEN_VARIABLE}, if any)",
     )
-    made.add_argument(
-        "--wait",
-        type=_seconds,
-        default=0.0,
-        metavar="S",
-        help="wait up to S seconds for the engine to be serving (default %(default)g)",
-    )
+    if waits:
+        made.add_argument(
+            "--wait",
+            type=seconds,
+            default=0.0,
+            metavar="S",
+            help="wait up to S seconds for the engine to be serving (default %(default)g)",
+        )
     return made
 
 
@@ -76,7 +77,8 @@ def _default() -> str:
     return f"unix:{runtime_dir() / 'engine.sock'}"
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """A flag's value in seconds. Raises ArgumentTypeError."""
     try:
         found = float(text)
     except ValueError:

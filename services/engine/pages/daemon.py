@@ -95,6 +95,11 @@ class GrpcPageSource:
         pages = self._cache.pages
         return pages if isinstance(pages, DevicePages) else pages.numpy().kv
 
+    @property
+    def silent_since(self) -> float | None:
+        """Since when the lease could not be renewed; None while it can, and without a session."""
+        return self._cache.silent_since
+
     def may_launch(self) -> bool:
         """Whether the lease has not expired and lasts, with a safety margin."""
         return self._cache.may_write()

@@ -128,6 +128,10 @@ class LocalPageSource:
             self._remove(sequence_id)
         return _Answered([self._serve(demand) for demand in demands])
 
+    @property
+    def silent_since(self) -> None:
+        """Always None: the pages are private to this process."""
+
     def may_launch(self) -> bool:
         """Always true: the pages are private to this process."""
         return True

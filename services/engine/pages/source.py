@@ -72,6 +72,10 @@ class PageSource(Protocol):
     def epoch(self) -> int:
         """The epoch of the daemon that owns the pages, 0 without a daemon."""
 
+    @property
+    def silent_since(self) -> float | None:
+        """Since when the session's lease could not be renewed, in seconds of the clock; None while it can."""
+
     def exchange(self, demands: Sequence[Demand], removed: Sequence[str]) -> Exchange:
         """Send one batch: ``removed`` sequences are removed first, then ``demands`` are served in order.
 

@@ -49,8 +49,10 @@ class EngineLoop:
     """Drives a scheduler, a runner and a page source.
 
     ``submit``, ``snapshot``, ``cancel``, ``drain`` and ``stop`` may be called from any thread; ``run``, or ``iterate``
-    in a loop of the caller's own, from one thread. ``on_serving`` is called when the engine becomes able or unable
-    to serve: with False after ``patience_s`` seconds without a page source, and for good after an unexpected failure.
+    in a loop of the caller's own, from one thread. Requests fail after ``patience_s`` seconds without a page source.
+    ``on_serving`` is called when the engine becomes able or unable to serve: with False after ``unready_after_s``
+    seconds without one, or at the end of the patience if that comes first. ``on_failed`` is called after an unexpected
+    failure, from which the engine does not recover.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class EngineLoop:
         outbox: Callable[[list[Event]], None],
         *,
         patience_s: float = 60.0,
+        unready_after_s: float = 5.0,
         on_serving: Callable[[bool], None] = lambda serving: None,
+        on_failed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
@@ -69,7 +73,10 @@ class EngineLoop:
         self._limits = limits
         self._outbox = outbox
         self._patience = patience_s
+        self._unready_after = unready_after_s
         self._on_serving = on_serving
+        self._on_failed = on_failed
+        self._serving = True
         self._clock = clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._arriving: dict[int, int] = {}  # samples of each request that is still in the inbox
@@ -173,8 +180,22 @@ class EngineLoop:
             self._give_up()
         delay = self._recover(now) if self._lost else self._round(now)
         self._flush()
+        self._show()
         self._watch(stepped=self.totals.steps > steps)
         return max(0.0, min(delay, self.scheduler.next_deadline - self._clock()))
+
+    def _show(self) -> None:
+        """Tell whether the engine can serve, if that has changed."""
+        since = self._source.silent_since if self._down_since is None else self._down_since
+        if self._refusal is not None:
+            serving = False
+        elif since is None:
+            serving = True
+        else:
+            serving = self._serving and self._clock() - since <= self._unready_after
+        if serving != self._serving:
+            self._serving = serving
+            self._on_serving(serving)
 
     def _watch(self, *, stepped: bool = False) -> None:
         silent_s = 0.0 if self._down_since is None else self._clock() - self._down_since
@@ -235,9 +256,8 @@ class EngineLoop:
             if copies:  # before the next step, which may write past the copied tokens
                 self._runner.copy_pages(copies)
             self._proven, self._down_since, self._failures, self._retry_at = True, None, 0, float("-inf")
-            if self._refusal is not None and not self._draining:
+            if not self._draining:
                 self._refusal = None
-                self._on_serving(True)
         waited_s = self._clock() - started
         self.totals.page_wait_s += waited_s
         self.stats.exchange_wait.observe(waited_s)
@@ -295,7 +315,6 @@ class EngineLoop:
         self._abort_all(error)
         if self._refusal is None:
             self._refusal = error.bare()
-            self._on_serving(False)
 
     # --- messages -----------------------------------------------------------------------------------------------
 
@@ -354,6 +373,7 @@ class EngineLoop:
         self.totals.errors[failure.reason] += len(live)
         self._refusal = failure
         self._on_serving(False)
+        self._on_failed()
         self._flush()
 
     # --- events -------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +19,10 @@ from grpc_status import rpc_status
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.common import rpc
+from services.common.access.identity import Identity
+from services.common.access.policy import Policy
 from services.common.errors import KvCacheDown, ServiceError
+from services.engine.api.roles import INCLUDES
 from services.engine.delivery.generation import MAX_WATCHES
 from services.engine.text.chat import Chat
 from services.engine.text.chat_template import ChatTemplate
@@ -47,6 +51,7 @@ GOOD: dict[str, Any] = {
     "Detokenize": pb.DetokenizeRequest(token_ids=[1]),
     "GetModel": pb.GetModelRequest(),
     "GetStats": pb.GetStatsRequest(),
+    "Drain": pb.DrainRequest(),
 }
 #: ... and one that its checks refuse.
 BAD: dict[str, Any] = {
@@ -226,6 +231,16 @@ def too_much_said(engine: Engine) -> ServiceError:
         servicer._served = served
 
 
+@contextlib.contextmanager
+def another_owner(engine: Engine) -> Iterator[None]:
+    servicer = engine.engine.servicer
+    policy, servicer._policy = servicer._policy, Policy(Identity.of_uid(os.geteuid() + 1), (), INCLUDES)
+    try:
+        yield
+    finally:
+        servicer._policy = policy
+
+
 #: (rpc, what provokes it, status code, reason)
 REASONS: list[tuple[str, Callable[[Engine], ServiceError], str, str]] = [
     *((method.name, while_(starting, method.name), "UNAVAILABLE", "NOT_READY") for method in METHODS),
@@ -241,6 +256,7 @@ REASONS: list[tuple[str, Callable[[Engine], ServiceError], str, str]] = [
     ("Generate", out_of_time, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),
     ("WatchGeneration", crowded, "RESOURCE_EXHAUSTED", "TOO_MANY_WATCHERS"),
     ("Tokenize", too_much_said, "INVALID_ARGUMENT", "PROMPT_TOO_LONG"),
+    ("Drain", while_(another_owner, "Drain"), "PERMISSION_DENIED", "ROLE_MISSING"),
     ("DeleteGeneration", live_deleted, "FAILED_PRECONDITION", "REQUEST_LIVE"),
 ]  # fmt: skip
 

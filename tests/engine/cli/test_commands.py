@@ -326,7 +326,7 @@ def test_every_command_has_help_and_says_when_nobody_is_there(
         cli.run(command, ["--help"])
     assert ended.value.code == 0 and f"services.engine {command}" in capsys.readouterr().out
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "x"}\n')))
-    alone: dict[str, list[str]] = {name: [] for name in ("status", "chat", "models", "purge", "bench")}
+    alone: dict[str, list[str]] = {name: [] for name in ("status", "chat", "models", "purge", "bench", "drain")}
     more = {**alone, "batch": ["--retries", "0"]}.get(command, ["x"])
     target = f"unix:{tmp_path}/none.sock"
     assert cli.run(command, [*more, "--target", target]) == 1

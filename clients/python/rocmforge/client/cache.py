@@ -182,6 +182,12 @@ class KvCache:
         """The pages, for this session only. Raises SessionExpired without a session."""
         return self._live().pages
 
+    @property
+    def silent_since(self) -> float | None:
+        """Since when, by the clock, the lease could not be renewed; None while it can, and without a session."""
+        session = self._session
+        return session.lease.silent_since if session is not None else None
+
     def may_write(self) -> bool:
         """Whether the pages are certain to be this session's for as long as a step takes, by this process's clock.
 

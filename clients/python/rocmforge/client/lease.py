@@ -26,6 +26,7 @@ class Lease:
     ttl_s: float
     renewed_at: float
     expired: bool = False
+    silent_since: float | None = None  # when the first renewal was sent that failed, since one succeeded
 
     @property
     def deadline(self) -> float:
@@ -38,6 +39,7 @@ class Lease:
             self.expired = True
             raise SessionExpired("the daemon was restarted: its epoch changed")
         self.renewed_at = max(self.renewed_at, sent_at)
+        self.silent_since = None
 
 
 class LeaseKeeper:
@@ -73,7 +75,7 @@ class LeaseKeeper:
             self._thread.join()
 
     def _run(self) -> None:
-        wait, silent = 0.0, False
+        wait = 0.0
         while not self._closed.wait(max(0.0, wait)):
             lease = self._current()
             if lease is None or lease.expired:
@@ -83,12 +85,12 @@ class LeaseKeeper:
             if wait > 0:
                 continue
             wait = lease.ttl_s / 10  # until an attempt succeeds
+            sent_at = self._clock()
             try:
                 self._renew(lease)
-                silent = False
             except SessionExpired:
                 lease.expired = True
             except ServiceError as error:
-                if not silent:
+                if lease.silent_since is None:
+                    lease.silent_since = sent_at
                     self._log.warning("lease_not_renewed", reason=error.reason, detail=error.message)
-                silent = True

@@ -20,7 +20,11 @@ from rocmforge.client.transport.paths import open_file
 
 @dataclass(slots=True, eq=False)
 class HostPages:
-    """The pages of a session on a mapped file. The mapping goes with the last array on it."""
+    """The pages of a session on a mapped file. The mapping goes with the last array on it.
+
+    A call that failed may be kept by its error's frames, in a cycle, and keeps this, but after ``close`` no mapping:
+    beside it the next daemon's arena may not fit.
+    """
 
     layout: PageLayout
     _views: Views | None
