@@ -1,7 +1,7 @@
 # Newcomers, developers and .ci/run use the same targets. `make` without one lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery buf chaos clients fuzz first-light help setup protos protos-bundle release-protos run up down smollm2 soak test test-fast test-gpu test-isa lint lint-style lint-types lint-protos bench-step tools clean
+.PHONY: atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery buf chaos clients fuzz first-light help setup protos protos-bundle release-protos run up down smollm2 soak test test-fast test-gpu test-isa test-vllm lint lint-style lint-types lint-protos bench-step tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -85,6 +85,15 @@ first-light: setup ## Try everything on this machine's GPU, and write a report t
 
 test-isa: setup ## Run all kernel tests as AMD machine code on this CPU
 	@ROCMFORGE_TEST_ISA=1 $(PY) -m pytest -n auto --maxprocesses 4 tests/kernels tests/simulators -k "gfx"
+
+# Another environment that has vLLM serves as well: make test-vllm VLLM=FOLDER
+VLLM := build/vllm
+
+test-vllm: setup $(VLLM)/bin/vllm ## Run the tests of the vLLM connector, with the real vLLM in VLLM=build/vllm (6 GB, made if need be)
+	@ROCMFORGE_VLLM=$(abspath $(VLLM))/bin/python $(PY) -m pytest tests/vllm
+
+$(VLLM)/bin/vllm:
+	@scripts/vllm-env.sh $(VLLM)
 
 chaos: setup ## Run a daemon and two engines under faults for SECONDS=60, from SEED=n; the report is in build/chaos
 	@$(PY) -m tests.chaos --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))

@@ -1,0 +1,1 @@
+"""A connector that lets vLLM share prefixes through ROCmForge's KV-cache daemon: docs/vllm.md."""
