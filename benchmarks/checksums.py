@@ -22,7 +22,7 @@ from services.kvcache.arena.host import FileArena
 from services.kvcache.cache.cache import KvCache, Limits
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
-from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.layout import Layout, PageLayout
 from services.kvcache.pool.pool import Arena
 from services.kvcache.scrub.scrubber import Scrubber
 
@@ -74,7 +74,7 @@ def speeds(directory: Path, names: Iterator[str]) -> None:
 class Loaded:
     """A cache whose batch decodes: each sequence reports a token a step, and one in sixteen completes a page."""
 
-    def __init__(self, arena: Callable[[PageLayout, int, int, int | None], Arena], **limits: object) -> None:
+    def __init__(self, arena: Callable[[Layout, int, int, int | None], Arena], **limits: object) -> None:
         counter = itertools.count(1)
         self.cache = KvCache(
             Limits(budget_bytes=1 << 30, verify_share=0.0, **limits),  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ class Loaded:
         )
         self.made: list[str] = []
 
-    def attach(self, layout: PageLayout, pages: int) -> str:
+    def attach(self, layout: Layout, pages: int) -> str:
         """A session on a pool of so many pages."""
         session = self.cache.open_session("bench", "pool", layout, pool_pages=pages)
         session.attached = True
@@ -173,7 +173,7 @@ async def grants(directory: Path, names: Iterator[str]) -> None:
         print(f"grant of {GRANTED} pages of 1.75 MiB, {label:22} {statistics.median(times) * 1e6:8.0f} us")
 
 
-def made_and_freed(gpu: Gpu, layout: PageLayout, pages: int) -> None:
+def made_and_freed(gpu: Gpu, layout: Layout, pages: int) -> None:
     """An arena's life."""
     DeviceArena(gpu, layout, pages, 1).close()
 

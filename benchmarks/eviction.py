@@ -31,7 +31,7 @@ from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from services.kvcache.eviction.policy import POLICIES
 from services.kvcache.pool.budget import CANARY_BYTES
-from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.layout import Layout, PageLayout
 
 Trace = list[list[int]]
 
@@ -69,7 +69,7 @@ class _NoArena:
     file_path = ""
     device = None
 
-    def __init__(self, layout: PageLayout, pages: int, slots: int, device: int | None) -> None:
+    def __init__(self, layout: Layout, pages: int, slots: int, device: int | None) -> None:
         self.size_bytes = pages * layout.page_bytes
         self._canary = b""
 

@@ -34,7 +34,7 @@ from services.kvcache.config import GPU, Config
 from services.kvcache.kvevents.publisher import KvEventPublisher
 from services.kvcache.lease.process import ProcessTable
 from services.kvcache.metrics import KvCacheMetrics
-from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.layout import Layout
 from services.kvcache.pool.pool import Arena
 from services.kvcache.presence import LoopWatch, PresentClock
 from services.kvcache.scrub.scrubber import Scrubber
@@ -66,7 +66,7 @@ class Daemon:
         processes = ProcessTable()
         gpus = _gpus(load_runtime, config.limits.budget_bytes) if config.device == GPU else None
 
-        def make_arena(layout: PageLayout, pages: int, canary_slots: int, device: int | None) -> Arena:
+        def make_arena(layout: Layout, pages: int, canary_slots: int, device: int | None) -> Arena:
             arena: Arena
             if gpus is None or device is None:
                 arena = FileArena(config.arena_dir, next(names), layout, pages, canary_slots)

@@ -11,7 +11,7 @@ from services.kvcache.cache.walk import check
 from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process
 from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES
-from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.layout import Layout, PageLayout
 from services.kvcache.pool.pool import DeviceMemory, Pool
 from services.kvcache.pool.prefix_cache import ChainHash, blake2b_chain
 from services.kvcache.scrub.purge import purge
@@ -24,7 +24,7 @@ class FakeArena:
 
     file_path = "/proc/none"
 
-    def __init__(self, layout: PageLayout, pages: int, slots: int, device: int | None = None) -> None:
+    def __init__(self, layout: Layout, pages: int, slots: int, device: int | None = None) -> None:
         self.device = None if device is None else DeviceMemory(device, f"0000:{device:02x}:00.0", bytes(64))
         self.size_bytes = pages * layout.page_bytes + slots * CANARY_SLOT_BYTES
         self.canaries: dict[int, bytes] = {}
@@ -139,7 +139,7 @@ class World:
             devices=devices,
         )
 
-    def _make_arena(self, layout: PageLayout, pages: int, slots: int, device: int | None) -> FakeArena:
+    def _make_arena(self, layout: Layout, pages: int, slots: int, device: int | None) -> FakeArena:
         self.arenas.append(FakeArena(layout, pages, slots, device))
         return self.arenas[-1]
 

@@ -10,7 +10,7 @@ from google.protobuf import duration_pb2
 
 from rocmforge.client.demands import STEP_TOKENS
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
-from services.common.errors import FieldInvalid
+from services.common.errors import FieldInvalid, InvalidConfiguration
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.cache.explain import PageAnswer
 from services.kvcache.cache.grant import Grant
@@ -20,7 +20,7 @@ from services.kvcache.eviction.retention import Retention
 from services.kvcache.lease.quarantine import Record
 from services.kvcache.lease.witness import Process
 from services.kvcache.pool.events import MAX_LINKS, Event, EventKind
-from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.layout import Layout, OpaqueLayout, PageLayout
 from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.prefix_cache import FrozenLinks
 
@@ -292,8 +292,18 @@ def retention_message(retention: Retention | None) -> pb.Retention | None:
     return pb.Retention(ttl=duration_message(retention.ttl_s), priority=retention.priority)
 
 
-def read_layout(message: pb.PageLayout) -> PageLayout:
-    """Raises InvalidConfiguration."""
+def read_layout(message: pb.PageLayout) -> Layout:
+    """Raises InvalidConfiguration, and FieldInvalid for a label of the wrong length."""
+    if message.HasField("opaque"):
+        for field in ("layers", "kv_heads", "head_dim", "data_type"):
+            if getattr(message, field):
+                raise InvalidConfiguration(
+                    f"layout.{field} is {getattr(message, field)}; with layout.opaque it must be unset",
+                    field=f"layout.{field}",
+                )
+        opaque = message.opaque
+        check_name(opaque.label, "layout.opaque.label")
+        return OpaqueLayout(page_size=message.page_size, label=opaque.label, page_bytes=opaque.page_bytes)
     return PageLayout(
         page_size=message.page_size,
         layers=message.layers,
@@ -303,8 +313,11 @@ def read_layout(message: pb.PageLayout) -> PageLayout:
     )
 
 
-def layout_message(layout: PageLayout) -> pb.PageLayout:
+def layout_message(layout: Layout) -> pb.PageLayout:
     """A layout as the proto has it."""
+    if isinstance(layout, OpaqueLayout):
+        opaque = pb.OpaquePage(label=layout.label, page_bytes=layout.page_bytes)
+        return pb.PageLayout(page_size=layout.page_size, opaque=opaque)
     return pb.PageLayout(
         page_size=layout.page_size,
         layers=layout.layers,

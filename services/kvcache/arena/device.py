@@ -16,7 +16,7 @@ from services.common.errors import ExceedsBudget, GpuError
 from services.kvcache.arena.access import Access
 from services.kvcache.arena.kernel_checksums import kernel_checksums
 from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES
-from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.layout import Layout
 from services.kvcache.pool.pool import DeviceMemory
 
 #: ``(gpu, pointer, page_bytes, pages)`` to the checksums of those pages of the arena at ``pointer``. Raises GpuError.
@@ -41,7 +41,7 @@ class DeviceArena:
     def __init__(
         self,
         gpu: Gpu,
-        layout: PageLayout,
+        layout: Layout,
         total_pages: int,
         canary_slots: int,
         read: ReadChecksums = kernel_checksums,

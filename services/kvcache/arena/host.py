@@ -23,7 +23,7 @@ from services.common.errors import ExceedsBudget, InvalidConfiguration
 from services.kvcache.arena.access import Access
 from services.kvcache.arena.room import REMEDY, Room
 from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES
-from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.layout import Layout
 
 _SUFFIX = ".arena"
 
@@ -39,7 +39,7 @@ class FileArena:
 
     device = None
 
-    def __init__(self, directory: Path, name: str, layout: PageLayout, total_pages: int, canary_slots: int) -> None:
+    def __init__(self, directory: Path, name: str, layout: Layout, total_pages: int, canary_slots: int) -> None:
         self._page_bytes = layout.page_bytes
         self._canaries = total_pages * layout.page_bytes
         self._access = Access()

@@ -32,7 +32,7 @@ from services.kvcache.lease.witness import Observe, Process
 from services.kvcache.pool.budget import CANARY_BYTES, Allotment, ArenaMaker, Pools
 from services.kvcache.pool.events import EventRing
 from services.kvcache.pool.host_memory import HostMemory
-from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.layout import Layout
 from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.prefix_cache import ChainHash, blake2b_chain
 from services.kvcache.pool.sequence import Sequence
@@ -137,7 +137,7 @@ class KvCache:
         self,
         client_name: str,
         pool_id: str,
-        layout: PageLayout,
+        layout: Layout,
         *,
         pool_pages: int | None = None,
         max_pages: int | None = None,

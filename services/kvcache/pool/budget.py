@@ -16,7 +16,7 @@ from services.common.errors import (
 )
 from services.kvcache.pool.events import EventKind, EventRing
 from services.kvcache.pool.host_memory import HostMemory, pool_bytes
-from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.layout import Layout
 from services.kvcache.pool.pool import Arena, Pool
 from services.kvcache.pool.prefix_cache import ChainHash
 
@@ -30,7 +30,7 @@ MAX_PAGES = 1 << 22
 
 #: ``(layout, total_pages, canary_slots, device)`` to an arena on a GPU or, with device None, in a mapped file. Raises
 #: ExceedsBudget if the machine lacks the memory.
-ArenaMaker = Callable[[PageLayout, int, int, int | None], Arena]
+ArenaMaker = Callable[[Layout, int, int, int | None], Arena]
 
 
 def pool_name(pool_id: str, device: int | None) -> str:
@@ -99,7 +99,7 @@ class Pools:
     def get_or_make(
         self,
         pool_id: str,
-        layout: PageLayout,
+        layout: Layout,
         pages: int | None,
         device: int | None,
         is_used: Callable[[Pool], bool],
@@ -129,7 +129,7 @@ class Pools:
     def _make(
         self,
         pool_id: str,
-        layout: PageLayout,
+        layout: Layout,
         pages: int | None,
         device: int | None,
         is_used: Callable[[Pool], bool],

@@ -21,7 +21,7 @@ from services.kvcache.pool.host_memory import (
     pool_bytes,
     text_bytes,
 )
-from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.layout import Layout
 from services.kvcache.pool.page_table import PageState, PageTable
 from services.kvcache.pool.prefix_cache import ChainHash, PrefixCache
 from services.kvcache.pool.sequence import Sequence
@@ -102,7 +102,7 @@ class Pool:
     def __init__(
         self,
         pool_id: str,
-        layout: PageLayout,
+        layout: Layout,
         total_pages: int,
         arena: Arena,
         chain_hash: ChainHash,

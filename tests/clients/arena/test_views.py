@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rocmforge.client import KvCache, PageLayout
+from rocmforge.client import Demand, KvCache, OpaqueLayout, PageLayout
 from rocmforge.client.arena.host import HostPages
-from rocmforge.client.errors import AttachMismatch, InvalidConfiguration, SessionExpired
+from rocmforge.client.errors import AttachMismatch, InvalidConfiguration, LayoutMismatch, SessionExpired
+from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from tests.kvcache.conftest import Running
 
 PLAIN = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "int8": np.int8}
@@ -71,6 +72,25 @@ def test_scales_lie_behind_the_values_of_int8_pages(daemon: Running) -> None:
     with session(daemon, "f16") as cache:
         with pytest.raises(InvalidConfiguration, match="pages of f16 have no scales"):
             _ = cache.pages.numpy().scales
+
+
+def test_an_opaque_page_is_bytes_and_nothing_else(daemon: Running) -> None:
+    target, layout = str(daemon.config.listeners[0]), OpaqueLayout(page_size=4, label="mine, 1", page_bytes=100)
+    with KvCache.connect(target, "opaque", layout, pool_pages=3) as one:
+        with KvCache.connect(target, "opaque", layout) as other:
+            one.pages.numpy().raw[2] = np.arange(100)
+            assert other.pages.numpy().raw.shape == (3, 100) and other.pages.numpy().raw[2].tolist() == [*range(100)]
+        for view in ("kv", "scales"):
+            with pytest.raises(InvalidConfiguration, match="'mine, 1' have raw bytes only"):
+                getattr(one.pages.numpy(), view)
+        [first] = one.step([Demand.of_prompt("a", [1] * 9, total_pages=3)])
+        one.step([Demand.of_step("a", 0, [1] * 9, 3, 3)])
+        [again] = one.step([Demand.of_prompt("b", [1] * 9, total_pages=2)], removed=["a"])
+        assert again.cached_tokens == 8 and again.pages == first.pages[:2]
+        fsck = daemon.stub.Fsck(pb.FsckRequest(deep=True))
+        assert fsck.verified_pages == 2 and not fsck.violations
+        with pytest.raises(LayoutMismatch, match="label=mine, 1"):
+            KvCache.connect(target, "opaque", OpaqueLayout(page_size=4, label="mine, 2", page_bytes=100))
 
 
 def test_two_sessions_see_the_same_bytes(daemon: Running) -> None:

@@ -382,6 +382,11 @@ def layout(**fields: int) -> pb.PageLayout:
     return changed
 
 
+def opaque(label: str = "a", page_bytes: int = 128, layers: int = 0) -> pb.PageLayout:
+    """As many bytes a page as the layout of the other sessions has."""
+    return pb.PageLayout(page_size=4, layers=layers, opaque=pb.OpaquePage(label=label, page_bytes=page_bytes))
+
+
 def unattached(running: Running) -> str:
     return str(running.stub.OpenSession(pb.OpenSessionRequest(**OPEN)).session_id)
 
@@ -408,6 +413,11 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
         for name in ("page_size", "layers", "kv_heads", "head_dim", "data_type")
     ),
     ("OpenSession", lambda r: open_with(r, layout=layout(head_dim=1025)), "INVALID_ARGUMENT", "INVALID_CONFIGURATION", "layout.head_dim", "1 to 1024"),
+    ("OpenSession", lambda r: open_with(r, layout=opaque(page_bytes=0)), "INVALID_ARGUMENT", "INVALID_CONFIGURATION", "layout.opaque.page_bytes", "is 0"),
+    ("OpenSession", lambda r: open_with(r, layout=opaque(label="")), "INVALID_ARGUMENT", "FIELD_INVALID", "layout.opaque.label", "1 to 128"),
+    ("OpenSession", lambda r: open_with(r, layout=opaque(layers=2)), "INVALID_ARGUMENT", "INVALID_CONFIGURATION", "layout.layers", "must be unset"),
+    ("OpenSession", lambda r: r.session(layout=opaque()) and open_with(r, layout=opaque(label="b")), "FAILED_PRECONDITION", "LAYOUT_MISMATCH", "layout", "label=a"),  # type: ignore[return-value]
+    ("OpenSession", lambda r: r.session() and open_with(r, layout=opaque()), "FAILED_PRECONDITION", "LAYOUT_MISMATCH", "layout", "label=a"),  # type: ignore[return-value]
     ("OpenSession", lambda r: open_with(r, pool_id=""), "INVALID_ARGUMENT", "FIELD_INVALID", "pool_id", "1 to 128"),
     ("OpenSession", lambda r: open_with(r, client_name="x" * 129), "INVALID_ARGUMENT", "FIELD_INVALID", "client_name", "129"),
     ("OpenSession", lambda r: open_with(r, layout=None), "INVALID_ARGUMENT", "FIELD_INVALID", "layout", "missing"),

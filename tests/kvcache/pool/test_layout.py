@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import InvalidConfiguration
-from services.kvcache.pool.layout import PageLayout
+from services.kvcache.pool.layout import MAX_PAGE_BYTES, Layout, OpaqueLayout, PageLayout
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,32 @@ def test_numbers_out_of_range(field: str, value: int) -> None:
 def test_unknown_dtype() -> None:
     with pytest.raises(InvalidConfiguration, match=r"f8.*f32, f16, bf16, int8"):
         PageLayout(page_size=1, layers=1, kv_heads=1, head_dim=1, dtype="f8")
+
+
+def test_the_price_of_an_opaque_page_is_what_it_says() -> None:
+    assert OpaqueLayout(page_size=16, label="engine 1", page_bytes=12_345).page_bytes == 12_345
+    largest = PageLayout(page_size=4096, layers=1024, kv_heads=1024, head_dim=1024, dtype="f32")
+    assert largest.page_bytes == MAX_PAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"page_size": 0}, "layout.page_size"),
+        ({"page_size": 4097}, "layout.page_size"),
+        ({"page_bytes": 0}, "layout.opaque.page_bytes"),
+        ({"page_bytes": MAX_PAGE_BYTES + 1}, "layout.opaque.page_bytes"),
+    ],
+)
+def test_numbers_of_an_opaque_page_out_of_range(change: dict[str, int], field: str) -> None:
+    with pytest.raises(InvalidConfiguration, match=f"{field} is {next(iter(change.values()))}") as caught:
+        OpaqueLayout(**{"page_size": 16, "page_bytes": 64, **change}, label="engine 1")
+    assert caught.value.field == field
+
+
+def test_layouts_are_the_same_only_in_everything() -> None:
+    one: Layout = OpaqueLayout(page_size=4, label="engine 1", page_bytes=128)
+    assert one == OpaqueLayout(page_size=4, label="engine 1", page_bytes=128)
+    assert one != OpaqueLayout(page_size=4, label="engine 2", page_bytes=128)
+    known: Layout = PageLayout(page_size=4, layers=1, kv_heads=1, head_dim=4, dtype="f32")
+    assert one.page_bytes == known.page_bytes and one != known, "the bytes alone do not say what is in them"

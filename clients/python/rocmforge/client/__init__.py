@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rocmforge.client.demands import Demand, Grant, Opening, PageCopy, Retention
     from rocmforge.client.errors import KvCacheDown, ServiceError, SessionExpired
     from rocmforge.client.events import EventLog
-    from rocmforge.client.layout import PageLayout
+    from rocmforge.client.layout import OpaqueLayout, PageLayout
     from rocmforge.client.step import Step
     from rocmforge.client.transport.tls import ClientTls
 
@@ -31,6 +31,7 @@ _MODULES = {
     "HostPages": "arena.host",
     "KvCache": "cache",
     "KvCacheDown": "errors",
+    "OpaqueLayout": "layout",
     "Opening": "demands",
     "PageCopy": "demands",
     "PageLayout": "layout",
@@ -53,6 +54,7 @@ __all__ = [
     "HostPages",
     "KvCache",
     "KvCacheDown",
+    "OpaqueLayout",
     "Opening",
     "PageCopy",
     "PageLayout",

@@ -25,7 +25,7 @@ from rocmforge.client.arena.host import HostPages, map_pages
 from rocmforge.client.demands import Demand, Grant
 from rocmforge.client.errors import AttachMismatch, KvCacheDown, ServiceError, SessionExpired
 from rocmforge.client.events import LOGGED, EventLog
-from rocmforge.client.layout import PageLayout
+from rocmforge.client.layout import Layout
 from rocmforge.client.lease import Lease, LeaseKeeper
 from rocmforge.client.messages import demand_messages, grants, in_parts, opening_request
 from rocmforge.client.step import Answer, Attempt, Part, Step, error_of
@@ -72,6 +72,8 @@ class KvCache:
 
     - ``target``: the daemon's address as gRPC writes it, such as ``unix:/run/user/1000/rocmforge/kvcache.sock``.
     - ``pool_id``: engines that name the same pool share K and V, so they must have the same weights and numerics.
+    - ``layout``: a `PageLayout`, or an `OpaqueLayout` that only the engines know the inside of.
+    - ``client_name``: for logs. ``engine_name``, ``model``: how the daemon's KV events name the engine and its model.
     - ``pool_pages``: pages of the pool if this session creates it; None takes the daemon's default.
     - ``max_pages``: the most pages that the session's sequences hold together; a shared one counts for each.
     - ``ttl_s``: the lease in seconds, 1 to 600; None takes the daemon's default, 10.
@@ -94,9 +96,11 @@ class KvCache:
         self,
         target: str,
         pool_id: str,
-        layout: PageLayout,
+        layout: Layout,
         *,
         client_name: str = "",
+        engine_name: str = "",
+        model: str = "",
         pool_pages: int | None = None,
         max_pages: int | None = None,
         ttl_s: float | None = None,
@@ -118,6 +122,8 @@ class KvCache:
             pool_id,
             layout,
             client_name=client_name,
+            engine_name=engine_name,
+            model=model,
             pool_pages=pool_pages,
             max_pages=max_pages,
             ttl_s=ttl_s,
@@ -140,7 +146,7 @@ class KvCache:
         self._keeper = LeaseKeeper(lambda: self._session.lease if self._session else None, self._renew, clock, log)
 
     @classmethod
-    def connect(cls, target: str, pool_id: str, layout: PageLayout, **options: Any) -> Self:
+    def connect(cls, target: str, pool_id: str, layout: Layout, **options: Any) -> Self:
         """Open a session; takes what the class takes, and raises what `reopen` raises."""
         cache = cls(target, pool_id, layout, **options)
         try:

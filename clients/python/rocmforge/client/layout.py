@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from rocmforge.client.errors import InvalidConfiguration
 
@@ -50,3 +51,19 @@ class PageLayout:
     def page_bytes(self) -> int:
         """Bytes of one page. Raises InvalidConfiguration for an unknown dtype."""
         return self.kv_bytes + self.scale_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueLayout:
+    """Pages of ``page_bytes`` bytes for ``page_size`` tokens, of which only their engines know the inside.
+
+    Engines share a pool if they name the same ``label``, 1 to 128 characters: it names the inner layout and all numbers
+    that it depends on. The daemon checks the numbers.
+    """
+
+    page_size: int
+    label: str
+    page_bytes: int
+
+
+Layout: TypeAlias = PageLayout | OpaqueLayout

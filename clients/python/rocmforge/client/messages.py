@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from rocmforge.client.demands import STEP_TOKENS, Demand, Grant, PageCopy
 from rocmforge.client.errors import ExceedsPool
-from rocmforge.client.layout import PageLayout
+from rocmforge.client.layout import Layout, OpaqueLayout
 from rocmforge.client.process import process_identity
 from rocmforge.client.statuses import error_from_status
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
@@ -20,9 +20,11 @@ _DATA_TYPES = {"f32": pb.DATA_TYPE_F32, "f16": pb.DATA_TYPE_F16, "bf16": pb.DATA
 
 def opening_request(
     pool_id: str,
-    layout: PageLayout,
+    layout: Layout,
     *,
     client_name: str,
+    engine_name: str,
+    model: str,
     pool_pages: int | None,
     max_pages: int | None,
     ttl_s: float | None,
@@ -31,14 +33,10 @@ def opening_request(
     """The request for a session of this process."""
     request = pb.OpenSessionRequest(
         client_name=client_name,
+        engine_name=engine_name,
+        model=model,
         pool_id=pool_id,
-        layout=pb.PageLayout(
-            page_size=layout.page_size,
-            layers=layout.layers,
-            kv_heads=layout.kv_heads,
-            head_dim=layout.head_dim,
-            data_type=_DATA_TYPES[layout.dtype],
-        ),
+        layout=_layout(layout),
         pool_pages=pool_pages,
         max_pages=max_pages,
         device_ordinal=device_ordinal,
@@ -50,6 +48,19 @@ def opening_request(
     if ttl_s is not None:
         request.ttl.FromNanoseconds(int(ttl_s * 1e9))
     return request
+
+
+def _layout(layout: Layout) -> pb.PageLayout:
+    if isinstance(layout, OpaqueLayout):
+        opaque = pb.OpaquePage(label=layout.label, page_bytes=layout.page_bytes)
+        return pb.PageLayout(page_size=layout.page_size, opaque=opaque)
+    return pb.PageLayout(
+        page_size=layout.page_size,
+        layers=layout.layers,
+        kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        data_type=_DATA_TYPES[layout.dtype],
+    )
 
 
 def in_parts(demands: Items[Demand]) -> list[Items[Demand]]:

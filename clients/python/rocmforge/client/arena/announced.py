@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rocmforge.client.errors import AttachMismatch
-from rocmforge.client.layout import PageLayout
+from rocmforge.client.layout import Layout
 
 #: Bytes of a session's canary, which the daemon writes, and of the answer behind it.
 CANARY_BYTES = 32
@@ -20,7 +20,7 @@ class Announced:
     size_bytes: int
     canary_offset: int
 
-    def check(self, layout: PageLayout) -> None:
+    def check(self, layout: Layout) -> None:
         """Raise AttachMismatch unless these are pages of the layout, and everything lies in the arena."""
         expected = layout.page_bytes
         if self.page_bytes != expected:

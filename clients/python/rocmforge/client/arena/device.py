@@ -16,7 +16,7 @@ from rocmforge.client.arena.gpu_ipc import Gpu
 from rocmforge.client.arena.views import TorchViews, Views, as_torch
 from rocmforge.client.errors import AttachMismatch, GpuError
 from rocmforge.client.events import LOGGED, EventLog
-from rocmforge.client.layout import PageLayout
+from rocmforge.client.layout import Layout
 
 
 class _Mapping:
@@ -30,7 +30,7 @@ class DevicePages:
     gpu: Gpu
     pointer: int
     total_pages: int
-    layout: PageLayout
+    layout: Layout
     _release: Callable[[int], None]
     _log: EventLog = LOGGED
     _views: weakref.WeakSet[_Mapping] = field(default_factory=weakref.WeakSet)
@@ -92,7 +92,7 @@ class DevicePages:
 
 def map_device_pages(
     handle: bytes,
-    layout: PageLayout,
+    layout: Layout,
     announced: Announced,
     gpu: Gpu,
     *,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rocmforge.client.arena.announced import CANARY_BYTES, Announced, answer
 from rocmforge.client.arena.views import TorchViews, Views, as_torch
 from rocmforge.client.errors import AttachMismatch, SessionExpired
-from rocmforge.client.layout import PageLayout
+from rocmforge.client.layout import Layout
 from rocmforge.client.transport.paths import open_file
 
 
@@ -26,7 +26,7 @@ class HostPages:
     beside it the next daemon's arena may not fit.
     """
 
-    layout: PageLayout
+    layout: Layout
     _views: Views | None
 
     @property
@@ -65,9 +65,7 @@ class HostPages:
         return True
 
 
-def map_pages(
-    path: Path, layout: PageLayout, announced: Announced, *, owner: int | None = None
-) -> tuple[HostPages, bytes]:
+def map_pages(path: Path, layout: Layout, announced: Announced, *, owner: int | None = None) -> tuple[HostPages, bytes]:
     """Map an arena file and answer its canary. Returns the pages and the canary read.
 
     The pages come first. At ``canary_offset`` the daemon wrote 32 bytes; their complement is written directly after

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from rocmforge.client.errors import InvalidConfiguration
-from rocmforge.client.layout import PageLayout
+from rocmforge.client.layout import Layout, PageLayout
 
 #: Types of array libraries, by the layout's. NumPy and CuPy have no bf16 of their own: its bits are uint16.
 _PLAIN = {"f32": "float32", "f16": "float16", "bf16": "uint16", "int8": "int8"}
@@ -20,7 +20,7 @@ class Views:
     session: its pages go to others then.
     """
 
-    def __init__(self, raw: Any, layout: PageLayout) -> None:
+    def __init__(self, raw: Any, layout: Layout) -> None:
         self.raw = raw
         self.layout = layout
 
@@ -28,15 +28,18 @@ class Views:
     def kv(self) -> Any:
         """K and V, ``[page, layer, (k, v), kv_head, slot, head_dim]``, in the layout's dtype: float32, float16, int8;
         bf16 is bfloat16 in torch, and uint16 in NumPy and CuPy.
+
+        Raises InvalidConfiguration for an opaque layout.
         """
-        return self._cut(0, self.layout.kv_bytes, _PLAIN[self.layout.dtype], self.layout.shape)
+        layout = self._known()
+        return self._cut(0, layout.kv_bytes, _PLAIN[layout.dtype], layout.shape)
 
     @cached_property
     def scales(self) -> Any:
         """The scales of int8 pages, float32 ``[page, layer, (k, v), kv_head]``. Raises InvalidConfiguration for pages
         without.
         """
-        layout = self.layout
+        layout = self._known()
         if not layout.scale_bytes:
             raise InvalidConfiguration(f"pages of {layout.dtype} have no scales; dtype must be int8")
         return self._cut(layout.kv_bytes, layout.page_bytes, "float32", layout.shape[:3])
@@ -44,6 +47,13 @@ class Views:
     def layer(self, layer: int) -> Any:
         """K and V of one layer, ``[page, (k, v), kv_head, slot, head_dim]``. Raises IndexError."""
         return self.kv[:, layer]
+
+    def _known(self) -> PageLayout:
+        if not isinstance(self.layout, PageLayout):
+            raise InvalidConfiguration(
+                f"pages laid out as {self.layout.label!r} have raw bytes only; the client does not know their inside"
+            )
+        return self.layout
 
     def _cut(self, begin: int, end: int, dtype: str, shape: tuple[int, ...]) -> Any:
         return self.raw[:, begin:end].view(dtype).reshape(len(self.raw), *shape)
@@ -55,7 +65,8 @@ class TorchViews(Views):
     @cached_property
     def kv(self) -> Any:
         """See `Views.kv`."""
-        return self._cut(0, self.layout.kv_bytes, _TORCH[self.layout.dtype], self.layout.shape)
+        layout = self._known()
+        return self._cut(0, layout.kv_bytes, _TORCH[layout.dtype], layout.shape)
 
     def _cut(self, begin: int, end: int, dtype: str, shape: tuple[int, ...]) -> Any:
         import torch
@@ -63,7 +74,7 @@ class TorchViews(Views):
         return self.raw[:, begin:end].view(getattr(torch, dtype)).unflatten(1, shape)
 
 
-def as_torch(array: Any, layout: PageLayout) -> TorchViews:
+def as_torch(array: Any, layout: Layout) -> TorchViews:
     """The raw pages of NumPy or CuPy as tensors on the same memory, by DLPack. Raises InvalidConfiguration without
     torch.
     """
