@@ -12,7 +12,11 @@ from services.engine import cli
 from services.launch import typed
 
 #: Commands that are modules with ``main(words) -> exit status``.
-_MODULES = {"token": "services.engine.cli.token", "healthcheck": "services.healthcheck"}
+_MODULES = {
+    "token": "services.engine.cli.token",
+    "healthcheck": "services.healthcheck",
+    "top": "services.top.__main__",
+}
 _DEMO = {"demo": "run", "up": "up", "down": "down"}
 _DOCTORS = ("kvcache", "engine")
 
@@ -24,6 +28,7 @@ others:
   up, down               start both services in the background; stop them
   doctor kvcache|engine  check whether this machine can run a service, with the service's own flags
   first-light            try everything on this machine's GPU, and write a report to send
+  top                    watch the daemon and its engines in the terminal
   healthcheck            ask a service once whether it serves
   token                  make a token for a client
 

@@ -21,6 +21,7 @@ SCRIPTS = {
     "services.engine": "rocmforge-engine",
     "services.healthcheck": "rocmforge healthcheck",
     "services.kvcache": "rocmforge-kvcache",
+    "services.top": "rocmforge top",
 }
 
 

@@ -342,6 +342,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             retained_generations=self.generations.retained,
             generation_bytes=self.generations.bytes,
             generation_byte_limit=self.generations.retention.memory,
+            first_tokens=served.loop.stats.first_token.count,
+            first_token_time=duration_of(served.loop.stats.first_token.sum),
         )
 
     @maps_errors

@@ -18,6 +18,7 @@ from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from services.kvcache.eviction.retention import Retention
 from services.kvcache.lease.quarantine import Record
+from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process
 from services.kvcache.pool.events import MAX_LINKS, Event, EventKind
 from services.kvcache.pool.layout import Layout, OpaqueLayout, PageLayout
@@ -72,6 +73,24 @@ def pool_stats_message(pool: Pool, sessions: int) -> pb.PoolStats:
         corrupted_pages=pool.checksums.corrupted_pages if pool.checksums else 0,
         withdrawn_pages=totals.withdrawn_pages,
         zeroed_pages=table.unclean.zeroed_pages if table.unclean is not None else 0,
+    )
+
+
+def session_message(session: Session, now: float) -> pb.SessionStats:
+    """A live session in GetStats."""
+    return pb.SessionStats(
+        session_handle=session.handle,
+        client_name=session.client_name,
+        engine_name=session.engine_name,
+        model=session.model,
+        pool_id=session.pool_id,
+        owner=session.owner,
+        attached=session.attached,
+        sequences=len(session.sequences),
+        held_pages=session.held_pages,
+        lease=duration_message(max(0.0, session.deadline - now)),
+        ttl=duration_message(session.ttl_s),
+        pid=session.pid,
     )
 
 

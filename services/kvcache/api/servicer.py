@@ -239,6 +239,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             killed_engines=cache.quarantine.killed,
             host_memory_bytes=cache.memory.used,
             host_memory_limit_bytes=cache.memory.limit,
+            sessions=[messages.session_message(session, cache.now()) for session in cache.live_sessions()],
         )
 
     @maps_errors

@@ -520,6 +520,10 @@ class KvCache:
         """Live sessions on a pool."""
         return sum(session.pool_id == pool.id for session in self._sessions.all())
 
+    def live_sessions(self) -> list[Session]:
+        """In the order they were opened."""
+        return self._sessions.all()
+
     def attached_sessions(self) -> list[Session]:
         """Live sessions that have attached, in the order they were opened."""
         return [session for session in self._sessions.all() if session.attached]
