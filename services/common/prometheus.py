@@ -131,10 +131,15 @@ class _Handler(WSGIRequestHandler):
 
 
 class Families:
-    """Builds metric families under a name prefix; each is declared once, with its help and labels."""
+    """Builds metric families under a name prefix; each is declared once, with its help and labels.
 
-    def __init__(self, prefix: str) -> None:
+    All of them also have the ``constant`` labels.
+    """
+
+    def __init__(self, prefix: str, **constant: str) -> None:
         self._prefix = prefix
+        self._names = tuple(constant)
+        self._values = tuple(constant.values())
         self.metrics: list[Metric] = []
 
     def gauge(self, name: str, help: str, value: float) -> None:
@@ -143,9 +148,9 @@ class Families:
 
     def gauges(self, name: str, help: str, labels: tuple[str, ...], rows: Rows) -> None:
         """Add a gauge family, its values by label values."""
-        family = GaugeMetricFamily(self._prefix + name, help, labels=labels)
+        family = GaugeMetricFamily(self._prefix + name, help, labels=(*self._names, *labels))
         for values, value in rows.items():
-            family.add_metric(values, value)
+            family.add_metric((*self._values, *values), value)
         self.metrics.append(family)
 
     def info(self, name: str, help: str, **labels: str) -> None:
@@ -158,9 +163,9 @@ class Families:
 
     def counters(self, name: str, help: str, labels: tuple[str, ...], rows: Rows) -> None:
         """Add a counter family, its values by label values."""
-        family = CounterMetricFamily(self._prefix + name, help, labels=labels)
+        family = CounterMetricFamily(self._prefix + name, help, labels=(*self._names, *labels))
         for values, value in rows.items():
-            family.add_metric(values, value)
+            family.add_metric((*self._values, *values), value)
         self.metrics.append(family)
 
     def histogram(self, name: str, help: str, distribution: Histogram) -> None:
@@ -171,10 +176,10 @@ class Families:
         self, name: str, help: str, labels: tuple[str, ...], rows: Mapping[tuple[str, ...], Histogram]
     ) -> None:
         """Add a histogram family, by label values."""
-        family = HistogramMetricFamily(self._prefix + name, help, labels=labels)
+        family = HistogramMetricFamily(self._prefix + name, help, labels=(*self._names, *labels))
         for values, distribution in rows.items():
             buckets = [(floatToGoString(bound), count) for bound, count in distribution.cumulative()]
-            family.add_metric(values, buckets, distribution.sum)
+            family.add_metric((*self._values, *values), buckets, distribution.sum)
         self.metrics.append(family)
 
     def calls(self, name: str, help: str, calls: CallStats) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import pwd
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from services.launch import typed
 
 PORT = 50051
 LOCAL = "local"
+ROCMFORGE, VLLM = "rocmforge", "vllm"
 BUNDLED_MODEL = Path(__file__).parents[2] / "models" / "shakespeare"
 
 #: The format of K and V in a page: their layout and arithmetic. Change it with either, so that engines of different
@@ -70,6 +72,12 @@ def _uid(text: str) -> int:
         return pwd.getpwnam(text).pw_uid
     except KeyError:
         raise ValueError("expected the name or the number of a user") from None
+
+
+def _engine_name(text: str) -> str:
+    if not 1 <= len(text) <= 128:
+        raise ValueError("expected 1 to 128 characters")
+    return text
 
 
 def _pool_id(text: str) -> str:
@@ -204,6 +212,19 @@ class Config(Listening):
         f"the kernels measured to be best on this GPU: a file of `{typed('services.doctor')} first-light`, `{OFF}`, or "
         f"`{AUTO}`: the one that first light left in the cache directory, if it did",
         metavar="PATH",
+    )
+    engine_name: str = setting(
+        Kind(_engine_name, "1 to 128 characters"),
+        socket.gethostname,
+        "name of this replica in the daemon's log, in KV events and in `rocmforge top`; default: the host's, which in "
+        "Kubernetes is the pod's",
+        metavar="NAME",
+    )
+    metrics_names: str = setting(
+        one_of(ROCMFORGE, VLLM),
+        ROCMFORGE,
+        f"`{VLLM}` also exports metrics under vLLM's names, which routers read",
+        metavar="X",
     )
     page_size: int = setting(whole(1, 4096), 16, "tokens per page", metavar="N")
     max_batch: int = setting(whole(1, 1024), 32, "most requests that run at once", metavar="N")

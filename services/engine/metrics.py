@@ -15,6 +15,8 @@ from services.engine.delivery.registry import GenerationRegistry
 from services.engine.scheduling.loop import EngineLoop
 from services.engine.scheduling.sequence import FinishReason
 from services.engine.scheduling.stats import Snapshot
+from services.engine.vllm_metrics import pool_usage, vllm_families
+from services.version import VERSION
 
 PREFIX = "rocmforge_engine_"
 
@@ -22,7 +24,8 @@ PREFIX = "rocmforge_engine_"
 class EngineMetrics(Collector):
     """Collects the engine's metrics at each scrape, without blocking on the engine's thread.
 
-    ``served_calls`` counts the RPCs that the engine serves, ``made_calls`` those that it makes to the daemon.
+    ``served_calls`` counts the RPCs that the engine serves, ``made_calls`` those that it makes to the daemon. With
+    ``vllm_names`` some are also exported under vLLM's names.
     """
 
     def __init__(
@@ -31,7 +34,10 @@ class EngineMetrics(Collector):
         served_calls: CallStats,
         made_calls: CallStats,
         draining: Callable[[], bool],
+        *,
+        vllm_names: bool = False,
     ) -> None:
+        self._vllm_names = vllm_names
         self._generations = generations
         self._served_calls = served_calls
         self._made_calls = made_calls
@@ -45,6 +51,7 @@ class EngineMetrics(Collector):
     def collect(self) -> list[Metric]:
         """Returns all metric families."""
         families = Families(PREFIX)
+        families.info("build_info", "The version that runs.", version=VERSION)
         families.gauge("draining", "1 while the engine drains and rejects new requests.", self._draining())
         families.gauge("generations_retained", "Finished submitted generations kept.", self._generations.retained)
         families.gauge("generation_bytes", "Bytes of the output of submitted generations.", self._generations.bytes)
@@ -54,6 +61,8 @@ class EngineMetrics(Collector):
             now = self._served.loop.snapshot()
             self._tell_served(families, self._served, now)
             _tell_loop(families, self._served.loop, now)
+            if self._vllm_names:
+                return [*families.metrics, *vllm_families(self._served, now)]
         return families.metrics
 
     def _tell_served(self, families: Families, served: Served, now: Snapshot) -> None:
@@ -67,6 +76,11 @@ class EngineMetrics(Collector):
         families.gauge("queue_limit_requests", "Most requests that may wait.", served.limits.max_queue)
         families.gauge("queue_limit_tokens", "Most tokens that may wait.", served.limits.max_queue_tokens)
         families.gauge("kv_pages_held", "Distinct pages held by this engine's live requests.", now.held_pages)
+        available = served.source.available_pages
+        families.gauge("pool_usage_perc", "Fraction of the pool held by all engines, 0 to 1.", pool_usage(served))
+        families.gauges(
+            "pool_pages_available", "Free and evictable pages.", (), {(): available} if available is not None else {}
+        )
         usage = now.held_pages / max(1, now.total_pages)
         families.gauge("kv_cache_usage_perc", "Fraction of the pool held by this engine, 0 to 1.", usage)
 

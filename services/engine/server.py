@@ -23,7 +23,7 @@ from services.common.serving import Serving, configure_logging
 from services.engine.api.limits import LIMITS
 from services.engine.api.served import Served
 from services.engine.api.servicer import SERVICE, EngineServicer
-from services.engine.config import LOCAL, Config, default_pool_id, model_id
+from services.engine.config import LOCAL, VLLM, Config, default_pool_id, model_id
 from services.engine.delivery.registry import GenerationRegistry
 from services.engine.delivery.streams import Streams
 from services.engine.delivery.throttle import Throttle
@@ -85,7 +85,13 @@ class Engine:
             throttle=Throttle(config.messages_per_s),
         )
         self.calls, self.kvcache_calls = CallStats(), CallStats()
-        self.metrics = EngineMetrics(self.generations, self.calls, self.kvcache_calls, lambda: self.servicer.draining)
+        self.metrics = EngineMetrics(
+            self.generations,
+            self.calls,
+            self.kvcache_calls,
+            lambda: self.servicer.draining,
+            vllm_names=config.metrics_names == VLLM,
+        )
         self._endpoint = Endpoint(config.metrics, self.metrics) if config.metrics is not None else None
         self.loop: EngineLoop | None = None
         self.pool_id = ""
@@ -218,6 +224,8 @@ class Engine:
             self.pool_id,
             geometry,
             client_name=f"engine {model_id(config.model)}"[:128],
+            engine_name=config.engine_name,
+            model=model_id(config.model)[:128],
             pool_pages=config.pool_pages,
             gpu=backend.gpu,
             owner=config.kvcache_owner,

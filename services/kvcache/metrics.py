@@ -14,6 +14,7 @@ from services.kvcache.kvevents.publisher import KvEventPublisher
 from services.kvcache.lease.quarantine import Fence
 from services.kvcache.pool.pool import Pool
 from services.kvcache.presence import LoopWatch
+from services.version import VERSION
 
 PREFIX = "rocmforge_kvcache_"
 
@@ -47,6 +48,7 @@ class KvCacheMetrics(Collector):
         families.info(
             "run_info", "This run of the daemon.", epoch=f"{cache.epoch:016x}", eviction=cache.limits.eviction
         )
+        families.info("build_info", "The version that runs.", version=VERSION)
         families.gauge(
             "budget_bytes", "Memory budget of all pools; with pools on GPUs, per GPU.", cache.limits.budget_bytes
         )

@@ -181,7 +181,13 @@ class Daemon:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             try:
                 for session in self.cache.sweep():
-                    log.warning("session_lost", session=session.handle, client=session.client_name, owner=session.owner)
+                    log.warning(
+                        "session_lost",
+                        session=session.handle,
+                        engine=session.engine_name or session.client_name,
+                        client=session.client_name,
+                        owner=session.owner,
+                    )
             except Exception:
                 # A failed sweep must not stop the sweeper: leases would never expire again.
                 log.exception("sweep_failed")

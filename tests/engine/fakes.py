@@ -192,6 +192,10 @@ class Scripted:
         return self.inner.total_pages
 
     @property
+    def available_pages(self) -> int | None:
+        return self.inner.available_pages
+
+    @property
     def page_size(self) -> int:
         return self.inner.page_size
 

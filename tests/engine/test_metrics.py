@@ -183,7 +183,7 @@ ACTIONS: list[tuple[Callable[[Watched], None], set[str]]] = [
     (Watched.drain, {"draining"}),
 ]
 #: Known as soon as a model is served.
-CONSTANT = {"model_info", "matrix_units_info", "queue_limit_requests", "queue_limit_tokens"}
+CONSTANT = {"build_info", "model_info", "matrix_units_info", "queue_limit_requests", "queue_limit_tokens"}
 
 
 def test_every_documented_metric_is_scraped_and_fed(watched: Watched) -> None:

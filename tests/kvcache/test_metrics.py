@@ -132,7 +132,7 @@ ACTIONS: list[tuple[Callable[[Watched], None], set[str]]] = [
     (Watched.drop, {"pools_dropped_total", "page_bytes", "arena_bytes"}),
 ]
 #: Known from the start on.
-CONSTANT = {"budget_bytes", "host_memory_limit_bytes", "run_info"}
+CONSTANT = {"budget_bytes", "host_memory_limit_bytes", "run_info", "build_info"}
 #: GPU memory is what this is for; zeroing pages; engines that may be killed; and routers.
 ELSEWHERE = {"attach_turns_total", "pages_zeroed_total", "engines_killed_total"} | {
     "kv_event_batches_total",

@@ -34,6 +34,8 @@ class GrpcPageSource:
         layout: PageLayout,
         *,
         client_name: str = "",
+        engine_name: str = "",
+        model: str = "",
         pool_pages: int | None = None,
         ttl_s: float | None = None,
         gpu: Gpu | None = None,
@@ -50,6 +52,8 @@ class GrpcPageSource:
             pool_id,
             layout,
             client_name=client_name,
+            engine_name=engine_name,
+            model=model,
             pool_pages=pool_pages,
             ttl_s=ttl_s,
             gpu=gpu,
@@ -75,6 +79,11 @@ class GrpcPageSource:
     def total_pages(self) -> int:
         """Pages in the pool, as of the last session."""
         return self._cache.total_pages
+
+    @property
+    def available_pages(self) -> int | None:
+        """See `KvCache.available_pages`."""
+        return self._cache.available_pages
 
     @property
     def page_size(self) -> int:

@@ -88,6 +88,11 @@ class LocalPageSource:
         return self._total
 
     @property
+    def available_pages(self) -> int:
+        """Free and cached pages."""
+        return len(self._free) + len(self._cached)
+
+    @property
     def page_size(self) -> int:
         """Tokens in a page."""
         return self._page_size

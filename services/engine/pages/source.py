@@ -54,6 +54,10 @@ class PageSource(Protocol):
         """Pages in the pool."""
 
     @property
+    def available_pages(self) -> int | None:
+        """Pages of the whole pool, of all its engines, that are free or evictable; None while that is unknown."""
+
+    @property
     def page_size(self) -> int:
         """Tokens in a page."""
 

@@ -12,6 +12,8 @@ import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import structlog
+
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
@@ -32,6 +34,8 @@ DOMAIN = "rocmforge.kvcache"
 SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
 
 maps_errors = rpc.maps_errors(DOMAIN)
+
+log = structlog.get_logger()
 
 
 class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
@@ -122,19 +126,30 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def AttachSession(self, request: pb.AttachSessionRequest, context: Any) -> pb.AttachSessionResponse:
         """See the proto."""
-        self._cache.attach_session(request.session_id, request.seen, self._policy.require(NEEDED["AttachSession"]))
-        return pb.AttachSessionResponse(epoch=self._cache.epoch)
+        caller = self._policy.require(NEEDED["AttachSession"])
+        session = self._cache.attach_session(request.session_id, request.seen, caller)
+        log.info("session_attached", **_named(session))
+        pool = self._cache.pool_of(session)
+        return pb.AttachSessionResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
 
     @maps_errors
     async def RenewSession(self, request: pb.RenewSessionRequest, context: Any) -> pb.RenewSessionResponse:
         """See the proto."""
         session = self._cache.renew_session(request.session_id, self._policy.require(NEEDED["RenewSession"]))
-        return pb.RenewSessionResponse(epoch=self._cache.epoch, ttl=messages.duration_message(session.ttl_s))
+        return pb.RenewSessionResponse(
+            epoch=self._cache.epoch,
+            ttl=messages.duration_message(session.ttl_s),
+            available_pages=self._cache.pool_of(session).available_pages,
+        )
 
     @maps_errors
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Any) -> pb.CloseSessionResponse:
         """See the proto."""
-        count = self._cache.close_session(request.session_id, self._policy.require(NEEDED["CloseSession"]))
+        caller = self._policy.require(NEEDED["CloseSession"])
+        session = self._cache.live_session(request.session_id, caller)
+        count = self._cache.close_session(request.session_id, caller)
+        if session is not None:
+            log.info("session_closed", **_named(session), removed_sequences=count)
         return pb.CloseSessionResponse(epoch=self._cache.epoch, closed=count is not None, removed_sequences=count or 0)
 
     @maps_errors
@@ -375,3 +390,13 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             access_count=sequence.access_count,
             retention=messages.retention_message(sequence.retention),
         )
+
+
+def _named(session: Session) -> dict[str, str]:
+    """What a session is known by in the log of either side."""
+    return {
+        "session": session.handle,
+        "engine": session.engine_name or session.client_name,
+        "owner": session.owner,
+        "pool_id": session.pool_id,
+    }

@@ -520,6 +520,10 @@ class KvCache:
         """Live sessions on a pool."""
         return sum(session.pool_id == pool.id for session in self._sessions.all())
 
+    def live_session(self, session_id: str, caller: str) -> Session | None:
+        """A live session of the caller, which is not renewed by that; None if it has none with this id."""
+        return self._sessions.find(session_id, caller)
+
     def live_sessions(self) -> list[Session]:
         """In the order they were opened."""
         return self._sessions.all()

@@ -83,7 +83,7 @@ class KvCache:
     - ``flag``: what ``target`` is called in errors. ``on_call``: hears of every call that has ended. ``log``: takes
       events. ``clock``: a monotonic one, in seconds.
 
-    One thread makes the calls. `may_write`, `epoch` and `total_pages` may be read on any.
+    One thread makes the calls. `may_write`, `epoch`, `total_pages` and `available_pages` may be read on any.
 
     The laws of a client: write only to pages granted to a live sequence of yours, and not to a shared one's tokens;
     report tokens only when the work that wrote their K and V has synchronised; before each write, and again before you
@@ -143,6 +143,7 @@ class KvCache:
         self._session: _Session | None = None
         self._to_close: list[str] = []  # unmapped, and the daemon does not know yet
         self._total_pages = 0
+        self._available_pages: int | None = None
         self._keeper = LeaseKeeper(lambda: self._session.lease if self._session else None, self._renew, clock, log)
 
     @classmethod
@@ -176,6 +177,13 @@ class KvCache:
     def total_pages(self) -> int:
         """Pages in the pool, as of the last session."""
         return self._total_pages
+
+    @property
+    def available_pages(self) -> int | None:
+        """Pages of the whole pool that are free or evictable: of the last step, or of the last renewal while there are
+        no steps. None without a session, and before a daemon that does not say has answered a step.
+        """
+        return None if self._session is None else self._available_pages
 
     @property
     def epoch(self) -> int:
@@ -265,7 +273,9 @@ class KvCache:
             lease = Lease(opened.epoch, opened.ttl.ToNanoseconds() / 1e9, sent_at)
             sent_at = self._clock()
             attach = pb.AttachSessionRequest(session_id=opened.session_id, seen=seen)
-            lease.renewed(sent_at, self._call("AttachSession", attach, call_s(lease)).epoch)
+            attached = self._call("AttachSession", attach, call_s(lease))
+            lease.renewed(sent_at, attached.epoch)
+            self._available_pages = attached.available_pages if attached.HasField("available_pages") else None
         except BaseException:
             self._vouch(opened.session_id, pages)
             self._close_best_effort()
@@ -275,6 +285,7 @@ class KvCache:
             "session_opened",
             target=self.target,
             pool_id=opened.pool_id,
+            session=opened.session_handle,
             epoch=f"{lease.epoch:016x}",
             pages=self._total_pages,
             ttl_s=lease.ttl_s,
@@ -354,6 +365,7 @@ class KvCache:
         for request, demands in parts:
             reply = self._timed("AllocatePages", request, timeout_s)
             granted += grants(reply, demands)  # made here, a step runs meanwhile
+        self._available_pages = reply.available_pages
         return Answer(reply.epoch, granted)
 
     def _timed(self, method: str, request: Any, timeout_s: float) -> Any:
@@ -375,7 +387,10 @@ class KvCache:
             return
         sent_at = self._clock()
         request = pb.RenewSessionRequest(session_id=session.id)
-        lease.renewed(sent_at, self._call("RenewSession", request, call_s(lease)).epoch)
+        answer = self._call("RenewSession", request, call_s(lease))
+        lease.renewed(sent_at, answer.epoch)
+        if answer.HasField("available_pages"):
+            self._available_pages = answer.available_pages
 
 
 def call_s(lease: Lease) -> float:
