@@ -11,10 +11,10 @@ not compile fails the build.
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,11 @@ def generate(folder: Path, names: list[str], out: Path) -> list[Path]:
     for name in names:
         if not (folder / name).is_file():
             raise RuntimeError(f"{folder / name}: no such proto")
-    # googleapis-common-protos is where grpcio-tools is: in the environment of the build.
-    roots = [folder, Path(sysconfig.get_path("purelib"))]
+    # An isolated build has googleapis-common-protos in a folder of its own.
+    rpc = importlib.util.find_spec("google.rpc")
+    if rpc is None or not rpc.submodule_search_locations:
+        raise RuntimeError("googleapis-common-protos is missing, which has google/rpc/status.proto")
+    roots = [folder, Path(rpc.submodule_search_locations[0]).parents[1]]
     command = [sys.executable, "-m", "grpc_tools.protoc", *(f"-I{root}" for root in roots)]
     targets = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
     done = subprocess.run([*command, *targets, *names], capture_output=True, text=True)

@@ -94,7 +94,12 @@ def test_alerts_are_on_metrics_that_there_are() -> None:
 
 def pages() -> list[Path]:
     """Every page but those of models, which have a licence of their own."""
-    return [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "kernels" / "README.md"]
+    return [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "kernels" / "README.md",
+        ROOT / "clients" / "python" / "README.md",
+    ]
 
 
 def anchors(page: Path) -> set[str]:
