@@ -276,12 +276,12 @@ class Engine:
         """
         if self._draining is None:
             self._serving.leave()
-            log.info("draining", live=len(self.streams), lame_duck_s=self.config.lame_duck_s)
             self._draining = asyncio.ensure_future(self._drain())
         return asyncio.shield(self._draining)
 
     async def _drain(self) -> None:
         if self.loop is not None:
+            log.info("draining", live=len(self.streams), lame_duck_s=self.config.lame_duck_s)
             await self._sleep(self.config.lame_duck_s)
         self.servicer.drain()
         if self.loop is not None:

@@ -30,6 +30,7 @@ KINDS = {
     "tests/e2e/test_other_languages.py": "node go",
     "tests/house/test_house.py": "git",
     "tests/house/test_build.py": "make",
+    "tests/deploy/test_kubernetes.py": "kustomize",
     "tests/kvcache/test_config.py": "",
 }
 
