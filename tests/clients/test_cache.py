@@ -311,6 +311,17 @@ def test_a_session_heard_to_be_over_launches_nothing_more(daemon: Running, clock
     source.close()
 
 
+def test_a_step_that_is_refused_for_its_session_is_the_last(daemon: Running, source: KvCache, clock: Clock) -> None:
+    """The lease's thread has no reason to call yet, and its clock says that there is time."""
+    source.reopen()
+    daemon.now += 11
+    daemon.sweep()
+    assert source.may_write()
+    with pytest.raises(SessionExpired):
+        source.step([])
+    assert not source.may_write()
+
+
 def test_a_reply_becomes_grants_beside_the_engines_thread(source: KvCache, monkeypatch: pytest.MonkeyPatch) -> None:
     source.reopen()
     source.start_step([OPENING], []).result()

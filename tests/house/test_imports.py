@@ -39,6 +39,7 @@ EDGES = (
     *("services.kvcache.api", "services.kvcache.server", "services.kvcache.__main__"),
     *("services.engine.api", "services.engine.cli", "services.engine.server", "services.engine.__main__"),
     *(f"rocmforge.client.{name}" for name in ("messages", "step", "cache")),
+    *("rocmforge.conformance.proxy", "rocmforge.conformance.stage"),
     "services.top.looking",
 )
 GENERATED = ("rocmforge.kvcache", "rocmforge.engine")

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import grpc
 
 from rocmforge.client.demands import Demand, Grant
-from rocmforge.client.errors import KvCacheDown, ServiceError
+from rocmforge.client.errors import KvCacheDown, ServiceError, SessionExpired
 from rocmforge.client.lease import Lease
 from rocmforge.client.statuses import error_from
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
@@ -97,6 +97,8 @@ class Step:
                 break
             except grpc.RpcError as failure:
                 error = error_of(failure, self._sending.target)
+                if isinstance(error, SessionExpired):
+                    self._lease.expired = True  # by the daemon's word, whatever this clock says
                 if not isinstance(error, KvCacheDown) or attempt + 1 == ATTEMPTS:
                     raise error from failure
         self._lease.renewed(self._sent_at, answer.epoch)

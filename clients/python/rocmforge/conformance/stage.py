@@ -1,0 +1,142 @@
+"""Where a law is tried: a pool of its own, a proxy before the daemon, the client, and a session that looks on."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from rocmforge.client import Demand, KvCache, OpaqueLayout
+from rocmforge.client.errors import KvCacheDown
+from rocmforge.conformance.proxy import Proxy
+from rocmforge.conformance.subject import Failed, Refused, Subject
+from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+
+LAYOUT = OpaqueLayout(page_size=4, label="conformance", page_bytes=64)
+SLOT_BYTES = LAYOUT.page_bytes // LAYOUT.page_size
+POOL_PAGES = 12
+#: Of a prompt of one whole page and a half.
+PROMPT = [11, 12, 13, 14, 15, 16]
+TTL_S = 600.0
+PATIENCE_S = 10.0
+
+
+class Stage:
+    """``client`` is the one under test; it is called through ``proxy``, and ``watcher`` is not."""
+
+    def __init__(self, daemon: str, client: Subject, proxy: Proxy, watcher: KvCache, folder: Path) -> None:
+        self.client, self.proxy, self.watcher, self.folder = client, proxy, watcher, folder
+        self._daemon = daemon
+
+    def open(self, ttl_s: float = TTL_S) -> None:
+        """Have the client open its session."""
+        values = {"page_size": LAYOUT.page_size, "label": LAYOUT.label, "page_bytes": LAYOUT.page_bytes}
+        pool = {"pool_id": self.watcher.pool_id, "pool_pages": POOL_PAGES}
+        told = self.client.do("open", address=self.proxy.address, **pool, **values, ttl_s=ttl_s)
+        self.check(told.get("total_pages") == POOL_PAGES, f"it says that the pool has {told.get('total_pages')} pages")
+
+    def begin(self, name: str, pages: int, prompt: Sequence[int] = PROMPT) -> list[int]:
+        """Have the client begin a sequence; returns its block table."""
+        return self.table(self.again("begin", sequence=name, prompt=list(prompt), pages=pages), pages)
+
+    def step(self, name: str, tokens: Sequence[int], pages: int) -> list[int]:
+        """Have the client report tokens of a sequence and grow; returns the block table."""
+        one = {"sequence": name, "tokens": list(tokens), "pages": pages}
+        [result] = self.again("step", steps=[one])["results"]
+        if "error" in result:
+            raise Refused("step", str(result["error"]), str(result.get("message", "")))
+        return self.table(result, pages)
+
+    def again(self, command: str, **values: Any) -> dict[str, Any]:
+        """Have the client do something; it may say once that nobody answers."""
+        try:
+            return self.client.do(command, **values)
+        except Refused as refused:
+            if refused.reason != KvCacheDown.reason:
+                raise
+        return self.client.do(command, **values)
+
+    def table(self, answer: dict[str, Any], pages: int) -> list[int]:
+        """The block table of an answer, which has to have so many pages."""
+        table = answer.get("table")
+        valid = isinstance(table, list) and all(isinstance(page, int) and 0 <= page < POOL_PAGES for page in table)
+        self.check(valid and len(table or ()) == pages, f"its block table is {table}; {pages} pages were asked for")
+        return list(table or ())
+
+    def write(self, name: str, positions: range, byte: int) -> None:
+        """Have the client write its K and V: ``byte`` for the first position, one more for each behind it."""
+        for at, position in enumerate(positions):
+            self.client.do("write", sequence=name, position=position, byte=byte + at)
+
+    def refused(self, command: str, **values: Any) -> str:
+        """The reason for which the client refuses something; it has to."""
+        try:
+            self.client.do(command, **values)
+        except Refused as refused:
+            return refused.reason
+        raise Failed(f"{command} {values} was done")
+
+    def bytes_at(self, page: int, slot: int) -> set[int]:
+        """The values of the bytes of a token's K and V."""
+        return set(self.arena()[page, slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES].tolist())
+
+    def arena(self) -> NDArray[np.uint8]:
+        """The bytes of all pages, as they are now."""
+        return self.watcher.pages.numpy().raw.copy()
+
+    def cached(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt somebody else would find cached."""
+        name = secrets.token_hex(4)
+        [grant] = self.watcher.step([Demand.of_prompt(name, prompt, 0)])
+        self.watcher.step([], removed=[name])
+        return grant.cached_tokens
+
+    def pool(self) -> pb.PoolStats:
+        """The pool's counts."""
+        with grpc.insecure_channel(self._daemon) as channel:
+            pools = kvcache_pb2_grpc.KvCacheServiceStub(channel).GetStats(pb.GetStatsRequest()).pools
+        return next(pool for pool in pools if pool.pool_id.startswith(self.watcher.pool_id))
+
+    def until(self, holds: Callable[[], bool], otherwise: str) -> None:
+        """Wait until something is so."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            self.check(time.monotonic() < deadline, otherwise)
+            time.sleep(0.02)
+
+    @staticmethod
+    def check(holds: bool, otherwise: str) -> None:
+        """Raise Failed unless something is so."""
+        if not holds:
+            raise Failed(otherwise)
+
+
+@contextlib.contextmanager
+def stage(daemon: str, command: Sequence[str]) -> Iterator[Stage]:
+    """Set one up, and take it down. Raises Failed when the client cannot be started."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="conformance-")))
+        pool_id = f"conformance-{secrets.token_hex(6)}"
+        watcher = KvCache.connect(daemon, pool_id, LAYOUT, pool_pages=POOL_PAGES, client_name="conformance suite")
+        stack.callback(_drop, daemon, pool_id)
+        stack.callback(watcher.close)
+        proxy = Proxy(f"unix:{folder}/proxy.sock", daemon)
+        stack.callback(proxy.close)
+        client = Subject(command)
+        stack.callback(client.end)
+        yield Stage(daemon, client, proxy, watcher, folder)
+
+
+def _drop(daemon: str, pool_id: str) -> None:
+    """Give the pool's memory back, if this caller may; otherwise it is evicted when it is needed."""
+    with grpc.insecure_channel(daemon) as channel, contextlib.suppress(grpc.RpcError):
+        kvcache_pb2_grpc.KvCacheServiceStub(channel).DropPool(pb.DropPoolRequest(pool_id=pool_id))
