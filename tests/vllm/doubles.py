@@ -1,5 +1,5 @@
 """vLLM's scheduler, block pool and model, small enough to run anywhere: they call the connector's halves in the order
-and with the values that vLLM does, which tests/vllm/real proves.
+that vLLM does.
 
 The model is arithmetic: the K and V of a token depend on all tokens before it, and the next token on every K and V of
 the context, read from blocks. So a block that holds anything else changes the answer.

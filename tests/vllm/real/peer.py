@@ -21,9 +21,15 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+#: Where answers go. What vLLM and its processes print goes where their errors go.
+ANSWERS = os.fdopen(os.dup(1), "w") if __name__ == "__main__" else sys.stdout
+if __name__ == "__main__":
+    os.dup2(2, 1)
+
+
 def tell(**answer: Any) -> None:
     """Write one line of JSON."""
-    print(json.dumps(answer), flush=True)
+    print(json.dumps(answer), file=ANSWERS, flush=True)
 
 
 async def generate(engine: Any, name: str, prompt: list[int], command: dict[str, Any], cancel: int | None) -> list[int]:

@@ -64,8 +64,6 @@ class Peer:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if not line.startswith("{"):
-                continue
             answer = json.loads(line)
             with self._changed:
                 if "ready" in answer:

@@ -31,7 +31,7 @@ from rocmforge.vllm.scheduler import Scheduled, SchedulerHalf
 from rocmforge.vllm.worker import Blocks, WorkerHalf
 
 #: How long a step that computes nothing waits for the daemon's answers, so that vLLM does not spin.
-IDLE_WAIT_S = 0.002
+IDLE_WAIT_S = 0.02
 
 
 @dataclass

@@ -140,6 +140,8 @@ class SchedulerHalf:
             if request.num_tokens <= self._page_size:
                 return 0, False  # the last token is never matched
             self._ask(tracked, request.num_tokens)
+        if computed >= (request.num_tokens - 1) // self._block_size * self._block_size:
+            return 0, False  # vLLM has all of it: what the daemon answers is for saves alone
         if not tracked.open:
             if self._clock() - tracked.asked_at < self._lookup_timeout_s:
                 return None, False

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rocmforge.client.layout import PageLayout
 from rocmforge.vllm.blocks.form import BlockInvalid, Form, units
@@ -34,11 +35,11 @@ class DeviceBlocks:
         self._layers = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.int64, device=self._device)
         self._sides = torch.tensor([self._form.page, self._form.block], dtype=torch.int64, device=self._device)
         self._kept = list(layers)
-        self._stream = torch.cuda.Stream(self._device)
+        self.stream = torch.cuda.Stream(self._device)
         with cupy.cuda.Device(self._device.index or 0):
             text = Path(__file__).with_name("move.hip").read_text(encoding="utf-8")
             self._kernel = cupy.RawModule(code=text, options=("-std=c++17",)).get_function("move_units")
-            self._queue = cupy.cuda.ExternalStream(self._stream.cuda_stream, self._device.index or 0)
+            self._queue = cupy.cuda.ExternalStream(self.stream.cuda_stream, self._device.index or 0)
         self._cupy = cupy
         self._pages: int | None = None
 
@@ -67,15 +68,18 @@ class DeviceBlocks:
     def _move(
         self, table: Sequence[int], start: int, stop: int, blocks: Sequence[int], after: Any, *, saves: bool
     ) -> int:
+        places = units(table, start, stop, blocks, self._page_size, self._block_size)
+        self.launch(places, after, saves=saves)
+        self.stream.synchronize()  # lets go of the interpreter; the bytes have arrived
+        return (stop - start) * self._bytes
+
+    def launch(self, places: NDArray[np.int64], after: Any, *, saves: bool) -> None:
+        """Put a copy of units (`form.units`) on ``stream`` behind ``after``. Raises RuntimeError without a session."""
         if self._pages is None:
             raise RuntimeError("no session's pages are attached")
-        places, form = units(table, start, stop, blocks, self._page_size, self._block_size), self._form
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.stream(self._stream),
-            self._cupy.cuda.Device(self._device.index or 0),
-        ):
-            self._stream.wait_event(after)
+        form, ordinal = self._form, self._device.index or 0
+        with torch.cuda.device(self._device), torch.cuda.stream(self.stream), self._cupy.cuda.Device(ordinal):
+            self.stream.wait_event(after)
             where = torch.from_numpy(places).to(self._device)
             counts = (len(self._kept), form.kvs, form.heads, form.slots, form.vectors, int(saves))
             pointers = (self._pages, self._layers.data_ptr(), where.data_ptr(), self._sides.data_ptr())
@@ -85,5 +89,3 @@ class DeviceBlocks:
                 (*map(np.intp, pointers), *map(np.int32, counts)),
                 stream=self._queue,
             )
-            self._stream.synchronize()  # lets go of the interpreter; the bytes have arrived
-        return (stop - start) * self._bytes
