@@ -38,6 +38,7 @@ from services.kvcache.pool.layout import Layout
 from services.kvcache.pool.pool import Arena
 from services.kvcache.presence import LoopWatch, PresentClock
 from services.kvcache.scrub.scrubber import Scrubber
+from services.kvcache.slices import Slices
 
 log = structlog.get_logger()
 
@@ -78,7 +79,7 @@ class Daemon:
             return arena
 
         clock = PresentClock() if clock is None else clock
-        work = asyncio.Event()
+        work, self._owed = asyncio.Event(), asyncio.Event()
         self.cache = KvCache(
             config.limits,
             epoch=self.epoch,
@@ -88,13 +89,20 @@ class Daemon:
             observe=processes.observe,
             devices=None if gpus is None else len(gpus),
             wake=work.set,
+            wake_debts=self._owed.set,
         )
+        self.slices = Slices(self.cache.now)
         self.scrubber = Scrubber(self.cache, work)
         self.calls = CallStats()
         self.watch = LoopWatch(clock, self.calls)
         self._policy = config.policy
         self._servicer = KvCacheServicer(
-            self.cache, self.scrubber, self._policy, owner_of=processes.owner, shared_pools=config.shared_pools
+            self.cache,
+            self.scrubber,
+            self._policy,
+            owner_of=processes.owner,
+            shared_pools=config.shared_pools,
+            slices=self.slices,
         )
         self._serving = Serving(
             SERVICE,
@@ -149,6 +157,7 @@ class Daemon:
             await asyncio.to_thread(self._endpoint.start)
         self._tasks = [
             asyncio.create_task(self._sweep()),
+            asyncio.create_task(self._pay()),
             asyncio.create_task(self.watch.run()),
             asyncio.create_task(self.scrubber.run()),
         ]
@@ -180,7 +189,7 @@ class Daemon:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             try:
-                for session in self.cache.sweep():
+                for session in await self.slices.run(self.cache.sweeping()):
                     log.warning(
                         "session_lost",
                         session=session.handle,
@@ -191,6 +200,16 @@ class Daemon:
             except Exception:
                 # A failed sweep must not stop the sweeper: leases would never expire again.
                 log.exception("sweep_failed")
+
+    async def _pay(self) -> None:
+        """Give up what ended sequences hold still."""
+        while True:
+            await self._owed.wait()
+            self._owed.clear()
+            try:
+                await self.slices.run(self.cache.debts.paying())
+            except Exception:
+                log.exception("giving_up_failed")
 
 
 def _gpus(load_runtime: Callable[[], Runtime], memory: int) -> list[Gpu]:

@@ -17,6 +17,7 @@ from tests.fuzz import readers, servicers
 from tests.fuzz.__main__ import MOST_BYTES, READERS, TARGETS, main, target_of
 from tests.fuzz.mutation import mutated
 from tests.fuzz.seeds import CORPUS, calls, methods, records, seeds
+from tests.kvcache import fakes
 
 FILES = sorted(path for path in CORPUS.rglob("*") if path.is_file())
 #: Seeds that show a refusal.
@@ -68,13 +69,13 @@ def test_an_undeclared_error_of_a_reader_is_found(
 
 
 def test_an_undeclared_error_of_a_call_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KvCache, "evict_pages", broken)
+    monkeypatch.setattr(KvCache, "evicting", broken)
     with pytest.raises(AssertionError, match="INTERNAL: internal error"):
         servicers.kvcache(calls(kvcache_pb2, "KvCacheService", kvcache_pb2.EvictPagesRequest(pool_id="pool")))
 
 
 def test_a_state_that_is_not_sound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KvCache, "check", lambda cache: iter(["page 3 has two owners"]))
+    monkeypatch.setattr(fakes, "check", lambda cache: iter(["page 3 has two owners"]))
     with pytest.raises(AssertionError, match="page 3 has two owners"):
         servicers.kvcache(calls(kvcache_pb2, "KvCacheService", kvcache_pb2.GetStatsRequest()))
 

@@ -68,13 +68,13 @@ ROOMS = {
         "text": {"checkpoint"},
     },
     "services.kvcache": {
-        "api": {"scrub", "cache", "lease", "pool", "eviction"},
+        "api": {"scrub", "cache", "lease", "pool", "eviction", "slices"},
         "scrub": {"cache", "pool"},
-        "cache": {"lease", "pool", "eviction"},
+        "cache": {"lease", "pool", "eviction", "slices"},
         "kvevents": {"cache", "pool"},
-        "lease": {"pool"},
+        "lease": {"pool", "slices"},
         "arena": {"pool"},
-        "pool": {"eviction"},
+        "pool": {"eviction", "slices"},
     },
     "rocmforge.client": {
         "arena": {"transport", "errors", "events", "layout"},

@@ -152,7 +152,7 @@ class World:
             if seen:
                 self.processes.living.add(pid)
             process = Process(pid, 1, "here" if seen else "elsewhere")
-        session = self.cache.open_session("test", pool_id, self.layout, process=process, **options)  # type: ignore[arg-type]
+        session = self.cache.open_session("test", pool_id, self.layout, process=process, **options)
         arena = self.cache.pool_of(session).arena
         arena.answers[session.canary_slot] = bytes(b ^ 0xFF for b in session.canary)  # type: ignore[attr-defined]
         return self.cache.attach_session(session.id, session.canary)

@@ -24,6 +24,7 @@ from services.kvcache.pool.events import MAX_LINKS, Event, EventKind
 from services.kvcache.pool.layout import Layout, OpaqueLayout, PageLayout
 from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.prefix_cache import FrozenLinks
+from services.kvcache.slices import ENTRIES, Work
 
 MAX_ITEMS = 4096
 #: Tokens that are read in one go.
@@ -138,6 +139,16 @@ def fill_grant(message: pb.SequenceGrant, grant: Grant) -> None:
     for copy in grant.copies:
         source, target = page_message(copy.source), page_message(copy.target)
         message.copies.add(index=copy.index, source=source, target=target)
+
+
+def fill_long_grant(message: pb.SequenceGrant, grant: Grant) -> Work[None]:
+    """As ``fill_grant``, in slices."""
+    fill_grant(message, grant._replace(pages=[]))
+    for at in range(0, len(grant.pages), 8 * ENTRIES):
+        some = grant.pages[at : at + 8 * ENTRIES]
+        message.page_ids.extend([page_id for page_id, _ in some])
+        message.generations.extend([generation for _, generation in some])
+        yield None
 
 
 def page_answer_message(answer: PageAnswer) -> pb.PageExplanation:

@@ -1,8 +1,6 @@
-"""Proto to domain and back; nothing else. Every method is one transaction on the KvCache, without an await in it: what
-is read of pages is read before or after.
-
-ExplainPrefix, which only looks, and may look at much, does so in slices. A long message is read in slices too, before
-its transaction.
+"""Proto to domain and back; nothing else. Every method is one transaction on the KvCache, without an await in it, or a
+row of them, in slices: what is read of pages is read before or after. Calls of one session that go in slices do so one
+after the other. A long message is read in slices too, before its transaction.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from services.common.access.policy import Policy
 from services.common.errors import Draining, FieldInvalid, ServiceError
 from services.kvcache.api import messages
 from services.kvcache.api.roles import ENGINE, INCLUDES, NEEDED, OPERATOR
-from services.kvcache.api.slices import found_in, in_slices
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.cache.walk import walk
 from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process
 from services.kvcache.pool.sequence import Sequence
 from services.kvcache.scrub.scrubber import Report, Scrubber
+from services.kvcache.slices import ENTRIES, Result, Slices, Work, found_in
 
 DOMAIN = "rocmforge.kvcache"
 SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
@@ -53,12 +51,14 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         *,
         owner_of: Callable[[Process], int | None] = lambda process: None,
         shared_pools: bool = False,
+        slices: Slices | None = None,
     ) -> None:
         self._cache = cache
         self._scrubber = scrubber
         self._policy = policy or Policy(Identity.of_uid(os.geteuid()), [], INCLUDES)
         self._owner_of = owner_of
         self._shared_pools = shared_pools
+        self._slices = slices or Slices(cache.now)
         self._draining = False
         self._watchers: set[asyncio.Event] = set()
         self._fsck = asyncio.Lock()  # one at a time: each has copies of its own
@@ -80,7 +80,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         if not request.HasField("layout"):
             raise FieldInvalid("layout is missing", field="layout")
         process = self._proven(messages.read_process(request.process))
-        session = self._cache.open_session(
+        work = self._cache.opening(
             request.client_name,
             request.pool_id,
             messages.read_layout(request.layout),
@@ -95,6 +95,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             engine_name=request.engine_name,
             model=request.model,
         )
+        session = await self._in_pools(work)
         pool = self._cache.pool_of(session)
         return pb.OpenSessionResponse(
             epoch=self._cache.epoch,
@@ -105,6 +106,10 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             pool_id=pool.id,
             session_handle=session.handle,
         )
+
+    async def _in_pools(self, work: Work[Result]) -> Result:
+        """Work that makes pools or drops them. It ends whatever becomes of the call: memory may be under way to it."""
+        return await asyncio.shield(self._slices.run(work, order="pools"))
 
     def _proven(self, process: Process | None) -> Process | None:
         """The process that a caller names as its own; None when nothing shows whose it is.
@@ -156,11 +161,12 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     async def AllocatePages(self, request: pb.AllocatePagesRequest, context: Any) -> pb.AllocatePagesResponse:
         """See the proto."""
         caller = self._policy.require(NEEDED["AllocatePages"])
-        demands = await in_slices(messages.read_demands(request.demands))
+        demands = await self._slices.run(messages.read_demands(request.demands))
         removed = messages.read_ids(request.remove_sequence_ids, "remove_sequence_ids")
-        if hits := self._cache.hits_to_verify(request.session_id, demands, caller):
+        if hits := await self._slices.run(self._cache.hits_to_verify(request.session_id, demands, caller)):
             await self._scrubber.verify_hits(hits)
-        told, pool = self._cache.allocate(request.session_id, demands, removed, caller)
+        work = self._cache.allocating(request.session_id, demands, removed, caller)
+        told, pool = await self._slices.run(work, order=request.session_id)
         if (unclean := pool.table.unclean) is not None and unclean.granted:
             await self._scrubber.zero_granted(pool)  # nobody writes in a page that is told to nobody
         response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
@@ -169,8 +175,10 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             grant.sequence_id = sequence_id  # given to `add` it takes longer
             if isinstance(answer, ServiceError):
                 grant.error.CopyFrom(rpc.status_of(answer, DOMAIN))
-            else:
+            elif len(answer.pages) <= ENTRIES:
                 messages.fill_grant(grant, answer)
+            else:
+                await self._slices.run(messages.fill_long_grant(grant, answer))
         return response
 
     @maps_errors
@@ -178,9 +186,10 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         """See the proto."""
         caller = self._policy.require(NEEDED["AppendTokens"])
         messages.check_tokens(len(request.steps.tokens), 0, "steps.tokens")
-        steps = await in_slices(messages.read_steps(request.steps, "steps", growing=False))
+        steps = await self._slices.run(messages.read_steps(request.steps, "steps", growing=False))
         response = pb.AppendTokensResponse(epoch=self._cache.epoch)
-        for sequence_id, error in self._cache.append(request.session_id, steps, caller):
+        work = self._cache.appending(request.session_id, steps, caller)
+        for sequence_id, error in await self._slices.run(work, order=request.session_id):
             response.errors.add(sequence_id=sequence_id, error=rpc.status_of(error, DOMAIN))
         return response
 
@@ -189,7 +198,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         """See the proto."""
         caller = self._policy.require(NEEDED["RemoveSequences"])
         ids = messages.read_ids(request.sequence_ids, "sequence_ids")
-        removed, pool = self._cache.remove(request.session_id, ids, caller)
+        work = self._cache.removing(request.session_id, ids, caller)
+        removed, pool = await self._slices.run(work, order=request.session_id)
         absent = [name for name, was_there in zip(ids, removed, strict=True) if not was_there]
         return pb.RemoveSequencesResponse(
             epoch=self._cache.epoch,
@@ -267,7 +277,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
                 raise FieldInvalid("deep is set, and this daemon keeps no checksums: --checksums is off", field="deep")
             report = await self._scrubber.verify_all()
         async with self._fsck:
-            violations = await in_slices(found_in(walk(self._cache)))
+            violations = await self._slices.run(found_in(walk(self._cache)))
         pools = list(self._cache.pools)
         return pb.FsckResponse(
             epoch=self._cache.epoch,
@@ -292,10 +302,10 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
                 limit=size * messages.MAX_EXPLAINED,
             )
         others = self._policy.has(CALLER.get(), OPERATOR)
-        prompt = await in_slices(messages.read_tokens(request.prompt))
-        answers = await in_slices(self._cache.explain(request.pool_id, prompt, request.salt, others=others))
+        prompt = await self._slices.run(messages.read_tokens(request.prompt))
+        answers = await self._slices.run(self._cache.explain(request.pool_id, prompt, request.salt, others=others))
         response = pb.ExplainPrefixResponse(epoch=self._cache.epoch)
-        await in_slices(messages.fill_explanation(response, answers))
+        await self._slices.run(messages.fill_explanation(response, answers))
         return response
 
     @maps_errors
@@ -303,7 +313,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         """See the proto."""
         self._policy.require(NEEDED["EvictPages"])
         most = request.max_pages if request.HasField("max_pages") else None
-        evicted, left = self._cache.evict_pages(request.pool_id, most, retained=request.include_retained)
+        work = self._cache.evicting(request.pool_id, most, retained=request.include_retained)
+        evicted, left = await self._slices.run(work)
         return pb.EvictPagesResponse(epoch=self._cache.epoch, evicted_pages=evicted, retained_pages=left)
 
     @maps_errors
@@ -312,7 +323,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         self._policy.require(NEEDED["ExpireSequences"])
         if not request.HasField("older_than") or request.older_than.ToNanoseconds() < 0:
             raise FieldInvalid("older_than must be a duration of 0 s or more", field="older_than")
-        count = self._cache.expire_sequences(request.older_than.ToNanoseconds() / 1e9)
+        count = await self._slices.run(self._cache.expiring(request.older_than.ToNanoseconds() / 1e9))
         return pb.ExpireSequencesResponse(epoch=self._cache.epoch, expired_sequences=count)
 
     @maps_errors
@@ -328,7 +339,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     async def DropPool(self, request: pb.DropPoolRequest, context: Any) -> pb.DropPoolResponse:
         """See the proto."""
         self._policy.require(NEEDED["DropPool"])
-        self._cache.drop_pool(request.pool_id)
+        await self._in_pools(self._cache.dropping(request.pool_id))
         return pb.DropPoolResponse(epoch=self._cache.epoch)
 
     @maps_errors

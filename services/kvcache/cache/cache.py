@@ -1,7 +1,8 @@
 """The state of the daemon, and the only place that changes it.
 
 One ``KvCache`` is owned by one asyncio loop. Every public method is one transaction: it runs to its end without
-waiting for anything, so there is nothing to lock. Clients are trusted with no index, no size and no time.
+waiting for anything, so there is nothing to lock. What may take long has another method, which does the same as work in
+slices: a row of transactions, between which others run. Clients are trusted with no index, no size and no time.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice
+from typing import Any
 
 from services.common.errors import (
     AttachBusy,
     AttachMismatch,
     CapacityExceeded,
     FieldInvalid,
+    HostMemoryExceeded,
     PoolInUse,
     QuotaExceeded,
     ServiceError,
     SessionExpired,
     TooManySessions,
 )
+from services.kvcache import slices
 from services.kvcache.cache.explain import PageAnswer, explain
 from services.kvcache.cache.grant import Grant
 from services.kvcache.cache.opening import Opening, Prompt, check_prompt, open_sequence
@@ -30,12 +34,14 @@ from services.kvcache.lease.quarantine import WAIT, Quarantine
 from services.kvcache.lease.sessions import Session, Sessions
 from services.kvcache.lease.witness import Observe, Process
 from services.kvcache.pool.budget import CANARY_BYTES, Allotment, ArenaMaker, Pools
+from services.kvcache.pool.debts import Debts
 from services.kvcache.pool.events import EventRing
 from services.kvcache.pool.host_memory import HostMemory
 from services.kvcache.pool.layout import Layout
 from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.prefix_cache import ChainHash, blake2b_chain
 from services.kvcache.pool.sequence import Sequence
+from services.kvcache.slices import Job, Result, Work, finish
 
 MIN_TTL_S, MAX_TTL_S = 1.0, 600.0
 
@@ -78,7 +84,8 @@ class KvCache:
 
     ``random_bytes`` makes session ids and canaries; ``clock`` is monotonic, in seconds; ``make_arena`` and
     ``observe`` are the ways to memory and to the process table. ``devices`` is how many GPUs there are to put pools
-    on; with None pools are in the host's memory. ``wake`` is called when there is work for ``scrubber``.
+    on; with None pools are in the host's memory. ``wake`` is called when there is work for ``scrubber``, ``wake_debts``
+    when there are ``debts`` to pay.
 
     Raises InvalidConfiguration when ``host_memory`` is less than what is charged from the start.
     """
@@ -95,6 +102,7 @@ class KvCache:
         chain_hash: ChainHash = blake2b_chain,
         devices: int | None = None,
         wake: Callable[[], None] = lambda: None,
+        wake_debts: Callable[[], None] = lambda: None,
     ) -> None:
         self.limits = limits
         self._devices = devices
@@ -108,6 +116,7 @@ class KvCache:
         self.memory = HostMemory(limits.host_memory)
         self.memory.reserve(limits.event_ring, limits.max_sessions)
         self.events = EventRing(limits.event_ring)
+        self.debts = Debts(wake_debts)
         self.pools = Pools(
             limits.budget_bytes,
             Allotment(limits.identity_pools, limits.identity_share),
@@ -122,6 +131,7 @@ class KvCache:
             checksums=limits.checksums,
             zero_pages=limits.zero_pages,
             memory=self.memory,
+            debts=self.debts,
         )
         self._sessions = Sessions()
         self.quarantine = Quarantine(limits.drain_s, limits.fence)
@@ -133,7 +143,11 @@ class KvCache:
 
     # --- sessions ---
 
-    def open_session(
+    def open_session(self, client_name: str, pool_id: str, layout: Layout, **options: Any) -> Session:
+        """As ``opening``, at once."""
+        return finish(self.opening(client_name, pool_id, layout, **options), self._clock)
+
+    def opening(
         self,
         client_name: str,
         pool_id: str,
@@ -149,10 +163,10 @@ class KvCache:
         private: bool = False,
         engine_name: str = "",
         model: str = "",
-    ) -> Session:
-        """A new session of the caller, on the pool, which is made if need be. The session's canary is in its arena
-        then. A ``private`` pool is the caller's own: others that name it get another one. ``engine_name`` and ``model``
-        are what KV events name it by.
+    ) -> Work[Session]:
+        """A new session of the caller, on the pool, which is made if need be: work in slices, of which one may be under
+        way, or `dropping`. The session's canary is in its arena then. A ``private`` pool is the caller's own: others
+        that name it get another one. ``engine_name`` and ``model`` are what KV events name it by.
 
         ``uid`` is the user that the caller was proven to be, if it was: a process of another is not taken for its.
 
@@ -176,7 +190,8 @@ class KvCache:
         self._check_turn(process, now)
         if private:
             pool_id = f"{pool_id}/{caller.replace('%', '%25').replace('/', '%2F')}"
-        pool = self.pools.get_or_make(pool_id, layout, pool_pages, device, self._is_used, caller)
+        pool = yield from self.pools.get_or_make(pool_id, layout, pool_pages, device, self._is_used, caller)
+        now = self._clock()
         pool.arena.admit(caller)
         taken = {session.canary_slot for session in self._sessions.all() if session.pool_id == pool.id}
         session = Session(
@@ -278,9 +293,9 @@ class KvCache:
         session = self._sessions.pop(session_id, caller)
         if session is None:
             return 0 if self.quarantine.vouch(session_id, caller, self._clock()) else None
-        pool, sequences = self.pool_of(session), list(session.sequences.values())
-        pool.release(sequences, self._clock())
+        pool, sequences, entries = self.pool_of(session), list(session.sequences.values()), session.held_pages
         session.end()
+        pool.end(sequences, entries, self._clock())
         pool.last_used = self._clock()
         self.quarantine.vouch(session.id, caller, self._clock())
         session.let_go()
@@ -302,12 +317,10 @@ class KvCache:
         return session
 
     def _lose(self, session: Session) -> None:
-        now, pool, unsafe = self._clock(), self.pool_of(session), list[int]()
-        for sequence in session.sequences.values():
-            unsafe += pool.lose(sequence, now)
+        now, pool = self._clock(), self.pool_of(session)
+        self.quarantine.lose(session, pool, now)
         session.end()
         pool.last_used = now
-        self.quarantine.lose(session, pool, unsafe, now)
         self.on_sessions()
 
     # --- sequences ---
@@ -320,41 +333,112 @@ class KvCache:
         Returns, by sequence id, what each opening was granted or why it was not, and of steps what there is to hear:
         pages, copies and errors. Raises SessionExpired, SessionNotAttached, and HostMemoryExceeded for removed ids.
         """
+        return finish(self.allocating(session_id, demands, removed, caller), self._clock)
+
+    def allocating(
+        self, session_id: str, demands: Iterable[Steps | Opening], removed: list[str], caller: str = ""
+    ) -> Work[tuple[list[tuple[str, Grant | ServiceError]], Pool]]:
+        """As ``allocate``, in slices. Others run between two demands, and of a long one between its pages."""
         session, pool = self._use_attached(session_id, caller)
+        work = self._serving(session, pool, demands, removed)
+        try:
+            job = next(work)
+        except StopIteration as end:  # as of nearly every step, of which a layer more would show
+            told: list[tuple[str, Grant | ServiceError]] = end.value
+            return told, pool
+        return (yield from self._in_session(session, work, job)), pool
+
+    def _serving(
+        self, session: Session, pool: Pool, demands: Iterable[Steps | Opening], removed: list[str]
+    ) -> Work[list[tuple[str, Grant | ServiceError]]]:
         if removed:
-            self._remove(session, removed)
-        now, told = self._clock(), list[tuple[str, Grant | ServiceError]]()
+            yield from self._removing(session, removed)
+        now, told, spent = self._clock(), list[tuple[str, Grant | ServiceError]](), 0
         for demand in demands:
             if isinstance(demand, Steps):
-                told += advance(session, pool, demand, now)
+                told += yield from advance(session, pool, demand, now)
                 continue
-            try:
-                told.append((demand.sequence_id, open_sequence(session, pool, demand, now)))
-            except ServiceError as error:
-                told.append((demand.sequence_id, error.bare()))
+            answer = yield from open_sequence(session, pool, demand, now)
+            told.append((demand.sequence_id, answer))
+            spent += 8 + (0 if isinstance(answer, ServiceError) else len(answer.pages))
+            if spent >= slices.ENTRIES:
+                spent, now = 0, (yield None)
         pool.totals.refused_demands += sum(isinstance(one, CapacityExceeded | QuotaExceeded) for _, one in told)
-        return told, pool
+        return told
 
     def append(self, session_id: str, steps: Steps, caller: str = "") -> list[tuple[str, ServiceError]]:
         """Record resident tokens and grow nothing; those whose report was refused, by id: it changed nothing.
 
         Raises SessionExpired, SessionNotAttached.
         """
+        return finish(self.appending(session_id, steps, caller), self._clock)
+
+    def appending(self, session_id: str, steps: Steps, caller: str = "") -> Work[list[tuple[str, ServiceError]]]:
+        """As ``append``, in slices."""
         session, pool = self._use_attached(session_id, caller)
-        told = advance(session, pool, steps, self._clock())
+        work = advance(session, pool, steps, self._clock())
+        try:
+            job = next(work)
+        except StopIteration as end:
+            told: list[tuple[str, Grant | ServiceError]] = end.value
+        else:
+            told = yield from self._in_session(session, work, job)
         return [(name, error) for name, error in told if isinstance(error, ServiceError)]
 
     def remove(self, session_id: str, sequence_ids: list[str], caller: str = "") -> tuple[list[bool], Pool]:
         """Remove sequences; whether each was there. Raises SessionExpired, HostMemoryExceeded."""
-        session = self._use(session_id, caller)
-        return self._remove(session, sequence_ids), self.pool_of(session)
+        return finish(self.removing(session_id, sequence_ids, caller), self._clock)
 
-    def _remove(self, session: Session, sequence_ids: list[str]) -> list[bool]:
-        session.check_forget(sequence_ids)
-        now, found = self._clock(), session.forget(sequence_ids)
+    def removing(self, session_id: str, sequence_ids: list[str], caller: str = "") -> Work[tuple[list[bool], Pool]]:
+        """As ``remove``, in slices: the ids are removed at once, and then their pages are given up."""
+        session = self._use(session_id, caller)
+        pool = self.pool_of(session)
+        work = self._removing(session, sequence_ids)
+        try:
+            job = next(work)
+        except StopIteration as end:
+            found: list[bool] = end.value
+            return found, pool
+        return (yield from self._in_session(session, work, job)), pool
+
+    def _removing(self, session: Session, sequence_ids: list[str]) -> Work[list[bool]]:
+        while True:
+            try:
+                session.check_forget(sequence_ids)
+                break
+            except HostMemoryExceeded:
+                if not self.debts:
+                    raise
+                self.debts.pay(self._clock())
+                yield None
+        now, held, owed = self._clock(), session.held_pages, len(self.debts)
+        found = session.forget(sequence_ids)
         self.quarantine.vouch_for(session.id, sequence_ids, now)
-        self.pool_of(session).release([sequence for sequence in found if sequence is not None], now)
+        pool = self.pool_of(session)
+        pool.end([sequence for sequence in found if sequence is not None], held - session.held_pages, now)
+        if len(self.debts) > owed:
+            yield from self.debts.paying()
         return [sequence is not None for sequence in found]
+
+    def _in_session(self, session: Session, work: Work[Result], job: Job | None) -> Work[Result]:
+        """The rest of the work of a session's call, which has begun. The lease does not run out meanwhile, and if the
+        session ends, so does the work. Raises SessionExpired.
+        """
+        session.calls += 1
+        try:
+            while True:
+                yield job
+                if self._sessions.find(session.id, session.owner) is not session:
+                    work.throw(SessionExpired("the session has ended; open a new one"))
+                now = self._clock()
+                session.renew(now)
+                job = work.send(now)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        finally:
+            session.calls -= 1
+            work.close()
 
     def get_sequence(self, session_id: str, sequence_id: str, caller: str = "") -> tuple[Sequence, Session]:
         """One sequence; counts as an access to it. Raises SessionExpired, SequenceUnknown, SequenceRemoved."""
@@ -414,19 +498,29 @@ class KvCache:
 
         A session is lost when its deadline passes or its process is proven gone.
         """
-        now = self._clock()
-        lost = [s for s in self._sessions.all() if s.deadline <= now or s.is_gone()]
-        for session in lost:
-            self._sessions.pop(session.id, session.owner)
-            self._lose(session)
-        self.expired_sessions += len(lost)
+        return finish(self.sweeping(), self._clock)
+
+    def sweeping(self) -> Work[list[Session]]:
+        """As ``sweep``, in slices."""
+        now, lost = self._clock(), list[Session]()
+        for session in self._sessions.all():
+            if not (session.deadline <= now and not session.calls) and not session.is_gone():
+                continue
+            if self._sessions.pop(session.id, session.owner) is not None:
+                self._lose(session)
+                self.expired_sessions += 1
+                lost.append(session)
+                yield None
         if self.limits.sequence_ttl_s is not None:
-            self.expire_sequences(self.limits.sequence_ttl_s)
+            yield from self.expiring(self.limits.sequence_ttl_s)
+        now = self._clock()
         self.quarantine.sweep(now, {s.process for s in self._sessions.all() if s.process is not None})
-        for pool in self.pools:
-            pool.table.cached.pass_time(now)
-            if self.limits.cache_ttl_s is not None:
-                pool.expire_cached(now - self.limits.cache_ttl_s)
+        for pool in list(self.pools):
+            while not pool.table.cached.pass_time(self._clock()):
+                yield None
+            ttl = self.limits.cache_ttl_s
+            while ttl is not None and pool.expire_cached(self._clock() - ttl, slices.ENTRIES) == slices.ENTRIES:
+                yield None
         return lost
 
     def expire_sequences(self, older_than_s: float) -> int:
@@ -436,27 +530,46 @@ class KvCache:
         and the others are held, until it removes the sequences itself, as it does when it asks for them again and is
         told SEQUENCE_REMOVED, or its session ends; what a lost one may write then waits as a lost session's pages do.
         """
-        now, count = self._clock(), 0
-        sessions = {session.id: session for session in self._sessions.all()}
-        for pool in self.pools:
-            old = list(takewhile(lambda sequence: sequence.last_access <= now - older_than_s, pool.sequences))
-            for sequence in old:
-                session = sessions[sequence.session_id]
+        return finish(self.expiring(older_than_s), self._clock)
+
+    def expiring(self, older_than_s: float) -> Work[int]:
+        """As ``expire_sequences``, in slices: each sequence is ended alone."""
+        before, count, spent = self._clock() - older_than_s, 0, 0
+        for pool in list(self.pools):
+            while (sequence := next(iter(pool.sequences), None)) is not None and sequence.last_access <= before:
+                session = self._sessions.by_id(sequence.session_id)
                 session.forget([sequence.id])
-                self.quarantine.expire(session, pool, sequence)
-            count += len(old)
-        self.expired_sequences += count
+                count += 1
+                self.expired_sequences += 1
+                spent += 2 + sequence.page_count
+                yield from self.quarantine.expire(session, pool, sequence)
+                if spent >= slices.ENTRIES:
+                    spent = 0
+                    yield None
         return count
 
     def evict_pages(self, pool_id: str, most: int | None, *, retained: bool = False) -> tuple[int, int]:
         """Free cached pages, as an allocation would, but retained ones only if told; how many, and how many retained
         ones are left. Raises PoolUnknown.
         """
-        pool = self.pools.get(pool_id)
+        return finish(self.evicting(pool_id, most, retained=retained), self._clock)
+
+    def evicting(self, pool_id: str, most: int | None, *, retained: bool = False) -> Work[tuple[int, int]]:
+        """As ``evict_pages``, in slices: at most as many as are cached at the beginning."""
+        pool, evicted = self.pools.get(pool_id), 0
         cached = pool.table.cached
-        cached.pass_time(self._clock())
-        evicted = pool.evict(pool.table.total if most is None else most, retained=retained)
-        pool.totals.evicted_on_request += evicted
+        while not cached.pass_time(self._clock()):
+            yield None
+        left = len(cached) if most is None else min(most, len(cached))
+        while left:
+            some = pool.evict(min(left, slices.ENTRIES), retained=retained)
+            pool.totals.evicted_on_request += some
+            evicted += some
+            left = left - some if some == slices.ENTRIES else 0
+            if left:
+                yield None
+                if pool not in self.pools:
+                    break
         return evicted, cached.retained_count
 
     def explain(
@@ -471,6 +584,10 @@ class KvCache:
 
     def drop_pool(self, pool_id: str) -> None:
         """Give the memory of a pool that nobody uses back. Raises PoolUnknown, PoolInUse."""
+        finish(self.dropping(pool_id), self._clock)
+
+    def dropping(self, pool_id: str) -> Work[None]:
+        """As ``drop_pool``, in slices, of which one may be under way, or `opening`."""
         pool = self.pools.get(pool_id)
         sessions = self.session_count(pool)
         if sessions:
@@ -479,7 +596,7 @@ class KvCache:
             raise PoolInUse(
                 f"pool {pool_id!r}: the engine of a lost session may still have its memory mapped", field="pool_id"
             )
-        self.pools.drop(pool)
+        yield from self.pools.drop(pool)
 
     def close(self) -> None:
         """Give all memory back. Engines that still map it keep their mapping and find no daemon."""
@@ -492,8 +609,10 @@ class KvCache:
 
     def hits_to_verify(
         self, session_id: str, demands: Iterable[Steps | Opening], caller: str = ""
-    ) -> list[tuple[Pool, list[int]]]:
-        """The cached prefixes that these openings would share now, a ``verify_share`` of them, chosen at random."""
+    ) -> Work[list[tuple[Pool, list[int]]]]:
+        """The cached prefixes that these openings would share now, a ``verify_share`` of them, chosen at random. In
+        slices.
+        """
         share, hits = self.limits.verify_share, list[tuple[Pool, list[int]]]()
         if not (self.limits.checksums and share):
             return hits
@@ -502,7 +621,9 @@ class KvCache:
                 session = self._sessions.find(session_id, caller)
                 if session is not None and session.attached and demand.sequence_id not in session.sequences:
                     pool = self.pool_of(session)
-                    hits.append((pool, pool.match(demand.origin.tokens, demand.origin.salt)))
+                    found, _ = yield from pool.matching(demand.origin.tokens, demand.origin.salt)
+                    hits.append((pool, found))
+                    yield None
         return hits
 
     def _is_drawn(self, share: float) -> bool:
@@ -511,10 +632,6 @@ class KvCache:
     def now(self) -> float:
         """The clock that every time in here is of."""
         return self._clock()
-
-    def sessions(self) -> list[Session]:
-        """All live sessions, in the order they were opened."""
-        return self._sessions.all()
 
     def session_count(self, pool: Pool) -> int:
         """Live sessions on a pool."""

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.common.errors import ExceedsPool, QuotaExceeded
+from services.kvcache import slices
 from services.kvcache.lease.sessions import Session
-from services.kvcache.pool.pool import Pool
+from services.kvcache.pool.pool import Pool, Promised
 from services.kvcache.pool.sequence import Sequence
+from services.kvcache.slices import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,46 @@ def grow(session: Session, pool: Pool, sequence: Sequence, total: int, known: in
         session.held_pages += more
         session.memory.used += more * session.entry_bytes
     pages = pool.references(table[known:]) if known < total else []
+    return _grant(pool, sequence, known, pages)
+
+
+def _grant(pool: Pool, sequence: Sequence, known: int, pages: list[tuple[int, int]]) -> Grant:
     if sequence.copy is None:
         return Grant(known, pages, sequence.cached_tokens, [])
     at, source = sequence.copy
     copy = Copy(at, pool.reference(source), pool.reference(sequence.pages[at]))
     return Grant(known, pages, sequence.cached_tokens, [copy])
+
+
+def growing(session: Session, pool: Pool, sequence: Sequence, total: int, promised: Promised) -> Work[None]:
+    """Grow to ``total`` pages, which are promised, in slices."""
+    while (has := len(sequence.pages)) < total:
+        some = min(slices.ENTRIES, total - has)
+        promised.take(some)
+        pool.grow(sequence, has + some)
+        session.hold(some)
+        yield None
+        check_live(session, sequence)
+
+
+def answering(session: Session, pool: Pool, sequence: Sequence, known: int) -> Work[Grant]:
+    """The grant of a sequence that has grown, in slices."""
+    pages: list[tuple[int, int]] = []
+    now = yield None
+    check_live(session, sequence)
+    while (at := known + len(pages)) < len(sequence.pages):
+        pages += pool.references(sequence.pages[at : at + 8 * slices.ENTRIES])
+        now = yield None
+        check_live(session, sequence)
+    pool.touch(sequence, now)
+    return _grant(pool, sequence, known, pages)
+
+
+def check_live(session: Session, sequence: Sequence) -> None:
+    """Whether a sequence is live still, after others have run. Raises SequenceRemoved."""
+    if session.sequences.get(sequence.id) is not sequence:
+        session.find(sequence.id)
+        raise session.unknown(sequence.id)
 
 
 def check_quota(session: Session, more: int, total: int) -> None:

@@ -25,9 +25,10 @@ def walk_pool(pool: Pool) -> Iterator[str | None]:
             yield from _check_sequence(pool, sequence)
             yield from _walk_block_table(pool, sequence, pool.sequences, listed)
         yield None
-    for sequence in list(pool.expired):
-        yield from _walk_block_table(pool, sequence, pool.expired, listed)
-        yield None
+    for among in (pool.expired, pool.ending):
+        for sequence in list(among):
+            yield from _walk_block_table(pool, sequence, among, listed)
+            yield None
     for page in list(pool.table.cached.promises()):
         if pool.table.cached.has_promise(page) and (
             pool.table.state(page) != PageState.HELD or not pool.index.is_primary(page)
@@ -102,7 +103,9 @@ def _walk_holders(pool: Pool, listed: array[int]) -> Iterator[str | None]:
 
 
 def _lists(pool: Pool, holder: Hashable, page: int) -> bool:
-    if not isinstance(holder, Sequence) or (holder not in pool.sequences and holder not in pool.expired):
+    if not isinstance(holder, Sequence) or not any(
+        holder in among for among in (pool.sequences, pool.expired, pool.ending)
+    ):
         return False
     # What has changed lately is at the end.
     return page in holder.pages[-PAUSE:] or page in holder.pages or (holder.copy is not None and holder.copy[1] == page)

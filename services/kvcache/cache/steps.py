@@ -10,11 +10,13 @@ from array import array
 from itertools import repeat
 from typing import NamedTuple
 
-from services.common.errors import FieldInvalid, ServiceError
-from services.kvcache.cache.grant import Grant, check_quota, grow
+from services.common.errors import CapacityExceeded, FieldInvalid, HostMemoryExceeded, ServiceError, SessionExpired
+from services.kvcache import slices
+from services.kvcache.cache.grant import Grant, answering, check_live, check_quota, grow, growing
 from services.kvcache.lease.sessions import Session
-from services.kvcache.pool.pool import Pool
+from services.kvcache.pool.pool import Pool, Promised
 from services.kvcache.pool.sequence import Sequence
+from services.kvcache.slices import Work
 
 
 class Steps(NamedTuple):
@@ -31,10 +33,13 @@ class Steps(NamedTuple):
     known_pages: list[int]
 
 
-def advance(session: Session, pool: Pool, steps: Steps, now: float) -> list[tuple[str, Grant | ServiceError]]:
-    """Report and grow; in order, the sequences with a page, a copy or an error to hear of. An error changed nothing."""
+def advance(session: Session, pool: Pool, steps: Steps, now: float) -> Work[list[tuple[str, Grant | ServiceError]]]:
+    """Report and grow; in order, the sequences with a page, a copy or an error to hear of. An error changed nothing.
+
+    In slices, when it takes or publishes many pages.
+    """
     told: list[tuple[str, Grant | ServiceError]] = []
-    live, tokens, at = session.sequences.get, steps.tokens, 0
+    live, tokens, at, spent = session.sequences.get, steps.tokens, 0, 0
     totals, knowns = steps.total_pages or repeat(0), steps.known_pages or repeat(None)
     for name, start, count, wanted, known in zip(
         steps.sequence_ids, steps.starts, steps.token_counts, totals, knowns, strict=False
@@ -47,18 +52,38 @@ def advance(session: Session, pool: Pool, steps: Steps, now: float) -> list[tupl
             and pool.append_within_page(sequence, start, tokens, first, at, now)
         ):
             continue
-        try:
-            sequence = session.sequence(name)
-            new = tokens[first:at]
-            grant = step(
-                session, pool, sequence, start, new, wanted, len(sequence.pages) if known is None else known, now
-            )
-        except ServiceError as error:
-            told.append((name, error.bare()))
-            continue
-        if grant.pages or grant.copies:
-            told.append((name, grant))
+        if spent >= slices.ENTRIES:
+            spent, now = 0, (yield None)
+            live = session.sequences.get
+        spent += 2
+        while True:
+            try:
+                sequence = session.sequence(name)
+                new = tokens[first:at]
+                known_pages = len(sequence.pages) if known is None else known
+                grant = step(session, pool, sequence, start, new, wanted, known_pages, now)
+                if not isinstance(grant, Grant):
+                    grant = yield from grant
+            except SessionExpired:
+                raise
+            except ServiceError as error:
+                if may_be_owed(pool, error):
+                    pool.debts.pay(now)
+                    now = yield None
+                    live = session.sequences.get
+                    continue
+                told.append((name, error.bare()))
+            else:
+                spent += count // pool.page_size + len(grant.pages)
+                if grant.pages or grant.copies:
+                    told.append((name, grant))
+            break
     return told
+
+
+def may_be_owed(pool: Pool, error: ServiceError) -> bool:
+    """Whether what is refused may be served once what ended sequences hold is given up."""
+    return len(pool.debts) > 0 and isinstance(error, CapacityExceeded | HostMemoryExceeded)
 
 
 def step(
@@ -70,11 +95,11 @@ def step(
     wanted: int,
     known: int,
     now: float,
-) -> Grant:
+) -> Grant | Work[Grant]:
     """One sequence reports ``tokens`` at ``start`` and grows to ``wanted`` pages, of which its engine knows ``known``.
 
-    Checked as a whole, then committed as a whole. Raises FieldInvalid, PositionMismatch, CapacityExceeded,
-    QuotaExceeded, ExceedsPool, HostMemoryExceeded.
+    Checked as a whole, then committed as a whole; of many pages as work, which has to begin at once. Raises
+    FieldInvalid, PositionMismatch, CapacityExceeded, QuotaExceeded, ExceedsPool, HostMemoryExceeded.
     """
     new = pool.check_tokens(sequence, start, tokens)
     held = len(sequence.pages)
@@ -101,8 +126,41 @@ def step(
     elif salt:
         pool.check_memory(sequence.id, 0, salt)
 
+    if len(new) // pool.page_size + total - min(held, known) > slices.ENTRIES:
+        return _step_in_slices(session, pool, sequence, new, unshares, total, known, now)
     if new:
         pool.append(sequence, new)
     if unshares:
         pool.unshare_tail(sequence)
     return grow(session, pool, sequence, total, known, now, counted)
+
+
+def _step_in_slices(
+    session: Session,
+    pool: Pool,
+    sequence: Sequence,
+    new: array[int],
+    unshares: bool,
+    total: int,
+    known: int,
+    now: float,
+) -> Work[Grant]:
+    """As the end of `step`: what was checked is promised to it, and after each slice the sequence is one that has
+    reported or grown a part of it.
+    """
+    more = total - len(sequence.pages) + unshares
+    with Promised(pool, more, more) as promised:
+        width = slices.ENTRIES * pool.page_size
+        for at in range(0, len(new), width):
+            if at:
+                yield None
+                check_live(session, sequence)
+            counted = sequence.page_count
+            pool.append(sequence, new[at : at + width])
+            session.hold(sequence.page_count - counted)
+        if unshares:
+            promised.take(1)
+            pool.unshare_tail(sequence)
+            session.hold(1)
+        yield from growing(session, pool, sequence, total, promised)
+    return (yield from answering(session, pool, sequence, known))

@@ -27,16 +27,19 @@ def walk(cache: KvCache) -> Iterator[str | None]:
     """
     yield from _walk_pools(cache.pools)
     yield from _check_account(cache)
-    slots = {(session.pool_id, session.canary_slot) for session in cache.sessions()}
-    if len(slots) != len(cache.sessions()):
+    slots = {(session.pool_id, session.canary_slot) for session in cache.live_sessions()}
+    if len(slots) != len(cache.live_sessions()):
         yield "two sessions share a canary slot"
     for pool in list(cache.pools):
-        sessions = [session for session in cache.sessions() if session.pool_id == pool.id]
+        sessions = [session for session in cache.live_sessions() if session.pool_id == pool.id]
         if sum(len(session.sequences) for session in sessions) != len(pool.sequences):
             yield f"pool {pool.id} has sequences that no session lists, or the reverse"
         waiting = cache.quarantine.pages(pool)
         if len(waiting) != pool.table.quarantined_count:
             yield f"pool {pool.id}: {pool.table.quarantined_count} pages quarantined, {len(waiting)} waited for"
+        entries = sum(sequence.page_count for sequence in pool.ending)
+        if entries != pool.ending_entries:
+            yield f"pool {pool.id} counts {pool.ending_entries} entries of ended sequences, they have {entries}"
         yield from _walk_sessions(cache, pool, sessions)
         seen = bytearray(pool.table.total)
         for at, page in enumerate(waiting):
@@ -60,8 +63,8 @@ def _walk_pools(pools: Pools) -> Iterator[str | None]:
 
 def _check_account(cache: KvCache) -> Iterator[str]:
     """Whether the account is the sum of what there is, at one moment."""
-    memory, sessions = cache.memory, cache.sessions()
-    charged = memory.floor + sum(pool.charged() for pool in cache.pools)
+    memory, sessions = cache.memory, cache.live_sessions()
+    charged = memory.floor + cache.pools.charged_apart + sum(pool.charged() for pool in cache.pools)
     charged += sum(session.held_pages * session.entry_bytes + session.ids_bytes for session in sessions)
     if memory.used > memory.limit:
         yield f"{memory.used} bytes of host memory are charged, of {memory.limit}"
@@ -71,7 +74,7 @@ def _check_account(cache: KvCache) -> Iterator[str]:
 
 def _walk_sessions(cache: KvCache, pool: Pool, sessions: list[Session]) -> Iterator[str | None]:
     for session in sessions:
-        if all(live is not session for live in cache.sessions()):
+        if all(live is not session for live in cache.live_sessions()):
             continue  # it has ended meanwhile
         counted = sum(sequence.page_count for sequence in session.sequences.values())
         if counted != session.held_pages:

@@ -236,7 +236,8 @@ class DensityQueue(LruQueue):
                 yield f"page {page} is queued as the continuation of {self._parent[page]}, which is {parent}"
             elif parent is not None:
                 count[parent] += 1
-                if parent in self and self._cached_at[parent] <= self._cached_at[page]:
+                late = self._cached_at[parent] <= self._cached_at[page]
+                if parent in self and late and not self._links.has_standby(parent):
                     yield f"page {page} was cached before its continuation {parent}"
         if count != self._continuations:
             yield "the counts of continuations are wrong"

@@ -22,6 +22,9 @@ class Links(Protocol):
     def parent(self, page: int) -> int | None:
         """The page of the parent link; None for a first link."""
 
+    def has_standby(self, page: int) -> bool:
+        """Whether the link of a published page stays when the page goes, since a holder has another copy of it."""
+
 
 class LruQueue:
     """An intrusive doubly linked list over page ids: two links and a time per page, and no objects.

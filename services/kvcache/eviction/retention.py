@@ -18,7 +18,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from services.common.errors import FieldInvalid
@@ -221,19 +221,28 @@ class RetainingQueue:
         """Drop the promise of a page outside the queue, if it has one."""
         self._promises.pop(page, None)
 
-    def pass_time(self, now: float) -> None:
-        """Advance the clock to ``now``: pages whose retention has expired return to the policy, continuations first."""
-        self._now = now
+    def pass_time(self, now: float, most: int = PAUSE) -> bool:
+        """Advance the clock to ``now``: pages whose retention has expired return to the policy, continuations first.
+
+        At most so many of them: when there are more, returns False, and the clock stays where it is until all of them
+        have returned.
+        """
         if now < self._due:
-            return
-        self._due = math.inf
+            self._now = now
+            return True
+        due = math.inf
         # A page's priority and expiry are at least those of its continuations, and among equals it was cached later.
         for priority in sorted(self._heaps):
             while (first := self._first(priority)) is not None and first.until <= now:
+                if not most:
+                    return False
+                most -= 1
                 del self._retained[first.page]
                 self._policy.enter(first.page, now)
             if first is not None:
-                self._due = min(self._due, first.until)
+                due = min(due, first.until)
+        self._now, self._due = now, due
+        return True
 
     # --- the heaps ---
 
@@ -280,6 +289,17 @@ class RetainingQueue:
             for heap in self._heaps.values():
                 heapify(heap)
             self._entries = len(self._retained)
+
+    def dismantle(self, most: int) -> bool:
+        """Give up some of what is kept of retained pages, of a queue that is used no more; whether there was any."""
+        some = list(islice(self._retained, most))
+        for page in some:
+            del self._retained[page]
+        for heap in self._heaps.values():
+            if heap:
+                del heap[-most:]
+                return True
+        return bool(some)
 
     def frozen(self, links: Links) -> RetainingQueue:
         """A copy of now, for ``walk``; ``links`` is the index of now."""
@@ -328,8 +348,8 @@ class RetainingQueue:
                 parent = self._links.parent(page)
             except KeyError:  # the index is inconsistent and reports that itself
                 continue
-            if parent is None:
-                continue
+            if parent is None or self._links.has_standby(parent):
+                continue  # whose holder is about to end, perhaps, and touches the parent then
             mine, its = self._retained.get(page), self._retained.get(parent)
             if mine is None:
                 early = place.get(parent, at) < at

@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 import structlog
 
@@ -28,6 +29,7 @@ from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process
 from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.sequence import Sequence
+from services.kvcache.slices import Work
 
 log = structlog.get_logger()
 
@@ -62,11 +64,18 @@ class Record:
     lost_at: float | None = None
     overdue: bool = False
     killed: bool = False
+    over: bool = False
 
     @property
     def pages(self) -> list[int]:
         """All pages, in the order they were left."""
-        return [page for pages in self.left.values() for page in pages]
+        return list(chain.from_iterable(self.left.values()))
+
+    def keep(self, pages: list[int]) -> bool:
+        """Keep pages that the lost session held. False if it is known by now that nothing writes them."""
+        if not self.over:
+            self.left.setdefault(_HELD, []).extend(pages)
+        return not self.over
 
     @property
     def page_count(self) -> int:
@@ -104,25 +113,30 @@ class Quarantine:
         """The lost sessions, in the order in which they left their first pages."""
         return (record for record in self._records.values() if record.lost_at is not None)
 
-    def expire(self, session: Session, pool: Pool, sequence: Sequence) -> None:
-        """End a live session's sequence, whose engine may still read and write its pages."""
+    def expire(self, session: Session, pool: Pool, sequence: Sequence) -> Work[None]:
+        """End a live session's sequence, whose engine may still read and write its pages; in slices, if it has many."""
         record = self._record(session, pool)
         record.expired[sequence.id] = sequence
-        if pages := pool.expire(sequence):
-            record.left[sequence.id] = pages
+        pool.expire(sequence)
+        at = sequence.published
+        while at < len(sequence.pages) and record.expired.get(sequence.id) is sequence:
+            own, at = pool.fence_expired(sequence, at)
+            if own:
+                record.left.setdefault(sequence.id, []).extend(own)
+            if at < len(sequence.pages):
+                yield None
 
-    def lose(self, session: Session, pool: Pool, pages: list[int], now: float) -> None:
-        """A session is lost, with these unfinished pages and all that it left before."""
+    def lose(self, session: Session, pool: Pool, now: float) -> None:
+        """A session is lost, with its sequences and all that it left before."""
         # The handle of a GPU's memory is opened before a session attaches, so that any may have it mapped.
         mapped = session.attached or pool.arena.device is not None
-        if pages or mapped or session.id in self._records:
+        if session.sequences or mapped or session.id in self._records:
             record = self._record(session, pool)
             record.lost_at = now
-            for sequence in record.expired.values():
-                pages += pool.lose_expired(sequence, now)
+            pool.end(list(session.sequences.values()), session.held_pages, now, record.keep)
+            expired = list(record.expired.values())
             record.expired.clear()
-            if pages:
-                record.left[_HELD] = pages
+            pool.end_expired(expired, now, record.keep)
         else:
             session.let_go()
 
@@ -145,17 +159,17 @@ class Quarantine:
         record = self._records.get(session_id)
         if record is None:
             return
-        for sequence_id in sequence_ids:
-            record.pool.unquarantine(record.left.pop(sequence_id, []))
+        left = [record.left.pop(name) for name in sequence_ids if name in record.left]
+        record.pool.unquarantine(list(chain.from_iterable(left)))
         self._release_expired(record, sequence_ids, now)
         if record.lost_at is None and not record.expired:
             del self._records[session_id]
 
     @staticmethod
     def _release_expired(record: Record, sequence_ids: list[str], now: float) -> None:
-        for sequence_id in sequence_ids:
-            if (sequence := record.expired.pop(sequence_id, None)) is not None:
-                record.pool.release_expired(sequence, now)
+        expired = [record.expired.pop(name) for name in sequence_ids if name in record.expired]
+        if expired:
+            record.pool.end_expired(expired, now)
 
     def release(self, handle: str) -> int:
         """An operator vouches for a lost session; how many pages that frees. Raises QuarantineUnknown, EngineAlive."""
@@ -206,6 +220,7 @@ class Quarantine:
 
     def _end(self, record: Record, why: str) -> None:
         del self._records[record.session.id]
+        record.over = True
         record.pool.unquarantine(record.pages)
         if record.overdue:
             log.info("engine_fence_over", why=why, **_facts(record))
@@ -218,7 +233,8 @@ class Quarantine:
 
     def pages(self, pool: Pool) -> list[int]:
         """The pages of a pool in quarantine."""
-        return [page for record in self._records.values() if record.pool is pool for page in record.pages]
+        records = (record for record in self._records.values() if record.pool is pool)
+        return list(chain(pool.leaving, *(record.pages for record in records)))
 
     def close(self) -> None:
         """Let go of all processes."""

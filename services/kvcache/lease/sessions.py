@@ -16,6 +16,7 @@ from services.kvcache.pool.host_memory import (
     removed_bytes,
     sequence_bytes,
     text_bytes,
+    texts_bytes,
 )
 from services.kvcache.pool.sequence import Sequence
 
@@ -56,6 +57,7 @@ class Session:
     ids_bytes: int = 0  # what it is charged for sequences without their pages, and for removed ids
     engine_name: str = ""  # of the replica, and the model it serves: what KV events name it by
     model: str = ""
+    calls: int = 0  # under way, in slices: its lease does not run out meanwhile
 
     @property
     def handle(self) -> str:
@@ -109,6 +111,12 @@ class Session:
         self.sequences[sequence.id] = sequence
         self._charge(sequence_bytes(sequence.id, sequence.salt))
 
+    def take_back(self, sequence: Sequence) -> None:
+        """Undo that a sequence was added and holds pages: its id was never used."""
+        del self.sequences[sequence.id]
+        self.hold(-sequence.page_count)
+        self._charge(-sequence_bytes(sequence.id, sequence.salt))
+
     def hold(self, more: int) -> None:
         """Count so many pages more, which its sequences hold now."""
         self.held_pages += more
@@ -127,8 +135,9 @@ class Session:
 
     def charged(self) -> int:
         """What it is charged for sequences without their pages, and for removed ids, summed up anew."""
-        live = sum(sequence_bytes(sequence.id, sequence.salt) for sequence in self.sequences.values())
-        return live + sum(map(removed_bytes, self.removed))
+        salts = texts_bytes([sequence.salt for sequence in self.sequences.values()])
+        live = SEQUENCE * len(self.sequences) + texts_bytes(self.sequences) + salts
+        return live + REMOVED * len(self.removed) + texts_bytes(self.removed)
 
     def check_forget(self, sequence_ids: list[str]) -> None:
         """Whether the daemon's own memory has room to remember those ids that are new. Raises HostMemoryExceeded; never
@@ -193,6 +202,10 @@ class Sessions:
             raise SessionExpired("the session has ended or belongs to an earlier run of the daemon; open a new one")
         session.renew(now)
         return session
+
+    def by_id(self, session_id: str) -> Session:
+        """A live session. Raises KeyError."""
+        return self._by_id[session_id]
 
     def pop(self, session_id: str, caller: str) -> Session | None:
         """Remove and return a session of a caller; None if it has none with this id."""

@@ -14,11 +14,14 @@ from services.common.errors import (
     PoolUnknown,
     TooManyPools,
 )
+from services.kvcache import slices
+from services.kvcache.pool.debts import Debts
 from services.kvcache.pool.events import EventKind, EventRing
 from services.kvcache.pool.host_memory import HostMemory, pool_bytes
 from services.kvcache.pool.layout import Layout
 from services.kvcache.pool.pool import Arena, Pool
 from services.kvcache.pool.prefix_cache import ChainHash
+from services.kvcache.slices import Work
 
 CANARY_BYTES = 32
 
@@ -67,8 +70,10 @@ class Pools:
         checksums: bool = True,
         zero_pages: bool = False,
         memory: HostMemory | None = None,
+        debts: Debts | None = None,
     ) -> None:
-        """``memory`` is charged for what the daemon keeps of the pools."""
+        """``memory`` is charged for what the daemon keeps of the pools, ``debts`` has what they give up in slices."""
+        self._debts = Debts() if debts is None else debts
         self._memory = HostMemory() if memory is None else memory
         self.budget_bytes = budget_bytes
         self._allotment = allotment
@@ -84,6 +89,8 @@ class Pools:
         self._zero_pages = zero_pages
         self._by_id: dict[str, Pool] = {}
         self.dropped = 0
+        #: What is charged for pools that are being made, and for those that are being dropped.
+        self.charged_apart = 0
 
     def __iter__(self) -> Iterator[Pool]:
         return iter(self._by_id.values())
@@ -104,8 +111,9 @@ class Pools:
         device: int | None,
         is_used: Callable[[Pool], bool],
         owner: str = "",
-    ) -> Pool:
-        """The pool with this id on this device (None: host memory), created for its owner if it does not exist.
+    ) -> Work[Pool]:
+        """The pool with this id on this device (None: host memory), created for its owner if it does not exist. That
+        is work in slices, and with jobs for memory; only one such work, or `drop`, may be under way.
 
         ``is_used`` says whether a pool's memory is or may be mapped. Unused pools in the same memory are dropped to
         make room for a new one, the owner's own first, then least recently used first, since an upgraded model comes
@@ -115,7 +123,8 @@ class Pools:
         pool_id = pool_name(pool_id, device)
         pool = self._by_id.get(pool_id)
         if pool is None:
-            return self._make(pool_id, layout, pages, device, is_used, owner)
+            yield from self._debts.paying()  # so it is known which pools are idle
+            return (yield from self._make(pool_id, layout, pages, device, is_used, owner))
         if pool.layout != layout:
             raise LayoutMismatch(
                 f"layout: pool {pool_id!r} has {pool.layout}; this session requested {layout}", field="layout"
@@ -134,7 +143,7 @@ class Pools:
         device: int | None,
         is_used: Callable[[Pool], bool],
         owner: str,
-    ) -> Pool:
+    ) -> Work[Pool]:
         allowed = int(self.budget_bytes * self._allotment.share)
         canaries = self._canary_slots * CANARY_SLOT_BYTES
         if pages is None:
@@ -180,10 +189,28 @@ class Pools:
                 if mine:
                     spare.remove(old)
                     has -= old.arena.size_bytes
-                self._drop(old)
+                yield from self._drop(old)
+        memory.check(needs, f"pool {pool_id!r} of {pages} pages", field="pool_pages")
+        memory.used += needs
+        self.charged_apart += needs
+        made: list[Pool] = []
+        try:
+            yield lambda: made.append(self._new_pool(pool_id, layout, pages, device))
+        except BaseException:
+            memory.used -= needs
+            raise
+        finally:
+            self.charged_apart -= needs
+        [pool] = made
+        pool.owner = owner
+        self._by_id[pool_id] = pool
+        return pool
+
+    def _new_pool(self, pool_id: str, layout: Layout, pages: int, device: int | None) -> Pool:
+        """Runs on any thread."""
         arena = self._make_arena(layout, pages, self._canary_slots, device)
         try:
-            pool = Pool(
+            return Pool(
                 pool_id,
                 layout,
                 pages,
@@ -195,15 +222,12 @@ class Pools:
                 self._wake,
                 checksums=self._checksums,
                 zero_pages=self._zero_pages,
-                memory=memory,
+                memory=self._memory,
+                debts=self._debts,
             )
         except BaseException:
             arena.close()
             raise
-        pool.owner = owner
-        memory.used += needs
-        self._by_id[pool_id] = pool
-        return pool
 
     def _check_allotment(self, owner: str, used: list[Pool], wanted: int, allowed: int, pool_id: str) -> None:
         """Whether an identity may have one more pool, beside those that it uses."""
@@ -233,23 +257,34 @@ class Pools:
             raise PoolUnknown(f"no pool {pool_id[:128]!r}", field="pool_id")
         return pool
 
-    def drop(self, pool: Pool) -> None:
-        """Drop a pool and free its memory. Raises PoolInUse if pages are held or in quarantine."""
+    def drop(self, pool: Pool) -> Work[None]:
+        """Drop a pool and free its memory, as work. Raises PoolInUse if pages are held or in quarantine."""
+        yield from self._debts.paying()
         if pool.table.held_count or pool.table.quarantined_count:
             raise PoolInUse(
                 f"pool {pool.id!r} has {pool.table.held_count} pages held and {pool.table.quarantined_count} in "
                 "quarantine",
                 field="pool_id",
             )
-        self._drop(pool)
+        yield from self._drop(pool)
 
-    def _drop(self, pool: Pool) -> None:
-        for link in pool.index.links():
-            self._events.add(pool.id, EventKind.DROPPED, link)
+    def _drop(self, pool: Pool) -> Work[None]:
+        """It is no pool any more from the first slice on; what it was made of goes in slices, for that takes long."""
+        charged = pool.charged()
         del self._by_id[pool.id]
-        self._memory.used -= pool.charged()
+        self.charged_apart += charged
         self.dropped += 1
-        pool.arena.close()
+        try:
+            yield pool.arena.close
+            while links := pool.index.dismantled(slices.ENTRIES):
+                for link in links:
+                    self._events.add(pool.id, EventKind.DROPPED, link)
+                yield None
+            while pool.table.cached.dismantle(slices.ENTRIES):
+                yield None
+        finally:
+            self.charged_apart -= charged
+            self._memory.used -= charged
 
     def close(self) -> None:
         """Free all memory."""

@@ -9,7 +9,8 @@ page, so no step is refused for publishing; that of an entry in a block table in
 from __future__ import annotations
 
 import sys
-from collections.abc import Sized
+from collections.abc import Collection, Sized
+from itertools import filterfalse
 
 from services.common.errors import HostMemoryExceeded, InvalidConfiguration
 
@@ -35,6 +36,9 @@ SHARED, HOLDER = 288, 40
 #: Bytes of a removed id that is remembered, and of a salt in the prefix cache, their texts apart.
 REMOVED, SALT = 176, 96
 
+#: Pages whose holders, and whose salts, are charged to one sum: what they cost is seen in one look.
+BLOCK = 4096
+
 #: A container with more bytes for each of its elements is mostly empty.
 _SPARSE = 256
 
@@ -42,6 +46,11 @@ _SPARSE = 256
 def text_bytes(text: str) -> int:
     """The price of a text: beyond ASCII a character may take four bytes, twice once it was encoded."""
     return 64 + (len(text) if text.isascii() else 8 * len(text))
+
+
+def texts_bytes(texts: Collection[str]) -> int:
+    """The price of many texts."""
+    return 64 * len(texts) + sum(map(len, texts)) + 7 * sum(map(len, filterfalse(str.isascii, texts)))
 
 
 def pool_bytes(pages: int, page_size: int) -> int:
@@ -62,6 +71,11 @@ def sequence_bytes(sequence_id: str, salt: str) -> int:
 def expired_bytes(salt: str, entries: int) -> int:
     """The price of an expired sequence beside its remembered id: together not more than it was charged before."""
     return SEQUENCE - REMOVED + text_bytes(salt) + ENTRY * entries
+
+
+def ending_bytes(sequences: int, entries: int) -> int:
+    """The price of sequences that have ended and hold pages still. Their ids may be remembered."""
+    return sequences * (SEQUENCE - REMOVED) + ENTRY * entries
 
 
 def removed_bytes(sequence_id: str) -> int:

@@ -17,7 +17,7 @@ from itertools import chain
 
 from services.kvcache.eviction.lru import PAUSE
 from services.kvcache.eviction.retention import RetainingQueue
-from services.kvcache.pool.host_memory import HOLDER, SHARED, HostMemory, is_sparse
+from services.kvcache.pool.host_memory import BLOCK, HOLDER, SHARED, HostMemory, is_sparse
 from services.kvcache.pool.unclean import UncleanPages
 
 
@@ -62,6 +62,7 @@ class PageTable:
         self._generations = array("I", bytes(4 * total))
         self._first: list[Hashable | None] = [None] * total
         self._others: dict[int, set[Hashable]] = {}  # no set is empty or contains its page's first holder
+        self._charged = array("q", bytes(8 * (total // BLOCK + 1)))  # for the holders of each block of pages
         self._held_count = 0
         self._fresh = 0
         self._recycled = array("I")
@@ -160,9 +161,11 @@ class PageTable:
         if others is None:
             self._others[page] = {holder}
             self._memory.used += SHARED
+            self._charged[page // BLOCK] += SHARED
         elif holder not in others:
             others.add(holder)
             self._memory.used += HOLDER
+            self._charged[page // BLOCK] += HOLDER
 
     def hold_all(self, pages: Sequence[int], holder: Hashable) -> None:
         """As `hold`, for each of these pages in order."""
@@ -198,8 +201,10 @@ class PageTable:
         if not others:
             del self._others[page]
             self._memory.used -= SHARED
+            self._charged[page // BLOCK] -= SHARED
             return False
         self._memory.used -= HOLDER
+        self._charged[page // BLOCK] -= HOLDER
         if is_sparse(others):
             self._others[page] = set(others)
         return False
@@ -271,8 +276,8 @@ class PageTable:
         self._held_count -= 1
 
     def charged(self) -> int:
-        """What is charged for the holders of shared pages, summed up anew."""
-        return sum(SHARED + HOLDER * (len(others) - 1) for others in self._others.values())
+        """What is charged for the holders of shared pages."""
+        return sum(self._charged)
 
     def walk(self) -> Iterator[str | None]:
         """Every violated invariant of the table, but for those of the queue of cached pages; None now and then.
@@ -281,6 +286,13 @@ class PageTable:
         list are of one moment.
         """
         yield from self._walk_free()
+        for block, charged in enumerate(self._charged):
+            pages = range(block * BLOCK, min((block + 1) * BLOCK, self.total))
+            shared = [len(self._others[page]) for page in pages if page in self._others]
+            costs = SHARED * len(shared) + HOLDER * (sum(shared) - len(shared))
+            if costs != self._charged[block]:
+                yield f"{charged} bytes are charged for the holders of pages {pages}, they cost {costs}"
+            yield None
         for page in range(self.total):
             state = self._states[page]
             if (state == _HELD) != (self._first[page] is not None):

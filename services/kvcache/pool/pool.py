@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from services.common.errors import CapacityExceeded, ExceedsPool, PositionMismatch
+from services.kvcache import slices
 from services.kvcache.eviction.policy import make_queue
 from services.kvcache.eviction.retention import RetainingQueue
 from services.kvcache.pool.checksums import Checksums
+from services.kvcache.pool.debts import Debts
 from services.kvcache.pool.events import EventKind, EventRing
 from services.kvcache.pool.host_memory import (
     SALT,
     SHARED,
     HostMemory,
+    ending_bytes,
     entry_bytes,
     expired_bytes,
     pool_bytes,
@@ -26,6 +31,10 @@ from services.kvcache.pool.page_table import PageState, PageTable
 from services.kvcache.pool.prefix_cache import ChainHash, PrefixCache
 from services.kvcache.pool.sequence import Sequence
 from services.kvcache.pool.unclean import UncleanPages
+from services.kvcache.slices import Work
+
+#: Takes pages that a lost engine may still write. False when it is known by now that it does not: they are free.
+Fenced = Callable[[list[int]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,38 @@ class Totals:
     withdrawn_pages: int = 0  # corrupted pages, and those cached behind them
 
 
+class Promised:
+    """Pages of a pool, and room in the daemon's own memory for block tables, that a call which was checked takes in
+    slices: nobody else is granted them meanwhile. What it has not taken when it ends it gives back.
+    """
+
+    def __init__(self, pool: Pool, pages: int, entries: int, shared: int = 0) -> None:
+        """``entries`` of block tables, ``shared`` of them of pages that others hold."""
+        self._pool = pool
+        self._pages = self._bytes = 0
+        self._add(pages, entries, shared)
+
+    def take(self, pages: int) -> None:
+        """So many pages, with their entries, are taken at once."""
+        self._add(-pages, -pages, 0)
+
+    def share(self, pages: int) -> None:
+        """So many pages that others hold are shared at once."""
+        self._add(0, -pages, -pages)
+
+    def _add(self, pages: int, entries: int, shared: int) -> None:
+        memory = entries * self._pool.entry_bytes + shared * SHARED
+        self._pages += pages
+        self._bytes += memory
+        self._pool.promise(pages, memory)
+
+    def __enter__(self) -> Promised:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._pool.promise(-self._pages, -self._bytes)
+
+
 class Pool:
     """Pages of one layout and one trust domain.
 
@@ -114,12 +155,14 @@ class Pool:
         checksums: bool = True,
         zero_pages: bool = False,
         memory: HostMemory | None = None,
+        debts: Debts | None = None,
     ) -> None:
         """``wake`` is called when there is work for ``scrubber``: ``checksums`` to take, or ``zero_pages`` given up.
 
-        ``memory`` is charged for what comes and goes in the pool, the pool itself apart.
+        ``memory`` is charged for what comes and goes in the pool, the pool itself apart; ``debts`` has what takes long.
         """
         self.memory = HostMemory() if memory is None else memory
+        self.debts = Debts() if debts is None else debts
         self.entry_bytes = entry_bytes(layout.page_size)
         self.id = pool_id
         self.layout = layout
@@ -135,6 +178,12 @@ class Pool:
         self.table = PageTable(total_pages, RetainingQueue(policy, self.index, retained), unclean, self.memory)
         self.sequences: dict[Sequence, None] = {}
         self.expired: dict[Sequence, None] = {}
+        #: Those that have ended and hold pages still, all together ``ending_entries``; and pages that leave quarantine.
+        self.ending: dict[Sequence, None] = {}
+        self.ending_entries = 0
+        self.leaving: list[int] = []
+        #: Promised to calls that are under way.
+        self.promised_pages = self.promised_bytes = 0
         self.checksums = Checksums(self.table, self.index, wake) if checksums else None
         self.totals = Totals()
         self.last_used = 0.0
@@ -142,14 +191,35 @@ class Pool:
 
     @property
     def available_pages(self) -> int:
-        """Pages that an allocation can get: free or evictable ones."""
-        return self.table.free_count + self.table.cached_count
+        """Pages that an allocation can get: free or evictable ones that are promised to no other."""
+        return self.table.free_count + self.table.cached_count - self.promised_pages
 
-    def match(self, prompt: array[int], salt: str) -> list[int]:
-        """The pages of the prompt's longest cached prefix, in whole pages and without its last token. Read-only."""
-        tokens, width = prompt.tobytes(), prompt.itemsize * self.page_size
-        whole = (len(prompt) - 1) // self.page_size
-        return self.index.match(salt, (tokens[at : at + width] for at in range(0, whole * width, width)))
+    def match(self, prompt: array[int], salt: str, most: int | None = None, *, behind: Ordered[int] = ()) -> list[int]:
+        """The pages of the prompt's longest cached prefix, in whole pages and without its last token. Read-only.
+
+        At most so many of them; those that follow the pages ``behind``, which the caller holds.
+        """
+        first, end, size = len(behind), (len(prompt) - 1) // self.page_size, self.page_size
+        if most is not None:
+            end = min(end, first + most)
+        width, tokens = prompt.itemsize * size, prompt[first * size : end * size].tobytes()
+        chunks = (tokens[at : at + width] for at in range(0, len(tokens), width))
+        return self.index.match(salt, chunks, behind[-1] if behind else None)
+
+    def matching(self, prompt: array[int], salt: str) -> Work[tuple[list[int], int]]:
+        """As ``match``, in slices, and how many of the pages were cached, with no holder. Pages that were found may
+        have been given up since.
+        """
+        found = self.match(prompt, salt, slices.ENTRIES)
+        more, cached = found, self.table.cached_among(found)
+        while len(more) == slices.ENTRIES:
+            yield None
+            if not self.index.is_published(found[-1]):
+                break
+            more = self.match(prompt, salt, slices.ENTRIES, behind=found)
+            cached += self.table.cached_among(more)
+            found += more
+        return found, cached
 
     def check_tokens(self, sequence: Sequence, start: int, tokens: array[int]) -> array[int]:
         """Validate ``tokens`` at position ``start``. Returns those that are not recorded yet.
@@ -231,7 +301,14 @@ class Pool:
     def charged(self) -> int:
         """What is charged for the pool, those of its sequences apart that are live, summed up anew."""
         expired = sum(expired_bytes(sequence.salt, sequence.page_count) for sequence in self.expired)
-        return self.bytes + self.table.charged() + self.index.charged() + expired
+        ending = ending_bytes(len(self.ending), self.ending_entries)
+        return self.bytes + self.table.charged() + self.index.charged() + expired + ending + self.promised_bytes
+
+    def promise(self, pages: int, memory: int) -> None:
+        """Promise so many pages more, and bytes of the daemon's own memory, that the caller has checked."""
+        self.promised_pages += pages
+        self.promised_bytes += memory
+        self.memory.used += memory
 
     def cached_among(self, pages: list[int]) -> int:
         """How many of these pages are cached, with no holder."""
@@ -240,28 +317,42 @@ class Pool:
     def open(self, sequence: Sequence, prompt: array[int], matched: list[int]) -> None:
         """Add a new sequence that shares its matched pages."""
         self.sequences[sequence] = None
-        self.table.hold_all(matched, sequence)
-        sequence.pages.extend(matched)
-        sequence.published = len(matched)
-        sequence.cached_tokens = len(matched) * self.page_size
-        sequence.tokens.extend(prompt[: sequence.cached_tokens])
+        self.share(sequence, prompt, matched)
+
+    def count_lookup(self, sequence: Sequence, prompt: array[int]) -> None:
+        """A sequence was opened by a prompt."""
         self.totals.lookup_tokens += len(prompt)
         self.totals.hit_tokens += sequence.cached_tokens
+
+    def share(self, sequence: Sequence, prompt: array[int], matched: list[int]) -> None:
+        """Have a sequence that begins with cached pages alone share these, the next of its prompt."""
+        before = sequence.cached_tokens
+        self.table.hold_all(matched, sequence)
+        sequence.pages.extend(matched)
+        sequence.published += len(matched)
+        sequence.cached_tokens += len(matched) * self.page_size
+        sequence.tokens.extend(prompt[before : sequence.cached_tokens])
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Add a new sequence that shares all pages with the parent's resident tokens."""
         self.sequences[child] = None
+        self.share_fork(parent, child, self.pages_for(len(parent.tokens)))
+
+    def share_fork(self, parent: Sequence, child: Sequence, end: int) -> None:
+        """Have a fork share its parent's pages up to the index ``end``."""
         parent.forked = child.forked = True
-        child.pages.extend(parent.pages[: self.pages_for(len(parent.tokens))])
-        if parent.copy is not None:
+        first, size = len(child.pages), self.page_size
+        pages = parent.pages[first:end]
+        if parent.copy is not None and first <= parent.copy[0] < end:
             # The parent's engine may not have made its copy yet; the source has the resident tokens in any case.
             index, source = parent.copy
-            child.pages[index] = source
-        for page in child.pages:
+            pages[index - first] = source
+        for page in pages:
             self.table.hold(page, child)
-        child.published, child.chain_broken = parent.published, parent.chain_broken
-        child.retention, child.cached_tokens = parent.retention, len(parent.tokens)
-        child.tokens.extend(parent.tokens)
+        child.pages += pages
+        child.published, child.chain_broken = min(parent.published, len(child.pages)), parent.chain_broken
+        child.tokens.extend(parent.tokens[first * size : end * size])
+        child.retention, child.cached_tokens = parent.retention, len(child.tokens)
 
     def tail_is_shared(self, sequence: Sequence) -> bool:
         """Whether the page for the next token is partly filled and has other holders."""
@@ -361,6 +452,88 @@ class Pool:
         """A page's id and generation."""
         return page, self.table.generation(page)
 
+    def end(self, ended: list[Sequence], entries: int, now: float, fenced: Fenced | None = None) -> None:
+        """End sequences that hold so many ``entries``: published pages stay cached, the others become free, or are
+        ``fenced`` when their engine may still be writing them. Many are given up in slices: those that are not yet are
+        held, and owed.
+        """
+        if entries + len(ended) > slices.ENTRIES:
+            self.end_later(ended, entries, fenced)
+        elif fenced is None:
+            self.release(ended, now)
+        else:
+            pages = list(chain.from_iterable(self.lose(sequence, now) for sequence in ended))
+            if pages and not fenced(pages):
+                self.unquarantine(pages)
+
+    def end_later(self, ended: list[Sequence], entries: int, fenced: Fenced | None = None) -> None:
+        """As ``end``, of which nothing is done yet but that they are no live sequences any more."""
+        live = self.sequences
+        for sequence in ended:
+            del live[sequence]
+            sequence.tokens = array("I")
+        self.ending.update(dict.fromkeys(ended))
+        self.ending_entries += entries
+        self.memory.used += ending_bytes(len(ended), entries)
+        self.debts.owe(self._giving_up(ended, fenced))
+
+    def _giving_up(self, ended: list[Sequence], fenced: Fenced | None) -> Work[None]:
+        """Give up what ended sequences hold, a slice at a time, each from its tail."""
+        spent, now = 0, (yield None)
+        for sequence in ended:
+            cached, retention, table = self.table.cached, sequence.retention, self.table
+            promise = retention.promise(now) if retention is not None else None
+            if promise is not None:
+                # From the head: a page is promised as much as its continuation at every moment.
+                for at in range(0, sequence.published, slices.ENTRIES):
+                    for page in sequence.pages[at : min(at + slices.ENTRIES, sequence.published)]:
+                        primary = self.index.primary_of(page)
+                        if table.state(primary) == PageState.HELD:
+                            cached.promise(primary, promise)
+                    now = yield None
+            while sequence.page_count:
+                before = sequence.page_count
+                if sequence.copy is not None or before > sequence.published:
+                    self._give_up_unfinished(sequence, fenced)
+                else:
+                    cached.pass_time(now)
+                    kept = max(0, before - slices.ENTRIES)
+                    pages, sequence.pages[kept:] = sequence.pages[kept:], []
+                    sequence.published = kept
+                    promises = promise is not None or cached.has_promises
+                    for page in reversed(pages):
+                        if promises:
+                            promise = cached.promise(self.index.primary_of(page), promise)
+                        self._settle(page, table.drop(page, sequence), now)
+                given = before - sequence.page_count
+                self.ending_entries -= given
+                self.memory.used -= ending_bytes(0, given)
+                spent += given
+                if spent >= slices.ENTRIES:
+                    spent, now = 0, (yield None)
+            del self.ending[sequence]
+            self.memory.used -= ending_bytes(1, 0)
+            spent += 1
+
+    def _give_up_unfinished(self, sequence: Sequence, fenced: Fenced | None) -> None:
+        """Some pages from the tail of what an ended sequence has not published."""
+        if sequence.copy is not None:
+            pages, sequence.copy = [sequence.copy[1]], None
+        else:
+            kept = max(sequence.published, len(sequence.pages) - slices.ENTRIES)
+            pages, sequence.pages[kept:] = sequence.pages[kept:], []
+            pages.reverse()
+        if fenced is None:
+            self.table.give_back(pages, [sequence] * len(pages))
+            return
+        own = [page for page in pages if self.table.drop(page, sequence)]
+        if own and fenced(own):
+            for page in own:
+                self.table.quarantine(page)
+        else:
+            for page in own:
+                self.table.free(page)
+
     def release(self, ended: list[Sequence], now: float) -> None:
         """End sequences whose engine has released their pages: published ones stay cached, the others become free."""
         order = self.sequences
@@ -386,39 +559,44 @@ class Pool:
             self.table.quarantine(page)
         return unfinished
 
-    def expire(self, sequence: Sequence) -> list[int]:
+    def expire(self, sequence: Sequence) -> None:
         """End a sequence whose engine does not know of it, and may be in a step that reads and writes its pages.
 
-        The unpublished pages that it alone holds go into quarantine and are returned. It holds the others, so that
-        nothing that a step reads is evicted, until `release_expired` or `lose_expired`.
+        It holds them, so that nothing that a step reads is evicted, until ``end_expired``; those that it alone holds
+        and did not publish can go into quarantine, see ``fence_expired``.
         """
         del self.sequences[sequence]
         self.expired[sequence] = None
-        own = [page for page in sequence.pages[sequence.published :] if not self.table.is_shared(page)]
-        own.reverse()
-        for page in own:
-            self.table.drop(page, sequence)
-            self.table.quarantine(page)
-        left = set(own)
-        sequence.pages = [page for page in sequence.pages if page not in left]
         sequence.tokens = array("I")
         self.memory.used += expired_bytes(sequence.salt, sequence.page_count)
-        return own
 
-    def release_expired(self, sequence: Sequence, now: float) -> None:
-        """Its engine touches no page of an expired sequence any more: as ``release``, of what it holds still."""
-        self._end_expired(sequence)
-        self.release([sequence], now)
+    def fence_expired(self, sequence: Sequence, start: int) -> tuple[list[int], int]:
+        """Have some of the unpublished pages that an expired sequence alone holds go into quarantine: from an index of
+        its block table, of which the next is returned. There are no more when it is the block table's end.
+        """
+        table, pages, own, at = self.table, sequence.pages, list[int](), max(start, sequence.published)
+        for _ in range(min(slices.ENTRIES, len(pages) - at)):
+            page = pages[at]
+            if table.is_shared(page):
+                at += 1
+                continue
+            pages[at] = pages[-1]
+            pages.pop()
+            table.drop(page, sequence)
+            table.quarantine(page)
+            own.append(page)
+        before = expired_bytes(sequence.salt, sequence.page_count + len(own))
+        self.memory.used -= before - expired_bytes(sequence.salt, sequence.page_count)
+        return own, at
 
-    def lose_expired(self, sequence: Sequence, now: float) -> list[int]:
-        """The session of an expired sequence is lost: as ``lose``, of what it holds still."""
-        self._end_expired(sequence)
-        return self.lose(sequence, now)
-
-    def _end_expired(self, sequence: Sequence) -> None:
-        del self.expired[sequence]
-        self.memory.used -= expired_bytes(sequence.salt, sequence.page_count)
-        self.sequences[sequence] = None
+    def end_expired(self, ended: list[Sequence], now: float, fenced: Fenced | None = None) -> None:
+        """End expired sequences: their engine touches no page any more, or is ``fenced``. As ``end``."""
+        entries = sum(sequence.page_count for sequence in ended)
+        for sequence in ended:
+            del self.expired[sequence]
+            self.memory.used -= expired_bytes(sequence.salt, sequence.page_count)
+            self.sequences[sequence] = None
+        self.end(ended, entries, now, fenced)
 
     def _release_published(self, sequence: Sequence, now: float) -> list[int]:
         """Release the published pages, tail first, so that a prefix is evicted after its continuations. Returns the
@@ -459,14 +637,28 @@ class Pool:
             self.table.free(page)
 
     def unquarantine(self, pages: list[int]) -> None:
-        """Free quarantined pages that nothing can write any more."""
+        """Free quarantined pages that nothing can write any more, many of them in slices."""
+        if len(pages) > slices.ENTRIES:
+            self.leaving += pages
+            self.debts.owe(self._leaving_quarantine())
+            return
         for page in pages:
             self.table.free(page)
 
-    def expire_cached(self, before: float) -> int:
-        """Free the unretained pages that were cached at or before a time. Returns how many."""
+    def _leaving_quarantine(self) -> Work[None]:
+        yield None
+        while self.leaving:
+            pages, self.leaving[-slices.ENTRIES :] = self.leaving[-slices.ENTRIES :], []
+            for page in pages:
+                self.table.free(page)
+            yield None
+
+    def expire_cached(self, before: float, most: int) -> int:
+        """Free the unretained pages that were cached at or before a time, at most so many. Returns how many."""
         count = 0
-        while (page := self.table.cached.oldest) is not None and self.table.cached.since(page) <= before:
+        while (
+            count < most and (page := self.table.cached.oldest) is not None and self.table.cached.since(page) <= before
+        ):
             self._uncache(page, EventKind.EXPIRED)
             count += 1
         self.totals.expired_pages += count

@@ -28,7 +28,7 @@ from itertools import takewhile
 
 from services.kvcache.eviction.lru import PAUSE
 from services.kvcache.pool.events import EventKind, Link
-from services.kvcache.pool.host_memory import SALT, HostMemory, text_bytes
+from services.kvcache.pool.host_memory import BLOCK, SALT, HostMemory, text_bytes
 from services.kvcache.pool.key_table import KeyTable
 
 _HASH = 8  # bytes of a hash
@@ -75,6 +75,7 @@ class PrefixCache:
         self._of_key = KeyTable(self._keys)  # the primaries
         # Only first links have an entry; further along a chain, the parent's hash implies the salt.
         self._salts: dict[int, str] = {}
+        self._charged = array("q", bytes(8 * (total // BLOCK + 1)))  # for the salts of each block of pages
         self._condemned = bytearray(total)
         self.condemned_count = 0
         #: Pages published while there are condemned ones, for whoever looks for their continuations.
@@ -112,11 +113,13 @@ class PrefixCache:
         """The page that lookups find for the link of a published page."""
         return self._of_key[self._keys[page]]
 
-    def match(self, salt: str, chunks: Iterable[bytes]) -> list[int]:
-        """The indexed pages of the longest prefix of ``chunks``, one page of tokens each."""
+    def match(self, salt: str, chunks: Iterable[bytes], behind: int | None = None) -> list[int]:
+        """The indexed pages of the longest prefix of ``chunks``, one page of tokens each; of what follows the published
+        page ``behind``, if there is one.
+        """
         pages: list[int] = []
         find, keys, salt_of = self._primary.get, self._keys, self._salts.get
-        parent, root = root_hash(salt), True
+        parent, root = (root_hash(salt), True) if behind is None else (keys[behind], False)
         for tokens in chunks:
             page = find(parent.to_bytes(_HASH, "little") + tokens)
             if page is None or salt_of(page) != (salt if root else None):
@@ -146,8 +149,20 @@ class PrefixCache:
             yield parent
 
     def charged(self) -> int:
-        """What is charged for its salts, summed up anew."""
-        return sum(SALT + text_bytes(salt) for salt in self._salts.values())
+        """What is charged for its salts."""
+        return sum(self._charged)
+
+    def dismantled(self, most: int) -> list[Link]:
+        """Take some of the links out, of an index that is used no more. Of a million at once the loop would not be back
+        soon.
+        """
+        links: list[Link] = []
+        while self._primary and len(links) < most:
+            _, page = self._primary.popitem()
+            links.append(self.link(page))
+            self._names[page] = None
+            self._salts.pop(page, None)
+        return links
 
     def salts(self) -> set[str]:
         """The salts with published pages."""
@@ -187,6 +202,7 @@ class PrefixCache:
         if parent is None:
             self._salts[page] = salt
             self._memory.used += SALT + text_bytes(salt)
+            self._charged[page // BLOCK] += SALT + text_bytes(salt)
         if present == page:
             self._primary[name] = page
             self._on_change(EventKind.STORED, Link(key, above))
@@ -235,6 +251,7 @@ class PrefixCache:
         salt = self._salts.pop(page, None)
         if salt is not None:
             self._memory.used -= SALT + text_bytes(salt)
+            self._charged[page // BLOCK] -= SALT + text_bytes(salt)
         if self._condemned[page]:
             self._condemned[page] = 0
             self.condemned_count -= 1
@@ -272,7 +289,11 @@ class PrefixCache:
 
     def frozen(self) -> FrozenLinks:
         """The links of now."""
-        return FrozenLinks(self._of_key.frozen(), self._parents[:])
+        return FrozenLinks(self._of_key.frozen(), self._parents[:], frozenset(self._standby))
+
+    def has_standby(self, page: int) -> bool:
+        """Whether others stand by for the link of a published page."""
+        return self._keys[page] in self._standby
 
     def walk(self) -> Iterator[str | None]:
         """Every violated invariant of the index; None now and then.
@@ -284,6 +305,12 @@ class PrefixCache:
             yield f"{condemned} pages are condemned, the index counts {self.condemned_count}"
         # As many as are in the table, and each page below is found by its name and by its key: so no link is besides.
         yield from self._of_key.frozen().walk(len(self._primary))
+        for block, charged in enumerate(self._charged):
+            pages = range(block * BLOCK, min((block + 1) * BLOCK, len(self._names)))
+            costs = sum(SALT + text_bytes(self._salts[page]) for page in pages if page in self._salts)
+            if costs != self._charged[block]:
+                yield f"{charged} bytes are charged for the salts of pages {pages}, they cost {costs}"
+            yield None
         stands_by = bytearray(len(self._names))
         for key in list(self._standby):
             yield from self._check_standbys(key, stands_by)
@@ -326,9 +353,10 @@ class PrefixCache:
 class FrozenLinks:
     """Which link followed which at one moment."""
 
-    def __init__(self, of_key: KeyTable, parents: array[int]) -> None:
+    def __init__(self, of_key: KeyTable, parents: array[int], standby: frozenset[int]) -> None:
         self._of_key = of_key
         self._parents = parents
+        self._standby = standby
 
     def key(self, page: int) -> int:
         """The hash of the link of a page that was published."""
@@ -341,6 +369,10 @@ class FrozenLinks:
     def has(self, key: int) -> bool:
         """Whether a link had this hash."""
         return self._of_key.get(key) is not None
+
+    def has_standby(self, page: int) -> bool:
+        """Whether others stood by for the link of a page that was published."""
+        return self.key(page) in self._standby
 
     def columns(self, most: int) -> Iterator[tuple[array[int], array[int]] | None]:
         """The hash of every link, and the hash of its parent, at most so many at a time; None now and then. In no

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from array import array
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import grpc
 import pytest
@@ -12,9 +13,10 @@ import pytest
 from rocmforge.client.demands import STEP_TOKENS
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
-from services.kvcache.api import messages, slices
-from services.kvcache.api.slices import in_slices
+from services.kvcache import slices
+from services.kvcache.api import messages
 from services.kvcache.pool.events import MAX_LINKS
+from services.kvcache.slices import Slices
 from tests.kvcache.cache.test_cache import run
 from tests.kvcache.conftest import Running
 from tests.kvcache.fakes import World
@@ -41,11 +43,93 @@ def test_others_run_between_slices(monkeypatch: pytest.MonkeyPatch) -> None:
                 await asyncio.sleep(0)
 
         watching = asyncio.create_task(other())
-        result = await in_slices(counted(5, begun))
+        result = await Slices().run(counted(5, begun))
         await watching
         return result, seen
 
-    assert asyncio.run(both()) == ("done", [1, 2, 3, 4])
+    result, seen = asyncio.run(both())
+    assert result == "done" and seen == sorted(seen) and set(seen) >= {2, 3, 4}
+
+
+def test_however_many_works_there_are_they_share_one_slice_of_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+
+    async def all_of_them() -> list[list[int]]:
+        passes: list[list[int]] = [[]]
+        loop, together, over = asyncio.get_running_loop(), Slices(), False
+
+        def another() -> None:
+            passes.append([])
+            if not over:
+                loop.call_soon(another)
+
+        def work(number: int) -> Generator[None, None, None]:
+            for _ in range(6):
+                passes[-1].append(number)
+                yield
+
+        loop.call_soon(another)
+        await asyncio.gather(*(together.run(work(number)) for number in range(5)))
+        over = True
+        return passes
+
+    ran = [numbers for numbers in asyncio.run(all_of_them()) if numbers]
+    first = [numbers for numbers in ran if len(numbers) > 1]
+    # Each begins in the pass in which it came, and one goes on at once.
+    assert len(first) == 1 and sorted(set(first[0])) == [0, 1, 2, 3, 4] and len(first[0]) <= 6
+    assert sum(map(len, ran)) == 30
+    turns = [number for [number] in ran[1:]]
+    assert all(len(set(turns[at : at + 5])) == 5 for at in range(0, 20, 5)), "in turn"
+
+
+def test_works_of_one_order_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+
+    async def three() -> list[str]:
+        ran: list[str] = []
+        together = Slices()
+
+        def work(name: str, count: int) -> Generator[None, None, None]:
+            for _ in range(count):
+                ran.append(name)
+                yield
+            ran.append(name)
+
+        calls = (("a", 3, "one"), ("b", 0, "one"), ("c", 1, "one"), ("d", 0, "two"))
+        await asyncio.gather(*(together.run(work(name, count), order) for name, count, order in calls))
+        assert not together._orders
+        return ran
+
+    ran = asyncio.run(three())
+    assert [name for name in ran if name != "d"] == ["a", "a", "a", "a", "b", "c", "c"]
+    assert ran.index("d") < ran.index("b")
+
+
+def test_a_job_runs_in_a_thread_and_its_error_is_the_works() -> None:
+    def work() -> Generator[Callable[[], object] | None, None, str]:
+        threads: list[int] = []
+        yield lambda: threads.append(threading.get_ident())
+        assert threads and threads[0] != threading.get_ident()
+        with pytest.raises(ZeroDivisionError):
+            yield lambda: 1 // 0
+        return "done"
+
+    assert asyncio.run(Slices().run(work())) == "done"
+
+
+def test_a_work_that_is_given_up_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+
+    async def two() -> str:
+        together = Slices()
+        given_up = asyncio.create_task(together.run(counted(1000, []), "one"))
+        other = asyncio.create_task(together.run(counted(5, []), "one"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        given_up.cancel()
+        return await other
+
+    assert asyncio.run(two()) == "done"
 
 
 def test_short_work_is_done_without_a_pause() -> None:
@@ -54,7 +138,7 @@ def test_short_work_is_done_without_a_pause() -> None:
     async def both() -> list[int]:
         seen: list[int] = []
         asyncio.get_running_loop().call_soon(lambda: seen.append(len(begun)))
-        assert await in_slices(counted(0, begun)) == "done"
+        assert await Slices().run(counted(0, begun)) == "done"
         return list(seen)
 
     assert asyncio.run(both()) == []
@@ -76,14 +160,13 @@ def test_tokens_are_read_as_they_were_sent(count: int) -> None:
 
 def test_a_long_prompt_is_opened_and_explained_in_slices(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
-    pauses, sleep = list[float](), asyncio.sleep
+    pauses, pause = list[int](), Slices._pause
 
-    async def noted(seconds: float) -> None:
-        if seconds == 0:
-            pauses.append(seconds)
-        await sleep(seconds)
+    async def noted(self: Slices) -> None:
+        pauses.append(1)
+        await pause(self)
 
-    monkeypatch.setattr(asyncio, "sleep", noted)
+    monkeypatch.setattr(Slices, "_pause", noted)
     session = running.session()
     request = pb.AllocatePagesRequest(session_id=session, demands=[opening("long", range(STEP_TOKENS // 8), 8)])
     [grant] = running.stub.AllocatePages(request).grants

@@ -17,7 +17,7 @@ MINE, YOURS = "uid:1", "uid:2"
 
 
 def opened(world: World, owner: str, pool_id: str = "pool", **options: object) -> Session:
-    return world.cache.open_session("test", pool_id, world.layout, caller=owner, **options)  # type: ignore[arg-type]
+    return world.cache.open_session("test", pool_id, world.layout, caller=owner, **options)
 
 
 def attached(world: World, owner: str) -> Session:

@@ -41,6 +41,9 @@ class Forest:
     def parent(self, page: int) -> int | None:
         return self.parents.get(page)
 
+    def has_standby(self, page: int) -> bool:
+        return False
+
 
 def sound(queue: LruQueue | RetainingQueue) -> None:
     assert list(queue.check()) == []

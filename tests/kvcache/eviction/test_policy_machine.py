@@ -175,7 +175,7 @@ class EvictionMachine(RuleBasedStateMachine):
         cached, before = self.pool.table.cached, self.world.now - seconds
         retained = self.retained()
         due = [page for page in cached if page not in retained and cached.since(page) <= before]
-        assert self.pool.expire_cached(before) == len(due)
+        assert self.pool.expire_cached(before, self.pool.table.total) == len(due)
         assert [page for page in due if page in cached] == []
         assert self.retained() == retained
 
