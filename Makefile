@@ -1,7 +1,7 @@
 # Newcomers, developers and .ci/run use the same targets. `make` without one lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery buf chaos clients fuzz first-light help setup protos protos-bundle release-protos run up down smollm2 soak test test-fast test-gpu test-isa test-vllm lint lint-style lint-types lint-protos bench-step tools clean
+.PHONY: atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery buf chaos clients fuzz first-light help setup protos protos-bundle reference release-protos run up down smollm2 soak test test-fast test-gpu test-isa test-vllm lint lint-style lint-types lint-protos bench-step tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -142,6 +142,9 @@ release-protos: lint-protos ## Record the protos, to check later changes against
 
 protos-bundle: setup ## Pack the protos and everything they import, for clients in other languages
 	@$(PY) scripts/protos_bundle.py
+
+reference: setup ## Write docs/settings.md and docs/reference from the settings' declarations and the protos
+	@$(PY) -m scripts.reference
 
 clients: $(if $(NPM),build/node/.installed) $(if $(GO),build/bin/.go-clients) ## Fetch what the examples in other languages need
 
