@@ -98,8 +98,10 @@ def _kvcache() -> dict[str, bytes]:
         pb.CloseSessionRequest(session_id=SESSION),
         pb.DropPoolRequest(pool_id="pool"),
     ]
+    opaque = pb.PageLayout(page_size=4, opaque=pb.OpaquePage(label="inside", page_bytes=100))
     others = [
         session,
+        pb.OpenSessionRequest(client_name="c", pool_id="opaque", layout=opaque, pool_pages=2),
         pb.AttachSessionRequest(session_id=SESSION, seen=bytes(32)),
         pb.RenewSessionRequest(session_id=SESSION),
         allocate(kept),
