@@ -1,7 +1,7 @@
 # Newcomers, developers and .ci/run use the same targets. `make` without one lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery buf chaos clients fuzz first-light help setup protos protos-bundle reference release-protos run up down smollm2 soak test test-fast test-gpu test-isa test-vllm lint lint-style lint-types lint-protos bench-step tools clean
+.PHONY: images release test-compose atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery buf chaos clients fuzz first-light help setup protos protos-bundle reference release-protos run up down smollm2 soak test test-fast test-gpu test-isa test-vllm lint lint-style lint-types lint-protos bench-step tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -82,6 +82,15 @@ test-gpu: setup ## Run the GPU tests on this machine's GPU; fails without one
 
 first-light: setup ## Try everything on this machine's GPU, and write a report to send
 	@$(PY) -m services.doctor first-light $(if $(QUICK),--quick)
+
+test-compose: setup ## Run docker-compose.yml on a real Docker engine: up, kill, upgrade, scale, TLS, down
+	@$(PY) -m pytest -p no:cacheprovider -rA -x tests/compose/check_compose.py
+
+release: setup ## Write everything that a release consists of to dist/
+	@$(PY) -m scripts.release
+
+images: ## Build the images, VARIANT=cpu (rocm, cuda), with the version as their tag
+	@scripts/images.sh $(or $(VARIANT),cpu)
 
 test-isa: setup ## Run all kernel tests as AMD machine code on this CPU
 	@ROCMFORGE_TEST_ISA=1 $(PY) -m pytest -n auto --maxprocesses 4 tests/kernels tests/simulators -k "gfx"

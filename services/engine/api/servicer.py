@@ -39,6 +39,7 @@ from services.engine.delivery.registry import GenerationRegistry
 from services.engine.delivery.streams import Bundle, Listener, Stream, Streams
 from services.engine.delivery.throttle import Throttle
 from services.engine.scheduling.sequence import Request
+from services.version import VERSION
 
 SERVICE = pb.DESCRIPTOR.services_by_name["EngineService"].full_name
 
@@ -344,6 +345,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             generation_byte_limit=self.generations.retention.memory,
             first_tokens=served.loop.stats.first_token.count,
             first_token_time=duration_of(served.loop.stats.first_token.sum),
+            version=VERSION,
         )
 
     @maps_errors

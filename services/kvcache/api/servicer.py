@@ -27,6 +27,7 @@ from services.kvcache.lease.witness import Process
 from services.kvcache.pool.sequence import Sequence
 from services.kvcache.scrub.scrubber import Report, Scrubber
 from services.kvcache.slices import ENTRIES, Result, Slices, Work, found_in
+from services.version import VERSION
 
 DOMAIN = "rocmforge.kvcache"
 SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
@@ -265,6 +266,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             host_memory_bytes=cache.memory.used,
             host_memory_limit_bytes=cache.memory.limit,
             sessions=[messages.session_message(session, cache.now()) for session in cache.live_sessions()],
+            version=VERSION,
         )
 
     @maps_errors
