@@ -85,6 +85,7 @@ class Variant:
     limits: Callable[[Limits], Limits] = lambda limits: limits
     draw: Drawer | None = None
     gaps: bool = False
+    synchronous: bool = False
 
 
 VARIANTS = (
@@ -105,7 +106,10 @@ VARIANTS = (
         limits=lambda limits: dataclasses.replace(limits, growth_pages=1),
     ),
 )
-ON_DEVICE = (Variant("sampling on the GPU", "logits copied, drawn by NumPy", "sampled", draw=draw_on_host),)
+ON_DEVICE = (
+    Variant("asynchronous steps", "a step is launched once the one before is over", "uniform", synchronous=True),
+    Variant("sampling on the GPU", "logits copied, drawn by NumPy", "sampled", draw=draw_on_host),
+)
 
 
 def workloads(vocab_size: int, context: int, count: int) -> dict[str, list[Job]]:
@@ -146,8 +150,10 @@ def measure(
         # Each run has its own salts, or the second would hit the first one's pages.
         own, salt = jobs[variant.jobs], f"{number}"
         own = salted(own, salt) if off and variant.own_pages else [dataclasses.replace(job, salt=salt) for job in own]
+        # Drawing on the host takes a step that is over.
+        asynchronous = False if variant.draw is not None or (off and variant.synchronous) else None
         if not off:
-            return run(stand, pages, own, limits, name=f"a{number}")
+            return run(stand, pages, own, limits, name=f"a{number}", asynchronous=asynchronous)
         return run(
             stand,
             pages,
@@ -157,6 +163,7 @@ def measure(
             make_source=Awaited if variant.awaited else lambda source: source,
             draw=variant.draw,
             name=f"a{number}",
+            asynchronous=asynchronous,
         )
 
     for variant in variants:

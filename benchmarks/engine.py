@@ -26,7 +26,7 @@ from benchmarks.rows import Row
 from benchmarks.stand import PAGE_SIZE, ROOT, Pages, Stand
 from benchmarks.workload import Job, Run
 from services.engine.checkpoint.config import ModelConfig
-from services.engine.model.backend import GRAPHS, OFF, REPLAYS
+from services.engine.model.backend import ASYNC_STEPS, AUTO, GRAPHS, OFF, ON, REPLAYS
 from services.engine.scheduling.admission import Limits
 from services.kvcache.arena.host import default_directory
 
@@ -81,26 +81,31 @@ class Scale:
         return f"{self.count} requests, {self.shortest} to {self.longest} tokens in and out"
 
 
-def workload_rows(stand: Stand, name: str, scale: Scale) -> Iterator[Row]:
-    """Alternate the workload on the daemon's pages and on the engine's own."""
+def workload_rows(stand: Stand, name: str, scale: Scale, asynchronous: bool) -> Iterator[Row]:
+    """Alternate the workload on the daemon's pages and on the engine's own; with asynchronous steps also without."""
     jobs = scale.jobs(stand.model.config.vocab_size)
     total = workload.pages_for(jobs, PAGE_SIZE) * 9 // 8
-    sides: tuple[list[Run], list[Run]] = ([], [])
-    again = [[0, 0], [0, 0]]
+    sides: tuple[list[Run], list[Run], list[Run]] = ([], [], [])
+    again = [[0, 0], [0, 0], [0, 0]]
     with stand.daemon(total) as theirs, stand.local(total) as own:
         once(stand, own, jobs[: max(2, len(jobs) // 8)], scale, "warm")
         for pair in range(scale.pairs):
-            order: list[tuple[int, Pages]] = [(0, theirs), (1, own)]
+            order: list[tuple[int, Pages]] = [(0, theirs), (1, own), *([(2, theirs)] if asynchronous else [])]
             for side, pages in order if pair % 2 else order[::-1]:
                 before = stand.replayed
-                sides[side].append(once(stand, pages, jobs, scale, f"w{pair}"))
+                ahead = asynchronous and side < 2
+                sides[side].append(once(stand, pages, jobs, scale, f"w{pair}-{side}", ahead))
                 again[side] = [n + now - then for n, now, then in zip(again[side], stand.replayed, before, strict=True)]
-    run, local = (workload.median_of(side) for side in sides)
+    run, local = (workload.median_of(side) for side in sides[:2])
     ratio, detail = run.tokens_per_s / local.tokens_per_s, f"to in-process pages; {scale.said}; {steps_of(run)}"
     yield Row("workload", f"{name}, the daemon's pages", run.tokens_per_s, "tokens/s", ratio, arena.BAR, detail=detail)
     yield Row("workload", f"{name}, in-process pages", local.tokens_per_s, "tokens/s", detail=steps_of(local))
+    if asynchronous:
+        plain = workload.median_of(sides[2])
+        ratio, detail = plain.tokens_per_s / run.tokens_per_s, f"to asynchronous ones; {steps_of(plain)}"
+        yield Row("workload", f"{name}, synchronous steps", plain.tokens_per_s, "tokens/s", ratio, detail=detail)
     if stand.on_device:
-        for kind, (recorded, replayed) in zip(("the daemon's", "in-process"), again, strict=True):
+        for kind, (recorded, replayed) in zip(("the daemon's", "in-process"), again[:2], strict=True):
             detail = f"of {sum(one.steps for one in sides[0])}; {recorded} recorded"
             yield Row("workload", f"{name}, replayed on {kind} pages", replayed, "steps", detail=detail)
     outside = (run.took_s - run.compute_s - run.page_wait_s) / run.steps * 1e6
@@ -118,9 +123,10 @@ def steps_of(run: Run) -> str:
     return f"{run.steps} steps of {run.took_s / run.steps * 1e3:.2f} ms, {compute:.2f} of them compute"
 
 
-def once(stand: Stand, pages: Pages, jobs: list[Job], scale: Scale, name: str) -> Run:
+def once(stand: Stand, pages: Pages, jobs: list[Job], scale: Scale, name: str, asynchronous: bool | None = None) -> Run:
     """One run without prefix cache hits from earlier ones."""
-    return workload.run(stand, pages, workload.salted(jobs, name), scale.limits, name=name)
+    jobs = workload.salted(jobs, name)
+    return workload.run(stand, pages, jobs, scale.limits, name=name, asynchronous=asynchronous)
 
 
 def transformers_rows(stand: Stand, name: str, scale: Scale, limit_s: float) -> Iterator[Row]:
@@ -190,13 +196,13 @@ def ablated_steps(having: Stand, lacking: Stand, cases: Sequence[tuple[int, int]
         yield Row("ablation", f"{name}, {batch} x {keys} keys", with_it * 1e3, "ms", without / with_it, detail=detail)
 
 
-def on_cpu(parts: list[str], scale: Scale, model: Path) -> Iterator[tuple[str, Iterator[Row]]]:
+def on_cpu(parts: list[str], scale: Scale, model: Path, asynchronous: bool) -> Iterator[tuple[str, Iterator[Row]]]:
     """The parts' rows."""
     stand = Stand.on_cpu(model)
     for part in parts:
         match part:
             case "workload":
-                yield part, workload_rows(stand, model.name, scale)
+                yield part, workload_rows(stand, model.name, scale, asynchronous)
             case "ablation":
                 yield part, ablation_rows(stand, scale)
             case "prefix":
@@ -206,7 +212,7 @@ def on_cpu(parts: list[str], scale: Scale, model: Path) -> Iterator[tuple[str, I
 
 
 def on_gpu(
-    parts: list[str], scale: Scale, names: list[str], limit_s: float, replay: str | None
+    parts: list[str], scale: Scale, names: list[str], limit_s: float, replay: str | None, asynchronous: bool
 ) -> Iterator[tuple[str, Iterator[Row]]]:
     """The parts' rows, shape by shape; ``prefix`` and ``transformers`` only for the first."""
     from benchmarks.attention import copy_bandwidth
@@ -222,7 +228,7 @@ def on_gpu(
                 case "arena":
                     yield part, arena.measure(stand, name)
                 case "workload":
-                    yield part, workload_rows(stand, name, scale)
+                    yield part, workload_rows(stand, name, scale, asynchronous)
                 case "transformers" if not number:
                     yield part, transformers_rows(stand, name, scale, limit_s)
                 case "prefix" if not number:
@@ -274,6 +280,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, metavar="N", help="of runs that are compared (default 3)")
     parser.add_argument("--limit", type=float, default=3600, metavar="S", help="no part begins after so many seconds")
     parser.add_argument("--replay", choices=REPLAYS, help="as the engine's flag, on a GPU (default: as its default)")
+    parser.add_argument(
+        "--async-steps", choices=ASYNC_STEPS, default=AUTO, help="of the workload, which is then also run without them"
+    )
     parser.add_argument("--peer-limit", type=float, default=60, metavar="S", help="seconds that transformers gets")
     parser.add_argument("--cpu-threads", type=int, default=1, help="BLAS threads (default 1, as the engine's)")
     parser.add_argument("--json", action="store_true", help="one JSON object a row instead of a table")
@@ -307,9 +316,9 @@ def run_parts(flags: argparse.Namespace, parts: list[str], found: list[Row]) -> 
     scale = Scale.of(flags.device, flags.requests, flags.divisor, flags.pairs)
     began, failed = time.monotonic(), False
     if flags.device == CPU:
-        running = on_cpu(parts, scale, flags.model)
+        running = on_cpu(parts, scale, flags.model, flags.async_steps == ON)
     else:
-        running = on_gpu(parts, scale, flags.shapes, flags.peer_limit, flags.replay)
+        running = on_gpu(parts, scale, flags.shapes, flags.peer_limit, flags.replay, flags.async_steps != OFF)
     for part, measured in running:
         if time.monotonic() - began > flags.limit:
             print(f"part {part}: not begun, {flags.limit:g} s are over", file=sys.stderr)

@@ -19,7 +19,7 @@ from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import EngineLoop
 from services.engine.scheduling.sequence import Request, Stopping
-from services.engine.scheduling.step import Chunk
+from services.engine.scheduling.step import Chunk, Flight
 
 #: The usual workload for comparing serving engines: this many requests at once, with uniformly distributed lengths of
 #: prompts and outputs.
@@ -63,8 +63,9 @@ def pages_for(jobs: Sequence[Job], page_size: int) -> int:
 class Run:
     """The result of a workload. Times are in seconds.
 
-    ``compute_s`` covers the steps, from launch to result; ``page_wait_s`` the waiting for exchanges. The rest of
-    ``took_s`` is scheduling and bookkeeping. ``gaps_s``: the times between a request's tokens, sorted.
+    ``compute_s`` covers launching steps and waiting for them; ``page_wait_s`` the waiting for exchanges. The rest of
+    ``took_s`` is scheduling and bookkeeping. With asynchronous steps the device computes meanwhile.
+    ``gaps_s``: the times between a request's tokens, sorted.
     """
 
     tokens: int
@@ -105,9 +106,35 @@ class TimedRunner:
         self.seconds += time.perf_counter() - began
         return results
 
+    def launch(self, step: Sequence[Chunk]) -> TimedFlight:
+        """A step behind those in flight."""
+        began = time.perf_counter()
+        flight = self._runner.launch(step)
+        self.seconds += time.perf_counter() - began
+        return TimedFlight(self, flight)
+
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Between steps."""
         self._runner.copy_pages(copies)
+
+
+class TimedFlight:
+    """A step in flight, of which the launch and the wait count."""
+
+    def __init__(self, runner: TimedRunner, flight: Flight) -> None:
+        self._runner, self._flight = runner, flight
+
+    @property
+    def leads(self) -> bool:
+        """See `Flight`."""
+        return self._flight.leads
+
+    def wait(self) -> list[Result]:
+        """See `Flight`."""
+        began = time.perf_counter()
+        results = self._flight.wait()
+        self._runner.seconds += time.perf_counter() - began
+        return results
 
 
 def run(
@@ -120,10 +147,12 @@ def run(
     make_source: Callable[[PageSource], PageSource] = lambda source: source,
     draw: Drawer | None = None,
     name: str = "w",
+    asynchronous: bool | None = None,
 ) -> Run:
     """Run all jobs to their ends. ``name`` must differ between runs on one source. Raises RuntimeError for a failure.
 
-    ``make_loop``, ``make_source`` and ``draw`` replace parts of the engine by variants.
+    ``make_loop``, ``make_source`` and ``draw`` replace parts of the engine by variants. ``asynchronous`` steps are the
+    default on a device.
     """
     runner = TimedRunner(Runner(stand.model, pages.memory, draw or stand.draw, stand.backend.finish))
     ended: list[Event] = []
@@ -140,7 +169,9 @@ def run(
                     gaps.append(now - latest[event.request_id])
                 latest[event.request_id] = now
 
-    loop = make_loop(runner, make_source(pages.source), limits, outbox)
+    ahead = stand.on_device if asynchronous is None else asynchronous
+    launch = runner.launch if ahead else None
+    loop = make_loop(runner, make_source(pages.source), limits, outbox, launch=launch)
     coming = sorted(range(len(jobs)), key=lambda number: jobs[number].after)
     began = time.perf_counter()
     while True:

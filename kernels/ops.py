@@ -39,6 +39,11 @@ class Ops(Protocol):
     def indices(self, values: NDArray[np.int64]) -> Any:
         """Convert tokens or row numbers to the form that the other functions take."""
 
+    def fill_drawn(self, tokens: Any, drawn: Any) -> Any:
+        """Replace each token ``-1 - row`` of `indices` by ``drawn[row]``, what the sampler drew in the step before.
+        Returns the tokens.
+        """
+
     def places(self, page: NDArray[np.int64], slot: NDArray[np.int64]) -> Any:
         """The destinations of the K and V of a step's tokens."""
 

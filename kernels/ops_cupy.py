@@ -230,6 +230,12 @@ class CupyOps:
         """Tokens or rows: int32 ``[n]``."""
         return self._put(values)
 
+    def fill_drawn(self, tokens: Any, drawn: Any) -> Any:
+        """See `ops_numpy.fill_drawn`; in place, in the order of the current stream, outside of what is replayed."""
+        arguments = [tokens, drawn, np.int32(len(tokens))]
+        self._plain("embedding").launch("fill_drawn", -(-len(tokens) // THREADS), THREADS, arguments)
+        return tokens
+
     def places(self, page: I64, slot: I64) -> Places:
         """See `Places`. The slots of a page must be consecutive and rising, starting from its first unwritten one."""
         if self._kv_kind != "INT8":
@@ -512,7 +518,7 @@ class _Memory:
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         pinned = Pinned()
-        self.array, self.get = pinned.array, pinned.get
+        self.array, self.get, self.fetch = pinned.array, pinned.get, pinned.fetch
 
     def compile(self, name: str, defines: Mapping[str, str]) -> module.Module:
         return module.load(name, defines)

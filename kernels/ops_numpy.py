@@ -68,6 +68,14 @@ def indices(values: I64) -> I64:
     return values
 
 
+def fill_drawn(tokens: I64, drawn: NDArray[np.int32]) -> I64:
+    """Replace each token ``-1 - row`` by ``drawn[row]``, what the sampler drew in the step before."""
+    unknown = tokens < 0
+    filled: I64 = tokens.copy()
+    filled[unknown] = drawn[-1 - tokens[unknown]]
+    return filled
+
+
 def places(page: I64, slot: I64) -> tuple[I64, I64]:
     """The destinations of the K and V of a step's tokens, for `rope_write_kv`."""
     return page, slot

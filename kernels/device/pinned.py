@@ -5,6 +5,8 @@ CuPy allocates and frees pinned memory for every array that it copies, which tak
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ class Pinned:
         self._out, self._in = (_bytes(cupy.cuda.alloc_pinned_memory(size), size) for _ in range(2))
         self._out_at, self._in_at = self._out.ctypes.data, self._in.ctypes.data
         self._used = 0
+        self._fetched: dict[int, list[tuple[NDArray[np.uint8], Any]]] = {}  # by size: idle buffers, and their events
         self._sent = cupy.cuda.Event(disable_timing=True)  # the last copy to the device
 
     def array(self, values: NDArray[Any]) -> Any:
@@ -59,6 +62,29 @@ class Pinned:
         self._copy(self._in_at, array.data.ptr, size, self._back, stream.ptr)
         stream.synchronize()
         return self._in[:size].view(array.dtype).reshape(array.shape).copy()
+
+    def fetch(self, array: Any) -> Callable[[], NDArray[Any]]:
+        """Queue a copy of a contiguous array to the host. Returns a function that waits for this copy, but for nothing
+        queued later, and returns it; call it once.
+        """
+        size = max(ALIGNED, 1 << (array.nbytes - 1).bit_length())
+        idle = self._fetched.setdefault(size, [])
+        if idle:
+            buffer, event = idle.pop()
+        else:
+            buffer = _bytes(self._cupy.cuda.alloc_pinned_memory(size), size)
+            event = self._cupy.cuda.Event(disable_timing=True)
+        stream = self._cupy.cuda.get_current_stream()
+        self._copy(buffer.ctypes.data, array.data.ptr, array.nbytes, self._back, stream.ptr)
+        event.record(stream)
+        return partial(self._arrived, array, buffer, event, idle)
+
+    @staticmethod
+    def _arrived(array: Any, buffer: NDArray[np.uint8], event: Any, idle: list[Any]) -> NDArray[Any]:
+        event.synchronize()
+        found: NDArray[Any] = buffer[: array.nbytes].view(array.dtype).reshape(array.shape).copy()
+        idle.append((buffer, event))
+        return found
 
 
 def _bytes(memory: Any, size: int) -> NDArray[np.uint8]:

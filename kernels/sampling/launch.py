@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -261,6 +261,9 @@ class Device(Protocol):
     def get(self, array: Any) -> NDArray[Any]:
         """Copy an array to the host."""
 
+    def fetch(self, array: Any) -> Callable[[], NDArray[Any]]:
+        """Queue a copy to the host. Returns a function that waits for it, but for nothing queued later."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pending:
@@ -274,6 +277,11 @@ class Pending:
     def wait(self) -> Drawn:
         """Copy the results to the host."""
         return Drawn.unpacked(np.asarray(self.device.get(self.out), np.int32), self.rows, self.most)
+
+    def fetch(self) -> Callable[[], Drawn]:
+        """Queue the copy to the host. Returns a function that waits for it, but for nothing queued later."""
+        arrived, n, most = self.device.fetch(self.out), self.rows, self.most
+        return lambda: Drawn.unpacked(np.asarray(arrived(), np.int32), n, most)
 
 
 class Sampler:
@@ -311,3 +319,5 @@ class Sampler:
     def sample(self, logits: Any, batch: Batch, stride: int | None = None) -> Drawn:
         """Sample, and wait for the results."""
         return self.start(logits, batch, stride).wait()
+
+    __call__ = sample

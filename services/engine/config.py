@@ -25,7 +25,7 @@ from services.engine.api.roles import INCLUDES, role_allowance
 from services.engine.checkpoint.gguf.model import is_gguf
 from services.engine.checkpoint.gguf.shards import files_of, name_of
 from services.engine.delivery.registry import RegistryLimits
-from services.engine.model.backend import AUTO, CPU, DEVICES, DTYPES, KV_DTYPES, OFF, REPLAYS
+from services.engine.model.backend import ASYNC_STEPS, AUTO, CPU, DEVICES, DTYPES, KV_DTYPES, OFF, ON, REPLAYS
 from services.engine.scheduling.admission import Limits
 from services.launch import typed
 
@@ -226,6 +226,13 @@ class Config(Listening):
         f"`{VLLM}` also exports metrics under vLLM's names, which routers read",
         metavar="X",
     )
+    async_steps: str = setting(
+        one_of(*ASYNC_STEPS),
+        AUTO,
+        "whether the next step is prepared and launched while the device computes one, `on` or `off`: tokens are the "
+        "same, and the host's time is hidden; default: auto, which is on with a GPU",
+        metavar="HOW",
+    )
     page_size: int = setting(whole(1, 4096), 16, "tokens per page", metavar="N")
     max_batch: int = setting(whole(1, 1024), 32, "most requests that run at once", metavar="N")
     max_step_tokens: int = setting(whole(1, 1 << 20), 512, "most tokens computed in one step", metavar="N")
@@ -302,6 +309,11 @@ class Config(Listening):
 
     #: The fields that can change while the engine runs.
     LIVE: ClassVar[frozenset[str]] = LIVE | {"lame_duck_s", "generation_ttl_s", "generation_count", "generation_memory"}
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether steps are asynchronous. On a CPU the host has nothing to hide behind: it is what computes."""
+        return self.async_steps == ON or (self.async_steps == AUTO and self.device != CPU)
 
     @property
     def limits(self) -> Limits:

@@ -158,11 +158,13 @@ class Engine:
         def on_failed() -> None:
             running.call_soon_threadsafe(self._serving.dead)
 
+        runner = self._make_runner(model, lambda: backend.view(source.memory), draw, backend.finish)
         self.loop = EngineLoop(
-            self._make_runner(model, lambda: backend.view(source.memory), draw, backend.finish),
+            runner,
             source,
             config.limits,
             outbox,
+            launch=runner.launch if config.asynchronous and isinstance(runner, Runner) else None,
             patience_s=config.patience_s,
             unready_after_s=config.unready_after_s,
             on_serving=on_serving,

@@ -118,13 +118,29 @@ class TokenMemory:
         self.steps: list[tuple[Chunk, ...]] = []
         self.fault: Callable[[Chunk], ServiceError | None] = lambda chunk: None
         self.copies: list[PageCopy] = []
+        self.ahead: str | None = None
+        self.flights: list[TokenFlight] = []
+        self.unfollowed: Callable[[Sequence[Chunk]], bool] = lambda step: False
+        self.most_in_flight = 0
 
     @property
     def computed(self) -> int:
         """The total number of tokens computed."""
         return sum(chunk.count for step in self.steps for chunk in step)
 
+    def launch(self, step: Sequence[Chunk]) -> TokenFlight:
+        """Launch a step on a device that computes it ``ahead``: at once ("early"), or as late as it may ("late")."""
+        flight = TokenFlight(self, step, self.flights[-1] if self.flights else None)
+        self.flights = [*(one for one in self.flights if not one.waited), flight]
+        self.most_in_flight = max(self.most_in_flight, len(self.flights))
+        self.steps.append(tuple(step))
+        if self.ahead == "early":
+            flight.compute()
+        return flight
+
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        for flight in self.flights:  # copies are queued behind the steps in flight
+            flight.compute()
         for copy in copies:
             self.pages[copy.target] = list(self.pages[copy.source])
         self.copies += copies
@@ -158,6 +174,70 @@ class TokenMemory:
     def poison(self, pages: Iterable[int]) -> None:
         for page in pages:
             self.pages[page] = [POISON] * self.page_size
+
+
+class TokenFlight:
+    """A step in flight on a `TokenMemory`, with the block tables and tokens of its launch.
+
+    It computes with these whatever has become of its sequences since: a page that was given to someone else before the
+    step was waited for shows as a token that is not the sequence's.
+    """
+
+    def __init__(self, memory: TokenMemory, step: Sequence[Chunk], before: TokenFlight | None) -> None:
+        self.memory, self.step, self.before = memory, step, before
+        self.leads = not memory.unfollowed(step)
+        self.waited = False
+        self.results: list[Result] | None = None
+        self.drawn: dict[int, int] = {}  # by the sequence's identity
+        self.tables = [list(chunk.sequence.pages) for chunk in step]
+        self.known = [list(chunk.sequence.tokens) for chunk in step]
+        self.forks = [
+            [] if chunk.sequence.num_generated_tokens or not chunk.samples else list(chunk.sequence.forks)
+            for chunk in step
+        ]
+        for chunk, known in zip(step, self.known, strict=True):
+            total = len(known) + chunk.sequence.pending
+            assert chunk.source_id == chunk.sequence.source_id
+            assert chunk.samples == (chunk.start + chunk.count == total)
+            assert chunk.start + chunk.count <= len(known) + 1
+
+    def compute(self) -> None:
+        if self.results is not None:
+            return
+        if self.before is not None:
+            self.before.compute()
+        memory, size = self.memory, self.memory.page_size
+        for at, (chunk, known, table) in enumerate(zip(self.step, self.known, self.tables, strict=True)):
+            end = chunk.start + chunk.count
+            if end > len(known):
+                assert self.before is not None, "nothing samples the pending token"
+                known.append(self.before.drawn.get(id(chunk.sequence), 0))
+            for position in range(chunk.start, end):
+                page = table[position // size]
+                others = [set(one) for nth, one in enumerate(self.tables) if nth != at]
+                assert not any(page in one for one in others), "write to a shared page"
+                memory.pages[page][position % size] = known[position]
+        self.results = [self._result(*one) for one in zip(self.step, self.known, self.tables, self.forks, strict=True)]
+
+    def _result(self, chunk: Chunk, known: list[int], table: list[int], forks: list[Any]) -> Result:
+        sequence, end, size = chunk.sequence, chunk.start + chunk.count, self.memory.page_size
+        context = [self.memory.pages[table[at // size]][at % size] for at in range(end)]
+        assert context == known[:end], f"{sequence} reads {context}, wrote {known[:end]}"
+        error = self.memory.fault(chunk)
+        if error is not None or not chunk.samples:
+            return error
+        token = next_token(context, sequence.request.sampling)
+        self.drawn[id(sequence)] = token
+        if not forks:
+            return token
+        return Computed(drawn=(token, *(next_token(context, fork.request.sampling) for fork in forks)))
+
+    def wait(self) -> list[Result]:
+        assert not self.waited and (self.before is None or self.before.waited), "steps are waited for in order"
+        self.compute()
+        self.waited, self.before = True, None
+        assert self.results is not None
+        return self.results
 
 
 class Scripted:
@@ -212,6 +292,7 @@ class Scripted:
         return self.silent
 
     def exchange(self, demands: Sequence[Demand], removed: Sequence[str]) -> Exchange:
+        assert not self._in_flight.intersection(removed), "a step in flight has the pages of a removed sequence"
         self.exchanges.append((list(demands), list(removed)))
         self.names.update(demand.sequence_id for demand in demands)
         fault = self.faults.pop(0) if self.faults else None
@@ -228,10 +309,17 @@ class Scripted:
                 had.update(grant.pages, fresh)
         return grants
 
+    @property
+    def _in_flight(self) -> set[str]:
+        """Source ids of the sequences in steps that were not waited for."""
+        flights = [] if self.tokens is None else [one for one in self.tokens.flights if not one.waited]
+        return {chunk.source_id for flight in flights for chunk in flight.step}
+
     def may_launch(self) -> bool:
         return self.lease
 
     def reopen(self) -> None:
+        assert not self._in_flight, "a step of the session before is in flight"
         if self.reopen_faults:
             raise self.reopen_faults.pop(0)
         self.inner.reopen()
@@ -239,6 +327,7 @@ class Scripted:
         self.reopened += 1
 
     def close(self) -> None:
+        assert not self._in_flight
         self.closed = True
         self.inner.close()
 
@@ -280,12 +369,14 @@ class Harness:
         patience_s: float = 60.0,
         unready_after_s: float = 5.0,
         late: bool = False,
+        ahead: str | None = None,
     ) -> None:
         from services.engine.pages.local import LocalPageSource
 
         self.clock = Clock()
         self.local = LocalPageSource(pages, page_size)
         self.memory = TokenMemory(pages, page_size)
+        self.memory.ahead = ahead
         self.source = Scripted(self.local, self.memory, late=late)
         self.tokens: dict[Key, list[int]] = {}
         self.text: dict[Key, str] = {}
@@ -298,6 +389,7 @@ class Harness:
             self.source,
             Limits(max_batch, max_step_tokens, max_queue, max_queue_tokens),
             self._on_events,
+            launch=self.memory.launch if ahead else None,
             patience_s=patience_s,
             unready_after_s=unready_after_s,
             on_serving=self.serving.append,
@@ -320,12 +412,12 @@ class Harness:
 
     def iterate(self, times: int = 1) -> None:
         for _ in range(times):
-            loop, before = self.loop, (len(self.memory.steps), self.source.failures)
+            loop, before = self.loop, self._progress
             waits = loop._lost or self.clock.now < max(loop._retry_at, loop.scheduler.admits_at or 0.0)
             delay = loop.iterate()
             self.clock.now += delay + 0.001
             self.check()
-            moved = waits or loop._lost or before != (len(self.memory.steps), self.source.failures)
+            moved = waits or loop._lost or before != self._progress
             idle = not (loop.scheduler.running or loop.scheduler.waiting)
             self.fruitless = 0 if moved or idle or self.shared else self.fruitless + 1
             assert self.fruitless <= FRUITLESS_ROUNDS, f"nothing runs in a pool of one's own: {loop.scheduler}"
@@ -337,6 +429,10 @@ class Harness:
             if not self.loop.scheduler.live:
                 return
         raise AssertionError(f"not idle after {limit} rounds: {self.loop.scheduler}")
+
+    @property
+    def _progress(self) -> tuple[int, int, int]:
+        return len(self.memory.steps), self.loop.totals.steps, self.source.failures
 
     @property
     def shared(self) -> bool:

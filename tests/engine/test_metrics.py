@@ -107,13 +107,13 @@ class Watched:
         self.engine.idle()
 
     def fail(self) -> None:
-        def broken(step: object) -> None:
+        def broken(*given: object) -> None:
             raise ValueError("broken")
 
         runner = self.engine.steps.inner
-        whole, runner._run = runner._run, broken
+        whole, runner._computed = runner._computed, broken
         assert refused(lambda: self.stub.Generate(request())).reason == "FORWARD_FAILED"
-        runner._run = whole
+        runner._computed = whole
         self.engine.idle()
 
     def preempt(self) -> None:

@@ -40,3 +40,13 @@ def test_arrays_keep_their_shapes_and_what_is_larger_goes_too(process: Process) 
 def test_what_came_back_is_not_written_to_by_what_comes_next(process: Process) -> None:
     process.run("first = pinned.get(pinned.array(np.full(4, 7))); second = pinned.get(pinned.array(np.full(4, 9)))")
     assert process.get("first.tolist() + second.tolist()") == [7] * 4 + [9] * 4
+
+
+def test_what_is_fetched_is_what_was_there_and_waits_in_a_buffer_of_its_own(process: Process) -> None:
+    process.run("there = [pinned.array(np.full(4, 7 + n)) for n in range(3)]")
+    process.run("waits = [pinned.fetch(array) for array in there]")  # all in flight at once
+    process.run("for array in there: array.fill(0)")  # queued later
+    assert process.get("[wait().tolist() for wait in waits[::-1]]") == [[9] * 4, [8] * 4, [7] * 4]
+    process.run("first = pinned.fetch(pinned.array(np.full(4, 1)))(); pinned.fetch(pinned.array(np.full(4, 2)))()")
+    assert process.get("first.tolist()") == [1] * 4  # the buffer is used again, what came back is not
+    assert process.get("len(pinned._fetched[32])") == 3

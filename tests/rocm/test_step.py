@@ -223,3 +223,21 @@ def test_rocm_has_no_graphs(process: Process) -> None:
         process.run("CupyOps(0, 'f32', 'int8', 4, called)")
     with pytest.raises(Refused, match=r"InvalidConfiguration: --replay graphs: .*not on ROCm"):
         process.run("from services.engine.model.backend import on_gpu; on_gpu(0, 'f32', None, 4, 'graphs')")
+
+
+def test_a_step_takes_the_tokens_that_the_one_before_drew(process: Process) -> None:
+    process.run("host, device = arenas(40)")
+    process.run("rows = rows_of([6, 3, 9], 8); compared(rows, host, device)")
+    # What the sampler drew: a batch's rows in another order, and words behind them.
+    process.run("drawn = cp.asarray(np.array([11, 22, 33, 44, -9, -9, -9, -9], np.int32))")
+    process.run("known = [Row([t], n, row.pages, True) for t, n, row in zip((33, 5, 11), (6, 3, 9), rows)]")
+    process.run("pending = [Row(t, n, row.pages, True) for t, n, row in zip(((-3,), (5,), (-1,)), (6, 3, 9), rows)]")
+    for replays in ("called", "Tapes()"):
+        process.run(f"other = taped({replays})")
+        for _ in range(3):  # queued, recorded, replayed
+            process.run(
+                "expected = plain.forward(known, host); found = cp.asnumpy(other.forward(pending, device, drawn))"
+            )
+            assert process.get("float(np.abs(found - expected).max() / np.abs(expected).max())") < 1e-4
+    with pytest.raises(Refused, match="has a token outside"):
+        process.run("model.forward(pending, device)")

@@ -33,9 +33,11 @@ DEVICES = (CPU, GPU)
 DTYPES = ("f32", "f16", "bf16")
 KV_DTYPES = (*DTYPES, "int8")
 TAPES, GRAPHS, OFF = "tapes", "graphs", "off"
-#: Of a tuning: the file that first light left, if it did.
+#: Of a tuning: the file that first light left, if it did. Of asynchronous steps: with a GPU.
 AUTO = "auto"
+ON = "on"
 REPLAYS = (TAPES, GRAPHS, OFF)
+ASYNC_STEPS = (AUTO, ON, OFF)
 
 log = structlog.get_logger()
 
@@ -119,7 +121,7 @@ def on_gpu(
             raise InvalidConfiguration(f"--device gpu: {error}", field="--device") from error
         _tell(verdict, ordinal)
         units[:] = [verdict.state]
-        return sampler.sample
+        return sampler
 
     units = [""]
     name = "rocm" if gpu.runtime.is_hip else "cuda"

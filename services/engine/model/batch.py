@@ -18,7 +18,8 @@ I64: TypeAlias = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Row:
-    """Computes ``tokens`` from position ``start`` on, for a sequence with block table ``pages``.
+    """Computes ``tokens`` from position ``start`` on, for a sequence with block table ``pages``. A token
+    ``-1 - row`` is the one that the sampler drew for that row of the step before, which the host need not know.
 
     K and V of the positions before ``start`` are already in the pages. Logits are returned for the last ``want_logits``
     tokens. No two rows of a batch write to the same slot.
@@ -34,7 +35,7 @@ class Row:
 class Batch:
     """The rows concatenated: ``n`` tokens in total. Every array is int64."""
 
-    tokens: I64  # [n]
+    tokens: I64  # [n]; -1 - row: what was drawn for that row of the step before
     positions: I64  # [n]
     page: I64  # [n]: the page each token's K and V go to
     slot: I64  # [n]: and the slot in it
@@ -46,14 +47,22 @@ class Batch:
     wanted: I64  # [sum of asked]: flat indices of those tokens, row by row
 
     @classmethod
-    def build(cls, rows: Sequence[Row], page_size: int, total_pages: int, vocab_size: int, max_context: int) -> Batch:
-        """Pack ``rows``, at least one.
+    def build(
+        cls,
+        rows: Sequence[Row],
+        page_size: int,
+        total_pages: int,
+        vocab_size: int,
+        max_context: int,
+        drawn: int = 0,
+    ) -> Batch:
+        """Pack ``rows``, at least one; ``drawn`` is how many rows the step before drew.
 
         Raises ``ForwardFailed`` naming the row when it is empty, has too few pages for its tokens, or has a token, page
         or position out of range.
         """
         if [row.want_logits for row in rows].count(1) == [len(row.tokens) for row in rows].count(1) == len(rows):
-            found = cls._decoding(rows, page_size, total_pages, vocab_size, max_context)
+            found = cls._decoding(rows, page_size, total_pages, vocab_size, max_context, drawn)
             if found is not None:
                 return found
         lengths = np.array([len(row.tokens) for row in rows], np.int64)
@@ -71,7 +80,7 @@ class Batch:
         row_of = np.repeat(np.arange(len(rows)), lengths)
         last = np.cumsum(lengths) - 1
         tokens = np.fromiter(chain.from_iterable([row.tokens for row in rows]), np.int64, int(lengths.sum()))
-        _check((tokens < 0) | (tokens >= vocab_size), f"has a token outside 0 to {vocab_size - 1}", lengths)
+        _check((tokens < -drawn) | (tokens >= vocab_size), f"has a token outside 0 to {vocab_size - 1}", lengths)
 
         wants = np.array([row.want_logits for row in rows], np.int64)
         _check(np.logical_or(wants < 0, wants > lengths), "wants the logits of more tokens than it has")
@@ -95,7 +104,7 @@ class Batch:
 
     @classmethod
     def _decoding(
-        cls, rows: Sequence[Row], page_size: int, total_pages: int, vocab_size: int, max_context: int
+        cls, rows: Sequence[Row], page_size: int, total_pages: int, vocab_size: int, max_context: int, drawn: int
     ) -> Batch | None:
         """The fast path of `build` for rows of a single token with logits; None if a row is invalid.
 
@@ -103,7 +112,7 @@ class Batch:
         """
         tokens, starts = [row.tokens[0] for row in rows], [row.start for row in rows]
         held = [len(row.pages) for row in rows]
-        outside = min(tokens) < 0 or max(tokens) >= vocab_size or min(starts) < 0 or max(starts) >= max_context
+        outside = min(tokens) < -drawn or max(tokens) >= vocab_size or min(starts) < 0 or max(starts) >= max_context
         if outside or not min(held):
             return None
         pages = _joined(rows)

@@ -39,7 +39,7 @@ class _Layer:
     down: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Step:
     """A batch in the form that the layers take. ``wanted`` and ``last_plan`` are set when the last layer computes only
     the tokens whose logits are wanted.
@@ -101,16 +101,18 @@ class Model:
         """Returns the page geometry of this model, with ``page_size`` tokens per page and K and V of ``dtype``."""
         return PageLayout(page_size, self.config.layers, self.config.kv_heads, self.config.head_dim, dtype)
 
-    def forward(self, rows: Sequence[Row], pages: Any) -> Any:
+    def forward(self, rows: Sequence[Row], pages: Any, drawn: Any = None) -> Any:
         """Compute all tokens of ``rows`` and return the logits that the rows want.
 
+        ``drawn``, needed if a row's token is `Row`'s ``-1 - row``, has what the sampler drew in the step before: int32,
+        on the device of the backend, where it may still be computed.
         ``pages`` is the arena, ``[page, layer, (k, v), kv_head, slot, head_dim]``, as the backend takes it; K and V of
         every token are written to its row's pages. Returns float32 ``[sum of want_logits, vocab_size]``, row by row, in
         a backend array that is valid until the next call. A pure function of weights, rows and pages; on NumPy rows are
         bitwise independent of each other (see `kernels.ops_numpy`). Raises ``ForwardFailed`` for a row or an arena that
         does not fit the model.
         """
-        return self.logits(self.states(rows, pages))
+        return self.logits(self.states(rows, pages, drawn))
 
     @property
     def logits_at_once(self) -> int:
@@ -138,20 +140,27 @@ class Model:
         except ValueError as error:
             raise ForwardFailed(str(error)) from error
 
-    def states(self, rows: Sequence[Row], pages: Any) -> Any:
+    def states(self, rows: Sequence[Row], pages: Any, drawn: Any = None) -> Any:
         """Like `forward`, but return the final hidden states for `logits`: ``[sum of want_logits, hidden_size]``."""
         config, ops = self.config, self._ops
         pages = self._fitted(pages)
         total_pages, page_size = ops.extent(pages)
         if not rows:
             return np.empty((0, config.hidden_size), np.float32)
-        batch = Batch.build(rows, page_size, total_pages, config.vocab_size, config.max_context)
-        step = self._prepared(batch, pages)
+        known = 0 if drawn is None else len(drawn)
+        batch = Batch.build(rows, page_size, total_pages, config.vocab_size, config.max_context, known)
+        step = self._prepared(batch, pages, drawn)
         states = ops.computed(lambda: self._computed(step, pages), pages, (self._weights, step.count > 0))
         return states if len(states) == len(batch.wanted) else states[: len(batch.wanted)]
 
-    def _prepared(self, batch: Batch, pages: Any) -> _Step:
+    def _prepared(self, batch: Batch, pages: Any, drawn: Any) -> _Step:
         """Prepare a batch's inputs to the layers."""
+        step = self._planned(batch, pages)
+        if drawn is not None:
+            step.tokens = self._ops.fill_drawn(step.tokens, drawn)
+        return step
+
+    def _planned(self, batch: Batch, pages: Any) -> _Step:
         config, ops = self.config, self._ops
         every = len(batch.wanted) == len(batch.tokens)
         with ops.step(batch.lengths):

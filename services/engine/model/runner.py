@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import structlog
 
 from kernels.sampling import reference
-from kernels.sampling.launch import TokenCounts
+from kernels.sampling.launch import Batch, Drawn, Sampler, TokenCounts
 from services.common.errors import ForwardFailed, GpuError, ServiceError
 from services.engine.model.batch import Row
 from services.engine.pages.source import PageCopy
-from services.engine.sampling.params import Drawer, SamplingParams, certain, choose, sample
+from services.engine.sampling.params import Drawer, SamplingParams, batch, certain, choices_of, tokens_of
 from services.engine.sampling.result import Choice, Computed, Draw, Result
 from services.engine.scheduling.sequence import Sequence
-from services.engine.scheduling.step import Chunk
+from services.engine.scheduling.step import Chunk, Flight
 
 log = structlog.get_logger()
 
 _NOTHING = frozenset[int]()
+_NO_ROWS = batch([], [])
 
 
 class Forward(Protocol):
@@ -32,10 +34,13 @@ class Forward(Protocol):
     def logits_at_once(self) -> int:
         """The most states that `logits` should be called with at a time."""
 
-    def forward(self, rows: Items[Row], pages: Any) -> Any:
-        """Write the rows' K and V to their pages. Returns the logits that the rows want, in order."""
+    def forward(self, rows: Items[Row], pages: Any, drawn: Any = None) -> Any:
+        """Write the rows' K and V to their pages. Returns the logits that the rows want, in order.
 
-    def states(self, rows: Items[Row], pages: Any) -> Any:
+        ``drawn`` are the tokens of the step before, for rows that take them from there.
+        """
+
+    def states(self, rows: Items[Row], pages: Any, drawn: Any = None) -> Any:
         """Like `forward`, but returns the hidden states that `logits` takes."""
 
     def logits(self, states: Any) -> Any:
@@ -62,15 +67,15 @@ class _Asks:
     def __len__(self) -> int:
         return len(self.params)
 
-    def next_token(self, sequence: Sequence) -> None:
-        """Add a row that samples a sequence's next token."""
+    def next_token(self, sequence: Sequence, position: int) -> None:
+        """Add a row that samples a sequence's next token, which will be at ``position``."""
         request = sequence.request
-        stopping, params = request.stopping, request.sampling
-        banned = params.suppressed if sequence.num_generated_tokens else params.begin_suppressed
-        if sequence.num_generated_tokens < stopping.min_tokens:
+        stopping, params, generated = request.stopping, request.sampling, position - len(request.prompt)
+        banned = params.suppressed if generated else params.begin_suppressed
+        if generated < stopping.min_tokens:
             banned = banned | stopping.eos_token_ids | stopping.stop_token_ids
         self.params.append(params)
-        self.positions.append(len(sequence.tokens))
+        self.positions.append(position)
         self.counts.append(_counts(sequence) if params.counts_tokens else None)
         self.banned.append(banned)
 
@@ -82,6 +87,20 @@ class _Asks:
             self.positions.append(at)
             self.counts.append(None)
             self.banned.append(_NOTHING)
+
+    def batch(self) -> Batch:
+        """Returns the sampler's input."""
+        return batch(self.params, self.positions, self.counts, self.banned if any(self.banned) else None)
+
+    def draws(self, drawn: Drawn) -> list[Draw]:
+        """Returns what was drawn for each row."""
+        # A token's random numbers depend only on the seed and its position, not on batch, chunk or attempt.
+        if any(one.logprobs is not None for one in self.params):
+            return [
+                one.token if isinstance(one, Choice) and asked.logprobs is None else one
+                for one, asked in zip(choices_of(drawn, self.params, self.positions), self.params, strict=True)
+            ]
+        return list[Draw](tokens_of(drawn, self.positions))
 
     def part(self, first: int, end: int) -> _Asks:
         """Returns the rows ``first`` to ``end``, ``end`` excluded."""
@@ -112,37 +131,173 @@ class Runner:
         self._memory = memory
         self._draw = draw
         self._finish = finish
+        self._queue = draw if isinstance(draw, Sampler) else None
+        # On a host, the thread that computes the steps of `launch`, in order.
+        self._worker: ThreadPoolExecutor | None = None
+        self._last: _Flight | None = None  # the last step launched, until the next one is
 
     def run(self, step: Items[Chunk]) -> list[Result]:
-        """Returns a result per chunk: a sampled token, None if none was wanted, or the error that ends the request."""
+        """Returns a result per chunk: a sampled token, None if none was wanted, or the error that ends the request.
+
+        No step may be in flight.
+        """
         try:
-            results = self._run(step)
+            work = _Work.of(step)
+            results = work.results(self._computed(work, self._memory(), None, self._drawn_now))
             self._finish()
             return results
         except Exception as failure:
-            log.exception("forward_failed", rows=len(step), request_ids=[chunk.sequence.id for chunk in step])
-            try:
-                self._finish()
-            except Exception as lost:
-                # After a sticky GPU error every call fails: no row is at fault, and none can run.
-                raise GpuError(f"the GPU failed: {lost}") from failure
+            _log_failure(step, failure)
+            self._synchronize()
             if len(step) > 1:
                 return [result for chunk in step for result in self.run((chunk,))]
             return [ForwardFailed(f"the forward pass raised {type(failure).__name__}")]
 
+    def launch(self, step: Items[Chunk]) -> Flight:
+        """Queue a step behind those in flight. Tokens that the last of them samples are handed over on the device.
+
+        On a host a thread computes it. The next step may be launched behind it unless sampling needs what the host does
+        not know then: the token counts of a penalty. Nor may it while a prompt's log probabilities are collected, which
+        are counted as they arrive.
+        """
+        last, self._last = self._last, None
+        if last is not None and last.landed:
+            last = None
+        work = _Work.of(step)
+        if self._queue is not None:
+            flight = self._last = _Flight(self, work, last, self._queued(work, last, self._queue))
+        else:
+            for row in work.rows:
+                row.pages = row.pages[:]  # the sequence's may grow meanwhile
+            worker = self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="step")
+            running = worker.submit(self._computed_behind, work, self._memory(), last)
+            flight = self._last = _Flight(self, work, last, running.result)
+        return flight
+
     def copy_pages(self, copies: Items[PageCopy]) -> None:
-        """Copy each source page to its target, in order. No step may be in flight. Raises GpuError."""
+        """Copy each source page to its target, in order, behind all steps in flight. Raises GpuError."""
         try:
+            if self._worker is not None:
+                self._worker.submit(lambda: None).result()
             for copy in copies:
                 self._model.copy_page(self._memory(), copy.source, copy.target)
             self._finish()
         except Exception as failure:
             raise GpuError(f"pages could not be copied: {failure}") from failure
 
-    def _run(self, step: Items[Chunk]) -> list[Result]:
-        rows, asks, telling = list[Row](), _Asks(), False
+    def again(self, step: Items[Chunk]) -> list[Result]:
+        """Run the chunks of a launched step that failed one by one, now that all their tokens are known."""
+        self._synchronize()
+        return [None if chunk.void else self.run((chunk,))[0] for chunk in step]
+
+    def _synchronize(self) -> None:
+        try:
+            self._finish()
+        except Exception as lost:
+            # After a sticky GPU error every call fails: no row is at fault, and none can run.
+            raise GpuError(f"the GPU failed: {lost}") from lost
+
+    # --- computing ----------------------------------------------------------------------------------------------
+
+    def _queued(self, work: _Work, last: _Flight | None, queue: Sampler) -> Callable[[], list[_Drawing]]:
+        """Queue a step on the device. Returns its draws, none if it failed."""
+
+        def draw(logits: Any, batch: Batch) -> tuple[Any, Callable[[], Drawn]]:
+            pending = queue.start(logits, batch)
+            return pending.out, pending.fetch()
+
+        try:
+            drawings = self._computed(work, self._memory(), last and last.drawn, draw)
+            if not drawings:  # the step is over when a draw for no row is
+                work.over = draw(None, _NO_ROWS)[1]
+        except Exception as failure:
+            # Not kept: its frames know the memory, which must go when its session does.
+            _log_failure(work.step, failure)
+            work.failed = True
+            return list
+        work.drawn = drawings[0].out if drawings else None
+        return lambda: drawings
+
+    def _computed_behind(self, work: _Work, memory: Any, last: _Flight | None) -> list[_Drawing]:
+        """Compute a step on the host, in the worker's thread."""
+        if last is not None and last.failed:
+            work.failed = True
+            return []
+        try:
+            drawings = self._computed(work, memory, last and last.drawn, self._drawn_now)
+        except Exception as failure:
+            _log_failure(work.step, failure)
+            work.failed = True
+            return []
+        work.drawn = drawings[0].out if drawings else None
+        return drawings
+
+    def _computed(self, work: _Work, memory: Any, drawn: Any, draw: _Draws) -> list[_Drawing]:
+        """Compute a step, ``drawn`` by the one before. Returns its draws, with those of forks behind their leader's."""
+        model, rows, asks = self._model, work.rows, work.asks
+        more = () if drawn is None or not work.hands_over else (drawn,)
+        if not work.telling:
+            return self._drawings(model.forward(rows, memory, *more), asks, draw)
+        states, most = model.states(rows, memory, *more), model.logits_at_once
+        return [
+            one
+            for at in range(0, len(asks), most)
+            for one in self._drawings(model.logits(states[at : at + most]), asks.part(at, at + most), draw)
+        ]
+
+    def _drawings(self, logits: Any, asks: _Asks, draw: _Draws) -> list[_Drawing]:
+        if not asks.params:
+            return []
+        drawings = [_Drawing(asks, None, *draw(logits, asks.batch()))]
+        for at, forks in asks.forks.items():
+            for sequence in forks:
+                one = _Asks()
+                one.next_token(sequence, len(sequence.tokens))
+                drawings.append(_Drawing(one, at, *draw(logits[at : at + 1], one.batch())))
+        return drawings
+
+    def _drawn_now(self, logits: Any, batch: Batch) -> tuple[Any, Callable[[], Drawn]]:
+        drawn = self._draw(logits, batch)
+        return drawn.tokens, lambda: drawn
+
+
+#: Draws from logits: the drawn tokens, where they are, and a function that waits for the results.
+_Draws: TypeAlias = Callable[[Any, Batch], tuple[Any, Callable[[], Drawn]]]
+
+
+@dataclass(slots=True)
+class _Drawing:
+    """One draw: of consecutive rows of a step, or for a ``fork`` of the row with that number in the draw before."""
+
+    asks: _Asks
+    fork: int | None
+    out: Any
+    wait: Callable[[], Drawn]
+
+
+@dataclass(slots=True)
+class _Work:
+    """A step as the model and the sampler take it. ``drawn`` has its tokens, on the device, once they are queued; if
+    nothing is drawn, ``over`` waits for the step.
+    """
+
+    step: Items[Chunk]
+    rows: list[Row]
+    asks: _Asks
+    telling: bool
+    hands_over: bool
+    drawn: Any = None
+    over: Callable[[], Any] = lambda: None
+    failed: bool = False
+
+    @classmethod
+    def of(cls, step: Items[Chunk]) -> _Work:
+        rows, asks, telling, hands_over = list[Row](), _Asks(), False, False
         for chunk in step:
             sequence, start, wanted = chunk.sequence, chunk.start, int(chunk.samples)
+            tokens: Items[int] = sequence.tokens[start : start + chunk.count]
+            if not tokens:
+                tokens, hands_over = (-1 - sequence.draw_row,), True
             if sequence.request.sampling.prompt_logprobs is not None:
                 untold = _untold(chunk)
                 asks.prompt(sequence, untold)
@@ -150,45 +305,76 @@ class Runner:
                 telling |= untold > 0
             if chunk.samples:
                 if sequence.forks and not sequence.num_generated_tokens:
-                    asks.forks[len(asks)] = sequence.forks
-                asks.next_token(sequence)
-            rows.append(Row(sequence.tokens[start : start + chunk.count], start, sequence.pages, wanted))
-        if telling:
-            states, most = self._model.states(rows, self._memory()), self._model.logits_at_once
-            drawn = [
-                one
-                for at in range(0, len(asks), most)
-                for one in self._drawn(self._model.logits(states[at : at + most]), asks.part(at, at + most))
-            ]
-        else:
-            drawn = self._drawn(self._model.forward(rows, self._memory()), asks)
-        if len(drawn) == len(step) and not telling and not asks.forks:
+                    asks.forks[len(asks)] = list(sequence.forks)
+                sequence.draw_row = len(asks)
+                asks.next_token(sequence, start + chunk.count)
+            rows.append(Row(tokens, start, sequence.pages, wanted))
+        return cls(step, rows, asks, telling, hands_over)
+
+    def results(self, drawings: Items[_Drawing]) -> list[Result]:
+        """Returns the results of the chunks, once the step is over."""
+        self.over()
+        drawn = list[tuple[Draw, ...]]()
+        first = 0
+        for drawing in drawings:
+            found = drawing.asks.draws(drawing.wait())
+            if drawing.fork is None:
+                first = len(drawn)
+                drawn += [(one,) for one in found]
+            else:
+                drawn[first + drawing.fork] += tuple(found)
+        if len(drawn) == len(self.step) and not self.telling and not self.asks.forks:
             return [one for (one,) in drawn]
-        found = iter(drawn)
-        return [_result(chunk, list(islice(found, row.want_logits))) for chunk, row in zip(step, rows, strict=True)]
+        every = iter(drawn)
+        return [
+            _result(chunk, list(islice(every, row.want_logits)))
+            for chunk, row in zip(self.step, self.rows, strict=True)
+        ]
 
-    def _drawn(self, logits: Any, asks: _Asks) -> list[tuple[Draw, ...]]:
-        if not asks.params:
-            return []
-        drawn: list[tuple[Draw, ...]] = [(one,) for one in self._of_rows(logits, asks)]
-        for at, forks in asks.forks.items():
-            for sequence in forks:
-                one = _Asks()
-                one.next_token(sequence)
-                drawn[at] += tuple(self._of_rows(logits[at : at + 1], one))
-        return drawn
 
-    def _of_rows(self, logits: Any, asks: _Asks) -> list[Draw]:
-        # A token's random numbers depend only on the seed and its position, not on batch, chunk or attempt.
-        params, positions, counts = asks.params, asks.positions, asks.counts
-        banned = asks.banned if any(asks.banned) else None
-        if any(one.logprobs is not None for one in params):
-            chosen = choose(logits, params, positions, counts, banned, self._draw)
-            return [
-                one.token if isinstance(one, Choice) and asked.logprobs is None else one
-                for one, asked in zip(chosen, params, strict=True)
-            ]
-        return list[Draw](sample(logits, params, positions, counts, banned, self._draw))
+class _Flight:
+    """A step that was launched. ``before`` is the one launched before it, if that was in flight then."""
+
+    def __init__(
+        self, runner: Runner, work: _Work, before: _Flight | None, ready: Callable[[], list[_Drawing]]
+    ) -> None:
+        self._runner = runner
+        self._work = work
+        self._before = before
+        self._ready = ready
+        self.landed = False
+        self.leads = not (work.failed or work.telling or any(work.asks.counts))
+
+    @property
+    def drawn(self) -> Any:
+        """What it drew, on the device; row i of its draws at i."""
+        return self._work.drawn
+
+    @property
+    def failed(self) -> bool:
+        """Whether it could not be computed; steps launched behind it are void."""
+        return self._work.failed
+
+    def wait(self) -> list[Result]:
+        """See `step.Flight`. A step that could not be computed is run again, row by row. Raises GpuError."""
+        work, before, self._before = self._work, self._before, None
+        drawings, results = self._ready(), list[Result]()
+        work.failed |= before is not None and before.failed
+        if not work.failed:
+            try:
+                results = work.results(drawings)
+            except Exception as failure:
+                _log_failure(work.step, failure)
+                work.failed = True
+        if work.failed:
+            self.leads = False
+            results = self._runner.again(work.step)
+        self.landed = True
+        return results
+
+
+def _log_failure(step: Items[Chunk], failure: Exception) -> None:
+    log.error("forward_failed", rows=len(step), request_ids=[chunk.sequence.id for chunk in step], exc_info=failure)
 
 
 def _untold(chunk: Chunk) -> int:

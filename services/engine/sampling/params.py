@@ -197,7 +197,11 @@ def sample(
     draw: Drawer = reference.sample,
 ) -> list[int | ServiceError]:
     """Sample a token for each row of ``logits``. Like `choose`, without log probabilities."""
-    drawn = draw(logits, batch(params, positions, counts, banned))
+    return tokens_of(draw(logits, batch(params, positions, counts, banned)), positions)
+
+
+def tokens_of(drawn: Drawn, positions: Sequence[int]) -> list[int | ServiceError]:
+    """Returns the tokens that were drawn at ``positions``, or errors."""
     tokens: list[int | ServiceError] = drawn.tokens.tolist()
     for row, error in _errors(drawn, positions):
         tokens[row] = error
@@ -219,7 +223,11 @@ def choose(
     depends only on its row, parameters and position. A row with NaN or infinity gets ``ForwardFailed`` instead of a
     token, a row with every token banned ``FieldInvalid``.
     """
-    drawn = draw(logits, batch(params, positions, counts, banned))
+    return choices_of(draw(logits, batch(params, positions, counts, banned)), params, positions)
+
+
+def choices_of(drawn: Drawn, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[Choice | ServiceError]:
+    """Returns what was drawn at ``positions``, with log probabilities where ``params`` ask for them, or errors."""
     results: list[Choice | ServiceError] = [Choice(token) for token in drawn.tokens.tolist()]
     for row, p in enumerate(params):
         if p.logprobs is not None:

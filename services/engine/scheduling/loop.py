@@ -2,6 +2,9 @@
 
 Other threads only post to the inbox; events return through one callback, in one list per delivery. A token's text is
 sent as soon as it is sampled, a request's outcome after its pages are released.
+
+With asynchronous steps a step is launched behind one that is still in flight, so that the device never waits for the
+host: between two launches the host learns what the step before last sampled, and sends it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from services.engine.scheduling.event import Event
 from services.engine.scheduling.scheduler import Advance, Scheduler
 from services.engine.scheduling.sequence import FinishReason, Outcome, Request, Sequence, State
 from services.engine.scheduling.stats import EngineStats, Snapshot, Totals
-from services.engine.scheduling.step import Chunk
+from services.engine.scheduling.step import Chunk, Flight
 from services.engine.scheduling.watchdog import Watchdog
 
 log = structlog.get_logger()
@@ -33,6 +36,9 @@ log = structlog.get_logger()
 #: How often, in seconds, an idle engine checks that its session is still open; it opens a new one if not.
 IDLE_CHECK_S = 1.0
 BACKOFF_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
+#: A step of at most this many requests that brings a first token is waited for before the next one is launched. It may
+#: be over before the next one is, and its first token must not wait for that.
+FEW = 4
 
 
 class StepRunner(Protocol):
@@ -45,6 +51,14 @@ class StepRunner(Protocol):
         """Copy each source page to its target, between two steps. Raises when a copy fails."""
 
 
+@dataclasses.dataclass(slots=True)
+class _Launched:
+    """A step in flight."""
+
+    step: tuple[Chunk, ...]
+    flight: Flight
+
+
 class EngineLoop:
     """Drives a scheduler, a runner and a page source.
 
@@ -53,6 +67,7 @@ class EngineLoop:
     ``on_serving`` is called when the engine becomes able or unable to serve: with False after ``unready_after_s``
     seconds without one, or at the end of the patience if that comes first. ``on_failed`` is called after an unexpected
     failure, from which the engine does not recover.
+    ``launch`` makes steps asynchronous: it queues a step behind those in flight, which ``runner.run`` no longer does.
     """
 
     def __init__(
@@ -62,6 +77,7 @@ class EngineLoop:
         limits: Limits,
         outbox: Callable[[list[Event]], None],
         *,
+        launch: Callable[[Items[Chunk]], Flight] | None = None,
         patience_s: float = 60.0,
         unready_after_s: float = 5.0,
         on_serving: Callable[[bool], None] = lambda serving: None,
@@ -69,6 +85,9 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
+        self._launch_step = launch
+        self._flight: _Launched | None = None  # between two rounds: the one step in flight
+        self._busy_s = 0.0  # of this round: launching steps and waiting for them
         self._source = source
         self._limits = limits
         self._outbox = outbox
@@ -150,6 +169,7 @@ class EngineLoop:
                 self._inbox.get()()
                 self._flush()
         finally:
+            self._ground()
             self._source.close()
 
     @property
@@ -178,7 +198,10 @@ class EngineLoop:
         overdue = self._down_since is not None and now - self._down_since > self._patience
         if overdue and (self._lost or self._proven):  # give a new session one exchange first
             self._give_up()
-        delay = self._recover(now) if self._lost else self._round(now)
+        if self._lost:
+            delay = self._recover(now)
+        else:
+            delay = self._round(now) if self._launch_step is None else self._round_ahead(now, self._launch_step)
         self._flush()
         self._show()
         self._watch(stepped=self.totals.steps > steps)
@@ -204,7 +227,10 @@ class EngineLoop:
     def _round(self, now: float) -> float:
         began = self._clock()
         exchange = self._ask() if now >= self._retry_at else None
-        step = self.scheduler.schedule()
+        return self._run_step(began, exchange, self.scheduler.schedule())
+
+    def _run_step(self, began: float, exchange: Exchange | None, step: tuple[Chunk, ...]) -> float:
+        """The rest of a round that ``began`` with that exchange, and waits for its step."""
         launched = computed = self._clock()
         if step:
             results = self._runner.run(step)
@@ -214,14 +240,7 @@ class EngineLoop:
                 # The lease ended during the step, and others may have written what the step has read since.
                 self._lose(SessionExpired("the lease ended during a step"))
                 return 0.0
-            advance = self.scheduler.apply(step, results)
-            self._count_tokens(advance)
-            self._events += advance.events
-            self._deliver()
-            if len(step) == 1 and step[0].sequence.num_generated_tokens == 1:
-                # Yield the GIL so that a lone request's first token is sent before this thread prepares the next
-                # step, which may take longer than the step did. In a larger batch this would delay every request.
-                time.sleep(0)
+            self._apply(step, results)
         done = self._clock()
         waited_s = self._collect(exchange) if exchange is not None else 0.0
         if step:
@@ -231,6 +250,85 @@ class EngineLoop:
         if step or self._lost:
             return 0.0
         return self._idle_for()
+
+    def _apply(self, step: Items[Chunk], results: Items[Result]) -> None:
+        advance = self.scheduler.apply(step, results)
+        self._count_tokens(advance)
+        self._events += advance.events
+        self._deliver()
+        if len(step) == 1 and step[0].sequence.num_generated_tokens == 1:
+            # Yield the GIL so that a lone request's first token is sent before this thread prepares the next step,
+            # which may take longer than the step did. In a larger batch this would delay every request.
+            time.sleep(0)
+
+    # --- asynchronous steps -------------------------------------------------------------------------------------
+
+    def _round_ahead(self, now: float, launch: Callable[[Items[Chunk]], Flight]) -> float:
+        """A round that leaves a step in flight, if one can be launched behind it.
+
+        If requests are opened, their grants come before the step is scheduled, while the one before is computed: their
+        first tokens take no more steps than without asynchronous steps. Other grants are not needed before the next
+        round's step, since a page is asked for a step ahead.
+        """
+        exchange = self._ask() if now >= self._retry_at else None
+        ahead, self._busy_s, waited_s = self._flight, 0.0, 0.0
+        if ahead is not None and exchange is not None and self.scheduler.opening:
+            waited_s, exchange = self._collect(exchange), None
+            if self._lost:
+                return 0.0
+        step, flying = self.scheduler.schedule(), None
+        if ahead is None and _brings_first_token(step):
+            return self._run_step(now, exchange, step)
+        if step:
+            # It may have been long since the round began.
+            if ahead is not None and not self._source.may_launch():
+                self._lose(SessionExpired("the lease was not renewed in time"))
+                return 0.0
+            began = self._clock()
+            flying = _Launched(step, launch(step))
+            self._busy_s += self._clock() - began
+            self.scheduler.launched(step)
+        leads = flying is not None and flying.flight.leads and not _brings_first_token(step)
+        if ahead is not None:
+            self._flight = flying
+            if not self._land(ahead):
+                return 0.0
+            leads = leads and ahead.flight.leads
+        self._flight = flying if leads else None
+        if flying is not None and not leads and not self._land(flying):
+            return 0.0
+        if exchange is not None:
+            waited_s = self._collect(exchange)
+        if step:
+            tokens = sum([chunk.count for chunk in step])
+            self.stats.step(
+                len(step), tokens, max(0.0, self._clock() - now - self._busy_s - waited_s), self._busy_s, waited_s
+            )
+        if step or ahead is not None or self._lost:
+            return 0.0
+        return self._idle_for()
+
+    def _land(self, launched: _Launched) -> bool:
+        """Wait for a step and apply it. Returns False if the session is lost: then nothing is in flight any more."""
+        began = self._clock()
+        results = launched.flight.wait()
+        self._busy_s += self._clock() - began
+        self.totals.steps += 1
+        if not self._source.may_launch():
+            # The lease ended during the step, and others may have written what the step has read since.
+            self._lose(SessionExpired("the lease ended during a step"))
+            return False
+        self._apply(launched.step, results)
+        return True
+
+    def _ground(self) -> None:
+        """Wait for the step in flight, if any, and discard its results."""
+        launched, self._flight = self._flight, None
+        if launched is not None:
+            try:
+                launched.flight.wait()
+            except Exception as error:
+                log.warning("flight_failed", error=type(error).__name__, detail=str(error))
 
     def _ask(self) -> Exchange | None:
         demands, removed = self.scheduler.demands()
@@ -287,6 +385,7 @@ class EngineLoop:
         """The session is lost and its pages with it: every request restarts, keeping its tokens."""
         log.warning("session_lost", reason=error.reason, detail=error.message, running=len(self.scheduler.running))
         self._lost = True
+        self._ground()
         if self._down_since is None:
             self._down_since = self._clock()
         if not self._proven:  # lost before its first answer: do not spin
@@ -364,6 +463,7 @@ class EngineLoop:
         self._flush()  # requests that had released everything keep their outcomes
         failure = Internal(f"the engine failed: {type(error).__name__}")
         live = list(self.scheduler.live.values())
+        self._ground()
         self.scheduler = self._new_scheduler()
         self._watch()
         self._source.close()
@@ -413,3 +513,10 @@ class EngineLoop:
             log.info("request_cancelled", **fields)
         else:
             log.info("request_finished", reason=outcome.reason.name if outcome.reason else "", **fields)
+
+
+def _brings_first_token(step: Items[Chunk]) -> bool:
+    """Whether a step of few requests samples the first token of one."""
+    if len(step) > FEW:
+        return False
+    return any(chunk.samples and chunk.start + chunk.count == len(chunk.sequence.request.prompt) for chunk in step)

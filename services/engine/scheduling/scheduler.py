@@ -11,12 +11,17 @@ by requests that arrive within that time per point of priority difference: no re
 A round is ``demands() -> schedule() -> apply() -> granted()``. The demands describe the state after the last
 synchronized step and are served while the scheduled step runs, so a page is reported or released only when no step
 uses it. A request that ended is *leaving* until its pages are released, and *settled* after that.
+
+With asynchronous steps a round is ``demands() -> granted() -> schedule() -> launched()``, then ``apply()`` of the step
+launched in the round before. What a step in flight computes and samples is scheduled as if it were there already; the
+demands still describe the synchronized state, and nothing is released that a step in flight was given.
 """
 
 from __future__ import annotations
 
 import bisect
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -93,6 +98,8 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._holds = BlockTables()
         self._sent: tuple[list[tuple[Demand, Sequence]], list[str]] = ([], [])
+        self._in_flight: deque[Items[Chunk]] = deque()  # launched and not applied, in order
+        self.opening = False  # whether the last demands open sequences
         self.preemptions = 0
         self.looked_up_tokens = 0  # prompt tokens at first admission, and how many of them were cached
         self.cached_tokens = 0
@@ -211,7 +218,10 @@ class Scheduler:
         """
         removed, urgent, along, returning = list[str](), [], [], []
         size, held_back = self._page_size, list[Sequence]()
+        busy = self._busy() if self._in_flight and (self.leaving or self._released) else frozenset[str]()
         for source_id, sequence in self.leaving.items():
+            if source_id in busy:
+                continue
             if sequence.forks or self._has_last_report(sequence):
                 urgent.append((self._demand(sequence, 0), sequence))
             else:
@@ -230,7 +240,7 @@ class Scheduler:
                 in_prompt = reported < len(sequence.request.prompt)
                 # While it decodes, a growth normally comes first and reports them.
                 worth_a_call = unreported >= (REPORT_PAGES if in_prompt else 2 * GROWTH_PAGES)
-            if worth_a_call or len(sequence.tokens) >= len(sequence.pages) * size:
+            if worth_a_call or len(sequence.tokens) + sequence.pending >= len(sequence.pages) * size:
                 pages = self._admission.growth(sequence)
                 if worth_a_call or pages > len(sequence.pages):
                     urgent.append((self._demand(sequence, pages), sequence))
@@ -243,7 +253,8 @@ class Scheduler:
                 sequence.shares_tail = True
                 forks.append((self._demand(sequence, self._admission.growth(sequence)), sequence))
         self._release_unsure({demand.sequence_id for demand, _ in (*forks, *openings)})
-        removed += self._released
+        removed += [source_id for source_id in self._released if source_id not in busy]
+        self.opening = bool(forks or openings)
         if not (removed or urgent or openings):
             return [], []
         demands = [*urgent, *((self._demand(sequence, 0), sequence) for sequence in along), *forks, *openings]
@@ -269,13 +280,36 @@ class Scheduler:
         """Returns the chunks of the next step."""
         return share_out(self.running, self._max_step_tokens, self._page_size)
 
+    def launched(self, step: Items[Chunk]) -> None:
+        """A step was launched and will be applied later, in order of launch."""
+        self._in_flight.append(step)
+        for chunk in step:
+            sequence = chunk.sequence
+            sequence.in_flight += chunk.count
+            if chunk.samples:
+                sequence.pending += 1
+
+    def _busy(self) -> frozenset[str]:
+        """Source ids of the sequences whose pages a step in flight may read and write."""
+        return frozenset(chunk.source_id for step in self._in_flight for chunk in step)
+
     def apply(self, step: Items[Chunk], results: Items[Result]) -> Advance:
-        """Commit a synchronized step; ``results[i]`` is what chunk i sampled, or the error that ends its request."""
+        """Commit a synchronized step; ``results[i]`` is what chunk i sampled, or the error that ends its request.
+
+        The results of a sequence that has ended or lost its pages since the launch are discarded.
+        """
         advance, running = Advance(self._clock()), State.RUNNING
+        behind = bool(self._in_flight)
+        if behind:
+            self._in_flight.popleft()
         for chunk, result in zip(step, results, strict=True):
             sequence = chunk.sequence
-            if sequence.state is not running:
-                continue  # another sample of its request failed in this step
+            if sequence.state is not running or (behind and sequence.source_id != chunk.source_id):
+                continue
+            if behind:
+                sequence.in_flight -= chunk.count
+                if chunk.samples:
+                    sequence.pending -= 1
             if isinstance(result, ServiceError):
                 self.finish(sequence, Outcome(error=result))
                 continue
@@ -365,8 +399,12 @@ class Scheduler:
         }
 
     def lost_pages(self, total_pages: int | None = None) -> None:
-        """The session is lost with all pages: requeue running requests with their tokens, and settle leaving ones."""
+        """The session is lost with all pages: requeue running requests with their tokens, and settle leaving ones.
+
+        No step may be in flight; what the last ones computed is discarded.
+        """
         self._sent = ([], [])
+        self._in_flight.clear()
         self._released.clear()
         self._unsure.clear()
         self._admission.open()

@@ -125,6 +125,10 @@ class Sequence:
     page copies; its 64-bit ids go into a step's block tables in bulk. Each admission uses a new source id, which is
     never reused; it is empty while the page source does not know the sequence.
 
+    Steps that were launched and have not been applied compute ``in_flight`` more tokens, and sample ``pending`` more
+    that the host does not know yet; ``draw_row`` is the last one's row in the sampler's output. The counters above do
+    not include them: they describe the synchronized state.
+
     ``order`` never changes: the first in order is admitted first, gets the step's budget first, and is preempted last.
 
     The samples of one prompt form a ``family``; a single sample has none. The first sample, the ``leader``, computes
@@ -139,6 +143,9 @@ class Sequence:
     tokens: list[int] = field(init=False)
     num_computed_tokens: int = 0
     num_reported_tokens: int = 0
+    in_flight: int = 0
+    pending: int = 0
+    draw_row: int = 0
     pages: array[int] = field(default_factory=partial(array, "q"))
     source_id: str = ""
     state: State = State.WAITING
@@ -203,7 +210,7 @@ class Sequence:
     @property
     def resident_target(self) -> int:
         """Tokens it must have pages for so that neither the step in flight nor the next one waits for a page."""
-        return min(len(self.tokens) + 1, self.max_resident_tokens)
+        return min(len(self.tokens) + self.pending + 1, self.max_resident_tokens)
 
     @property
     def usage(self) -> Usage:
@@ -229,7 +236,7 @@ class Sequence:
     def forget_pages(self) -> None:
         """Reset to nothing computed. The tokens stay, so recomputing continues the same output."""
         del self.pages[:]
-        self.num_computed_tokens = self.num_reported_tokens = 0
+        self.num_computed_tokens = self.num_reported_tokens = self.in_flight = self.pending = 0
         self.source_id = ""
         self.shares_tail = False
         self.state = State.WAITING

@@ -4,22 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-from services.engine.scheduling.sequence import Sequence
+from services.engine.sampling.result import Result
+from services.engine.scheduling.sequence import Sequence, State
 
 
 @dataclass(slots=True)
 class Chunk:
     """``count`` tokens of a sequence from position ``start`` on. ``samples`` is set when they are the sequence's last
-    tokens and the next one is to be sampled.
+    tokens and the next one is to be sampled. If ``start`` is the number of its tokens, the one there is still pending:
+    the step before samples it.
 
-    Not frozen: a mutable dataclass takes a quarter of the time to create.
+    ``source_id`` is the sequence's at the time. Not frozen: a mutable dataclass takes a quarter of the time to create.
     """
 
     sequence: Sequence
     start: int
     count: int
     samples: bool
+    source_id: str = ""
+
+    @property
+    def void(self) -> bool:
+        """Whether its sequence has ended or lost its pages since, so that its result counts for nothing."""
+        return self.sequence.state is not State.RUNNING or self.sequence.source_id != self.source_id
+
+
+class Flight(Protocol):
+    """A step that was launched. Until `wait` has returned, it may read and write the pages that its sequences had."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether the next step may be launched before this one is waited for; `wait` may make it false."""
+
+    def wait(self) -> list[Result]:
+        """Wait until it is synchronized. Returns a result per chunk: its sampled token, an error, or None.
+
+        The steps launched before must have been waited for and applied. Raises if nothing can be computed.
+        """
 
 
 def share_out(running: Iterable[Sequence], budget: int, page_size: int) -> tuple[Chunk, ...]:
@@ -33,18 +56,23 @@ def share_out(running: Iterable[Sequence], budget: int, page_size: int) -> tuple
     for sequence in running:
         if (sequence.shares_tail or sequence.forks) and sequence.held:
             continue
-        start = sequence.num_computed_tokens
+        start, total = sequence.num_computed_tokens + sequence.in_flight, len(sequence.tokens)
+        if sequence.pending:
+            total += sequence.pending
+            # The last token is never computed. Forks share the pages behind the first one.
+            if total > sequence.max_resident_tokens or sequence.forks:
+                continue
         room = len(sequence.pages) * page_size - start
         if room <= 0:
             continue
-        missing = len(sequence.tokens) - start
+        missing = total - start
         if missing == 1:
-            chunks.append(Chunk(sequence, start, 1, True))
+            chunks.append(Chunk(sequence, start, 1, True, sequence.source_id))
             decoding += 1
             wanted += 1
         elif missing:
             count = min(missing, room)
-            chunks.append(Chunk(sequence, start, count, count == missing))
+            chunks.append(Chunk(sequence, start, count, count == missing, sequence.source_id))
             wanted += count
     return tuple(chunks if wanted <= budget else _cut(chunks, budget, decoding))
 
@@ -55,7 +83,7 @@ def _cut(chunks: list[Chunk], budget: int, decoding: int) -> list[Chunk]:
     decodes = budget - prefills
     for chunk in chunks:
         want = chunk.count
-        if len(chunk.sequence.tokens) - chunk.start == 1:
+        if len(chunk.sequence.tokens) + chunk.sequence.pending - chunk.start == 1:
             chunk.count = min(1, decodes)
             decodes -= chunk.count
         else:

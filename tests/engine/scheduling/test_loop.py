@@ -92,7 +92,8 @@ def cancelled_while_queued(harness: Harness) -> None:
 def cancelled_in_prefill(harness: Harness) -> None:
     harness.submit(make_request("a", [1, 2] * 60))
     harness.iterate(2)
-    assert 0 < harness.loop.scheduler.live["a"].num_computed_tokens < 120
+    sequence = harness.loop.scheduler.live["a"]
+    assert 0 < sequence.num_computed_tokens + sequence.in_flight < 120
     harness.loop.cancel("a")
     harness.until_idle()
     assert harness.reason("a") is FinishReason.CANCELLED and not harness.tokens["a"]
@@ -149,7 +150,8 @@ def out_of_time_while_queued(harness: Harness) -> None:
 def out_of_time_in_prefill(harness: Harness) -> None:
     harness.submit(make_request("a", [1, 2] * 60, deadline=harness.clock.now + 0.0015))
     harness.iterate(2)
-    assert 0 < harness.loop.scheduler.live["a"].num_computed_tokens < 120
+    sequence = harness.loop.scheduler.live["a"]
+    assert 0 < sequence.num_computed_tokens + sequence.in_flight < 120
     harness.until_idle()
     assert isinstance(error_of(harness, "a"), DeadlineExceeded) and not harness.tokens["a"]
 
@@ -220,10 +222,11 @@ WAYS: list[Callable[[Harness], None]] = [
 ]
 
 
+@pytest.mark.parametrize("ahead", [None, "early", "late"])
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_however_it_ends_nothing_is_left(way: Callable[[Harness], None], late: bool) -> None:
-    harness = Harness(late=late, max_batch=8, max_step_tokens=40)
+def test_however_it_ends_nothing_is_left(way: Callable[[Harness], None], late: bool, ahead: str | None) -> None:
+    harness = Harness(late=late, max_batch=8, max_step_tokens=40, ahead=ahead)
     way(harness)
     harness.until_idle()
     harness.iterate(2)

@@ -23,6 +23,9 @@ from services.engine.scheduling.sequence import FinishReason, Key, Request, key_
 from services.engine.scheduling.step import Chunk
 from tests.engine.fakes import Harness, alone, make_request
 
+#: Without asynchronous steps, and with them on a device that computes as early and as late as it may.
+AHEAD = (None, "early", "late")
+
 prompts = st.builds(
     lambda prefix, tail: prefix + tail,
     st.sampled_from([[], [0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 1, 1, 1, 1, 2, 2, 2, 2]]),
@@ -40,6 +43,8 @@ class Submit:
     n: int
     priority: int
     seconds: float | None
+    stop: tuple[str, ...]
+    min_tokens: int
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ submits = st.builds(
     st.sampled_from([1, 1, 2, 4]),
     st.sampled_from([0, 0, 0, -2, 3]),
     st.sampled_from([None, None, None, 0.02, 0.5]),
+    st.sampled_from([(), (), (), ("b",), ("ac", "dd")]),
+    st.sampled_from([0, 0, 3]),
 )
 operations = st.one_of(
     submits,
@@ -128,9 +135,11 @@ def run_workload(harness: Harness, workload: list[object]) -> None:
         return ForwardFailed("broken") if breaks else None
 
     harness.memory.fault = fault
+    # Now and then a step that none may be launched behind, as one with a penalty.
+    harness.memory.unfollowed = lambda step: len(harness.memory.steps) % 7 in (2, 3, 5)
     for operation in workload:
         match operation:
-            case Submit(prompt, max_tokens, seed, salt, eos, n, priority, seconds):
+            case Submit(prompt, max_tokens, seed, salt, eos, n, priority, seconds, stop, min_tokens):
                 name = f"r{submitted}"
                 submitted += 1
                 deadline = None if seconds is None else harness.clock.now + seconds
@@ -139,6 +148,8 @@ def run_workload(harness: Harness, workload: list[object]) -> None:
                     **{"max_tokens": max_tokens, "seed": seed, "salt": salt, "eos": eos, "n": n},
                     deadline=deadline,
                     priority=priority,
+                    stop=stop,
+                    min_tokens=min_tokens,
                 )
                 requests.update((key_of(name, one.sample), one) for one in (request, *request.others))
                 harness.submit(request)
@@ -209,30 +220,46 @@ def shaped(steps: st.SearchStrategy[object]) -> Callable[[Callable[..., None]], 
         st.integers(1, 6),
         st.integers(1, 24),
         st.booleans(),
+        st.sampled_from(AHEAD),
     )
 
 
-def harness_of(slots: int, page_size: int, max_batch: int, max_step_tokens: int, late: bool) -> Harness:
+def harness_of(
+    slots: int, page_size: int, max_batch: int, max_step_tokens: int, late: bool, ahead: str | None
+) -> Harness:
     return Harness(
         pages=slots // page_size,
         page_size=page_size,
         max_batch=max_batch,
         max_step_tokens=max_step_tokens,
         late=late,
+        ahead=ahead,
     )
 
 
 @settings(max_examples=300, deadline=None)
 @shaped(operations)
 def test_every_output_is_the_output_alone(
-    workload: list[object], slots: int, page_size: int, max_batch: int, max_step_tokens: int, late: bool
+    workload: list[object],
+    slots: int,
+    page_size: int,
+    max_batch: int,
+    max_step_tokens: int,
+    late: bool,
+    ahead: str | None,
 ) -> None:
-    run_workload(harness_of(slots, page_size, max_batch, max_step_tokens, late), workload)
+    run_workload(harness_of(slots, page_size, max_batch, max_step_tokens, late, ahead), workload)
 
 
 @settings(max_examples=200, deadline=None)
 @shaped(st.one_of(operations, operations, faults))
 def test_lost_replies_and_lost_sessions_change_no_output(
-    workload: list[object], slots: int, page_size: int, max_batch: int, max_step_tokens: int, late: bool
+    workload: list[object],
+    slots: int,
+    page_size: int,
+    max_batch: int,
+    max_step_tokens: int,
+    late: bool,
+    ahead: str | None,
 ) -> None:
-    run_workload(harness_of(slots, page_size, max_batch, max_step_tokens, late), workload)
+    run_workload(harness_of(slots, page_size, max_batch, max_step_tokens, late, ahead), workload)

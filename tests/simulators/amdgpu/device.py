@@ -13,7 +13,7 @@ import math
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -205,6 +205,10 @@ class Amd:
     def get(self, array: Array) -> NDArray[Any]:
         """Copy an array to the host."""
         return array.values()
+
+    def fetch(self, array: Array) -> Callable[[], NDArray[Any]]:
+        """Copy an array to the host when the function is called; each launch is over when it returns."""
+        return lambda: self.get(array)
 
     def next_seed(self) -> int:
         """Return the number that the next launch's order comes of."""

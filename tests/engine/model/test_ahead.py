@@ -1,0 +1,230 @@
+# mypy: disable-error-code="arg-type, misc, assignment, method-assign"
+"""Asynchronous steps on a real model and sampler: the same bits as synchronous ones, whatever a request asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from services.common.errors import ForwardFailed
+from services.engine.model.batch import Row
+from services.engine.model.decoder import Model
+from services.engine.model.runner import Runner
+from services.engine.pages.local import LocalPageSource
+from services.engine.sampling.params import SamplingParams, seed_of
+from services.engine.scheduling.admission import Limits
+from services.engine.scheduling.event import Event
+from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.sequence import Outcome, Request, Stopping
+from services.engine.scheduling.step import Chunk, Flight
+from tests.engine.fakes import Clock, PlainText
+from tests.models.checkpoints import llama_config, random_tensors, write_checkpoint
+
+PAGE_SIZE = 4
+EOS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    config = llama_config()
+    return Model.load(write_checkpoint(tmp_path_factory.mktemp("model"), config, random_tensors(config)))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, and after how many rounds it arrives and is cancelled."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    min_tokens: int
+    ends: bool
+    stop: tuple[str, ...]
+    n: int
+    params: SamplingParams
+    arrives: int
+    cancelled: int | None
+
+
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 0, 5]),
+    top_p=st.sampled_from([1.0, 0.9]),
+    min_p=st.just(0.0),
+    seed=st.integers(0, 3),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.0, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.0, 0.0, 0.7]),
+    logit_bias=st.sampled_from([(), (), ((EOS, 9.0),), ((5, 4.0), (7, -4.0))]),
+    logprobs=st.sampled_from([None, None, 0, 2]),
+    prompt_logprobs=st.sampled_from([None, None, None, 1]),
+    suppressed=st.sampled_from([frozenset(), frozenset({9})]),
+    begin_suppressed=st.sampled_from([frozenset(), frozenset({9, EOS})]),
+)
+asks = st.builds(
+    Ask,
+    st.lists(st.integers(0, 20), min_size=1, max_size=18).map(tuple),
+    st.integers(1, 12),
+    st.sampled_from([0, 0, 4]),
+    st.booleans(),
+    st.sampled_from([(), (), ("f",), ("ab", "h")]),
+    st.sampled_from([1, 1, 1, 3]),
+    params,
+    st.integers(0, 12),
+    st.sampled_from([None, None, None, 3, 9]),
+)
+
+
+def request_of(name: str, ask: Ask) -> Request:
+    stopping = Stopping(ask.max_tokens, ask.min_tokens, frozenset({EOS} if ask.ends else ()))
+    first = Request(name, ask.prompt, stopping, ask.params, PlainText(ask.stop))
+    others = [
+        dataclasses.replace(
+            first,
+            sample=sample,
+            sampling=dataclasses.replace(ask.params, seed=seed_of(ask.params.seed, sample), prompt_logprobs=None),
+            text=PlainText(ask.stop),
+        )
+        for sample in range(1, ask.n)
+    ]
+    return dataclasses.replace(first, others=tuple(others))
+
+
+Output = dict[tuple[str, int], tuple[list[Any], Outcome | None]]
+
+
+def outputs(
+    model: Model,
+    work: Sequence[Ask],
+    pages: int,
+    limits: Limits,
+    asynchronous: bool,
+    wrap: Callable[[Callable[[Sequence[Chunk]], Flight]], Callable[[Sequence[Chunk]], Flight]] = lambda launch: launch,
+) -> Output:
+    """Everything that the requests are told, by request and sample."""
+    g = model.geometry(PAGE_SIZE)
+    memory = np.full((pages, g.layers, 2, g.kv_heads, PAGE_SIZE, g.head_dim), np.nan, np.float32)
+    runner, found, clock = Runner(model, lambda: memory), Output(), Clock()
+
+    def outbox(events: list[Event]) -> None:
+        for event in events:
+            told, _ = found.get((event.request_id, event.sample), ([], None))
+            told += zip(event.token_ids, event.logprobs or [None] * len(event.token_ids), strict=True)
+            told += [("prompt", one) for one in event.prompt_logprobs]
+            found[event.request_id, event.sample] = told, event.outcome
+
+    launch = wrap(runner.launch) if asynchronous else None
+    loop = EngineLoop(runner, LocalPageSource(pages, PAGE_SIZE), limits, outbox, launch=launch, clock=clock)
+    for now in range(3000):
+        for nth, ask in enumerate(work):
+            if ask.arrives == now:
+                loop.submit(request_of(f"r{nth}", ask))
+            if ask.cancelled == now:
+                loop.cancel(f"r{nth}")
+        clock.now += loop.iterate() + 0.001
+        if now > 12 and not loop.scheduler.live:
+            return found
+    raise AssertionError(f"not idle: {loop.scheduler}")
+
+
+def same(on: Output, off: Output, work: Sequence[Ask]) -> None:
+    assert on.keys() == off.keys()
+    for (name, sample), (told, outcome) in on.items():
+        expected, ended = off[name, sample]
+        if work[int(name[1:])].cancelled is None:
+            assert told == expected
+            assert repr(outcome) == repr(ended)  # errors are not equal
+        else:  # how far it comes depends on the time
+            shorter = min(len(told), len(expected))
+            assert told[:shorter] == expected[:shorter]
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(asks, min_size=1, max_size=8), st.integers(12, 60), st.integers(1, 6), st.integers(1, 30))
+def test_the_same_bits_as_without(
+    model: Model, work: list[Ask], pages: int, max_batch: int, max_step_tokens: int
+) -> None:
+    limits = Limits(max_batch, max_step_tokens + max_batch, 100)
+    same(outputs(model, work, pages, limits, True), outputs(model, work, pages, limits, False), work)
+
+
+def plain(nth: int, **params: Any) -> Ask:
+    chosen = SamplingParams(1.0, 0, 1.0, 0.0, nth, **params)
+    return Ask((1, 2, 3 + nth), 9, 0, False, (), 1, chosen, 0, None)
+
+
+def test_a_penalty_takes_a_step_that_is_over_and_nothing_else_does(model: Model) -> None:
+    depth: list[int] = []
+
+    def counting(flights: list[Flight], launch: Callable[[Sequence[Chunk]], Flight]) -> Any:
+        def launched(step: Sequence[Chunk]) -> Flight:
+            depth.append(sum(not one.landed for one in flights))  # type: ignore[attr-defined]
+            flights.append(launch(step))
+            return flights[-1]
+
+        return launched
+
+    limits = Limits(8, 64, 100)
+    for odd, ahead in [
+        ({}, True),
+        ({"logprobs": 2}, True),
+        ({"logit_bias": ((5, 2.0),)}, True),
+        ({"suppressed": frozenset({4})}, True),
+        ({"presence_penalty": 0.5}, False),
+        ({"prompt_logprobs": 1}, True),  # once the prompt's are told
+    ]:
+        depth.clear()
+        work = [*(plain(nth) for nth in range(5)), plain(5, **odd)]
+        outputs(model, work, 60, limits, True, functools.partial(counting, []))
+        assert (1 in depth) == ahead and max(depth) <= 1, odd
+
+
+def test_a_row_that_breaks_the_forward_pass_ends_alone_and_steps_behind_it_are_run_again(model: Model) -> None:
+    forward = model.forward
+
+    def broken(rows: Sequence[Row], pages: NDArray[np.float32], *drawn: Any) -> Any:
+        # Its fifth token: a step that is launched behind another one, and has one launched behind it.
+        if any(row.start == 7 and row.pages[0] == marked[0] for row in rows):
+            raise RuntimeError("broken")
+        return forward(rows, pages, *drawn)
+
+    marked = [-1]
+    work = [plain(nth) for nth in range(6)]
+    limits = Limits(8, 64, 100)
+    expected = outputs(model, work, 60, limits, False)
+
+    again: list[int] = []
+
+    def marking(launch: Any) -> Any:
+        runner, rerun = launch.__self__, launch.__self__.again
+
+        def counted(step: Sequence[Chunk]) -> Any:
+            again.append(len(step))
+            return rerun(step)
+
+        runner.again = counted
+
+        def launched(step: Sequence[Chunk]) -> Flight:
+            marked[0] = next((c.sequence.pages[0] for c in step if c.sequence.id == "r2"), marked[0])
+            return launch(step)
+
+        return launched
+
+    model.forward = broken
+    try:
+        found = outputs(model, work, 60, limits, True, marking)
+    finally:
+        model.forward = forward
+    told, outcome = found.pop(("r2", 0))
+    assert outcome is not None and isinstance(outcome.error, ForwardFailed)
+    assert told == expected.pop(("r2", 0))[0][: len(told)] and 1 < len(told) < 9
+    assert found == expected
+    assert again == [6, 6]  # itself and the one behind it; then steps run ahead as before
