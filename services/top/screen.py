@@ -84,12 +84,12 @@ def _most(rows: list[EngineView] | list[SessionView], most: int) -> Iterable:
 
 def _head(view: View, paused: bool) -> Text:
     text = Text()
-    text.append("rocmforge top", style="bold")
+    text.append("rocmforge top  ", style="bold")
     if paused:
-        text.append("  paused", style="bold yellow")
+        text.append("paused  ", style="bold yellow")
     if not view.trouble:
-        text.append(f"  up {_span(view.uptime_s)}  epoch {view.epoch:016x}")
-    text.append(f"  {_tail(view.target, 28)}")
+        text.append(f"up {_span(view.uptime_s)}  epoch {view.epoch:016x}  ")
+    text.append(_tail(view.target, 28))
     return text
 
 
@@ -100,9 +100,9 @@ def _title(name: str, rest: str) -> Text:
 def _pool(pool: PoolView, width: int) -> list[Text]:
     counts = (pool.held, pool.cached, pool.retained, pool.quarantined, pool.free)
     hit = f"hit {_percent(pool.hit_rate)} ({_percent(pool.hit_rate_ever)})"
-    said = f"  {pool.total} pages  {hit}  new/s {pool.granted_s:.0f} out/s {pool.evicted_s:.0f}"
+    said = f"{pool.total} pages  {hit}  new/s {pool.granted_s:.0f} out/s {pool.evicted_s:.0f}"
     first = Text()
-    first.append(pool.id[: max(12, width - len(said))], style="bold")
+    first.append(f"{pool.id[: max(12, width - len(said) - 2)]}  ", style="bold")
     first.append(said)
     second = Text()
     for (mark, _, style), cells in zip(STATES, shares(counts, width), strict=True):

@@ -11,7 +11,7 @@ from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.prefix_cache import FrozenLinks
 
 #: Tokens of one event, and what is looked at in one go: a few milliseconds.
-MOST_TOKENS = 8192
+MOST_TOKENS = 4096
 
 
 def medium(pool: Pool) -> str:

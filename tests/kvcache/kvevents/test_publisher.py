@@ -243,6 +243,26 @@ def test_any_reader_knows_the_truth_whatever_it_missed(
             reader.close()
 
 
+def test_a_replay_of_more_than_is_kept_clears_the_engines_that_left(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "LEAST_KEPT", 2)
+    publisher(running)._journal._most_bytes = 0
+    reader = reader_of(running)
+    gone = running.session(engine_name="gone", model="pool")
+    publish(running, gone, "a", [1, 2, 3, 4])
+    assert len(follow(running, reader)["kv@gone@pool"]) == 1
+    running.stub.CloseSession(pb.CloseSessionRequest(session_id=gone))
+    truth(running)
+    session = running.session(engine_name="one", model="pool")
+    for at in range(4):
+        publish(running, session, f"s{at}", [at] * 4)
+        truth(running)
+    reader.catch_up()  # of all that it has not read
+    assert not reader.blocks["kv@gone@pool"] and len(reader.blocks["kv@one@pool"]) == 5
+    reader.close()
+
+
 def test_a_new_run_of_the_daemon_is_seen_by_its_numbers(tmp_path: Path) -> None:
     one = Running(tmp_path, *FLAGS)
     address, replay = publisher(one).bound, publisher(one).replay_bound
