@@ -23,7 +23,7 @@ Work = Generator[Job | None, Any, Result]
 ENTRIES = 512
 
 #: Seconds of a slice, which is all that long work gets in one pass of the loop.
-SLICE_S = 0.005
+SLICE_S = 0.002
 
 
 def finish(work: Work[Result], clock: Callable[[], float]) -> Result:

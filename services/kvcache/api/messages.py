@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Generator, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 from google.protobuf import duration_pb2
 
 from rocmforge.client.demands import STEP_TOKENS
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
-from services.common.errors import FieldInvalid, InvalidConfiguration
+from services.common import rpc
+from services.common.errors import FieldInvalid, InvalidConfiguration, ServiceError
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.cache.explain import PageAnswer
 from services.kvcache.cache.grant import Grant
@@ -26,7 +28,10 @@ from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.prefix_cache import FrozenLinks
 from services.kvcache.slices import ENTRIES, Work
 
+DOMAIN = "rocmforge.kvcache"
 MAX_ITEMS = 4096
+#: Demands that are read in one go, and answers that are written.
+READ_AT_ONCE = 128
 #: Tokens that are read in one go.
 TOKEN_SLICE = 1 << 14
 #: Pages that an explanation may have.
@@ -34,6 +39,7 @@ MAX_EXPLAINED = 1 << 16
 MAX_NAME = 128
 MAX_LIST = 1000
 
+_TOKENS = attrgetter("tokens")
 _DTYPES = {pb.DATA_TYPE_F32: "f32", pb.DATA_TYPE_F16: "f16", pb.DATA_TYPE_BF16: "bf16", pb.DATA_TYPE_INT8: "int8"}
 _EVENT_FIELDS = {
     EventKind.STORED: "stored",
@@ -60,7 +66,7 @@ def pool_stats_message(pool: Pool, sessions: int) -> pb.PoolStats:
         recycled_pages=table.recycled_count,
         sessions=sessions,
         active_sequences=len(pool.sequences),
-        total_tokens=sum(len(sequence.tokens) for sequence in pool.sequences),
+        total_tokens=sum(map(len, map(_TOKENS, pool.sequences))),  # of very many, in one look
         lookup_tokens=totals.lookup_tokens,
         hit_tokens=totals.hit_tokens,
         granted_pages=totals.granted_pages,
@@ -144,11 +150,26 @@ def fill_grant(message: pb.SequenceGrant, grant: Grant) -> None:
 def fill_long_grant(message: pb.SequenceGrant, grant: Grant) -> Work[None]:
     """As ``fill_grant``, in slices."""
     fill_grant(message, grant._replace(pages=[]))
-    for at in range(0, len(grant.pages), 8 * ENTRIES):
-        some = grant.pages[at : at + 8 * ENTRIES]
+    for at in range(0, len(grant.pages), 2 * ENTRIES):
+        some = grant.pages[at : at + 2 * ENTRIES]
         message.page_ids.extend([page_id for page_id, _ in some])
         message.generations.extend([generation for _, generation in some])
         yield None
+
+
+def fill_grants(response: pb.AllocatePagesResponse, told: list[tuple[str, Grant | ServiceError]]) -> Work[None]:
+    """Write the answers to a step call into its response, in slices."""
+    for at, (sequence_id, answer) in enumerate(told):
+        message = response.grants.add()
+        message.sequence_id = sequence_id  # given to `add` it takes longer
+        if isinstance(answer, ServiceError):
+            message.error.CopyFrom(rpc.status_of(answer, DOMAIN))
+        elif len(answer.pages) <= ENTRIES:
+            fill_grant(message, answer)
+        else:
+            yield from fill_long_grant(message, answer)
+        if at % READ_AT_ONCE == READ_AT_ONCE - 1:
+            yield None
 
 
 def page_answer_message(answer: PageAnswer) -> pb.PageExplanation:
@@ -251,6 +272,8 @@ def read_demands(items: Any) -> Generator[None, None, list[Steps | Opening]]:
                 count += 1
             case _:
                 raise FieldInvalid(f"demands[{at}] has neither steps nor an opening", field=f"demands[{at}]")
+        if at % READ_AT_ONCE == READ_AT_ONCE - 1:
+            yield
     _check_sequences(count)
     return demands
 

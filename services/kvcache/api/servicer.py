@@ -17,7 +17,7 @@ from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
 from services.common.access.identity import CALLER, Identity
 from services.common.access.policy import Policy
-from services.common.errors import Draining, FieldInvalid, ServiceError
+from services.common.errors import Draining, FieldInvalid
 from services.kvcache.api import messages
 from services.kvcache.api.roles import ENGINE, INCLUDES, NEEDED, OPERATOR
 from services.kvcache.cache.cache import KvCache
@@ -26,13 +26,12 @@ from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process
 from services.kvcache.pool.sequence import Sequence
 from services.kvcache.scrub.scrubber import Report, Scrubber
-from services.kvcache.slices import ENTRIES, Result, Slices, Work, found_in
+from services.kvcache.slices import Result, Slices, Work, found_in
 from services.version import VERSION
 
-DOMAIN = "rocmforge.kvcache"
 SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
 
-maps_errors = rpc.maps_errors(DOMAIN)
+maps_errors = rpc.maps_errors(messages.DOMAIN)
 
 log = structlog.get_logger()
 
@@ -171,15 +170,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         if (unclean := pool.table.unclean) is not None and unclean.granted:
             await self._scrubber.zero_granted(pool)  # nobody writes in a page that is told to nobody
         response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
-        for sequence_id, answer in told:
-            grant = response.grants.add()
-            grant.sequence_id = sequence_id  # given to `add` it takes longer
-            if isinstance(answer, ServiceError):
-                grant.error.CopyFrom(rpc.status_of(answer, DOMAIN))
-            elif len(answer.pages) <= ENTRIES:
-                messages.fill_grant(grant, answer)
-            else:
-                await self._slices.run(messages.fill_long_grant(grant, answer))
+        if told:
+            await self._slices.run(messages.fill_grants(response, told))
         return response
 
     @maps_errors
@@ -191,7 +183,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         response = pb.AppendTokensResponse(epoch=self._cache.epoch)
         work = self._cache.appending(request.session_id, steps, caller)
         for sequence_id, error in await self._slices.run(work, order=request.session_id):
-            response.errors.add(sequence_id=sequence_id, error=rpc.status_of(error, DOMAIN))
+            response.errors.add(sequence_id=sequence_id, error=rpc.status_of(error, messages.DOMAIN))
         return response
 
     @maps_errors

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from services.common.errors import (
@@ -313,7 +313,7 @@ class KvCache:
         session = self._sessions.use(session_id, caller, now)
         pool = self.pool_of(session)
         pool.last_used = now
-        pool.table.cached.pass_time(now)
+        pool.table.cached.pass_time(now, slices.ENTRIES)
         return session
 
     def _lose(self, session: Session) -> None:
@@ -516,7 +516,7 @@ class KvCache:
         now = self._clock()
         self.quarantine.sweep(now, {s.process for s in self._sessions.all() if s.process is not None})
         for pool in list(self.pools):
-            while not pool.table.cached.pass_time(self._clock()):
+            while not pool.table.cached.pass_time(self._clock(), slices.ENTRIES):
                 yield None
             ttl = self.limits.cache_ttl_s
             while ttl is not None and pool.expire_cached(self._clock() - ttl, slices.ENTRIES) == slices.ENTRIES:
@@ -536,16 +536,20 @@ class KvCache:
         """As ``expire_sequences``, in slices: each sequence is ended alone."""
         before, count, spent = self._clock() - older_than_s, 0, 0
         for pool in list(self.pools):
-            while (sequence := next(iter(pool.sequences), None)) is not None and sequence.last_access <= before:
-                session = self._sessions.by_id(sequence.session_id)
-                session.forget([sequence.id])
-                count += 1
-                self.expired_sequences += 1
-                spent += 2 + sequence.page_count
-                yield from self.quarantine.expire(session, pool, sequence)
-                if spent >= slices.ENTRIES:
-                    spent = 0
-                    yield None
+            # A dict finds its first entry slowly when many before it are gone: they are looked for many at a time.
+            while old := list(takewhile(lambda one: one.last_access <= before, islice(pool.sequences, slices.ENTRIES))):
+                for sequence in old:
+                    if spent >= slices.ENTRIES:
+                        spent = 0
+                        yield None
+                    if sequence not in pool.sequences or sequence.last_access > before:
+                        continue  # it was used or has ended since
+                    session = self._sessions.by_id(sequence.session_id)
+                    session.forget([sequence.id])
+                    count += 1
+                    self.expired_sequences += 1
+                    spent += 2 + sequence.page_count
+                    yield from self.quarantine.expire(session, pool, sequence)
         return count
 
     def evict_pages(self, pool_id: str, most: int | None, *, retained: bool = False) -> tuple[int, int]:
@@ -558,7 +562,7 @@ class KvCache:
         """As ``evict_pages``, in slices: at most as many as are cached at the beginning."""
         pool, evicted = self.pools.get(pool_id), 0
         cached = pool.table.cached
-        while not cached.pass_time(self._clock()):
+        while not cached.pass_time(self._clock(), slices.ENTRIES):
             yield None
         left = len(cached) if most is None else min(most, len(cached))
         while left:

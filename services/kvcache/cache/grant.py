@@ -73,7 +73,7 @@ def answering(session: Session, pool: Pool, sequence: Sequence, known: int) -> W
     now = yield None
     check_live(session, sequence)
     while (at := known + len(pages)) < len(sequence.pages):
-        pages += pool.references(sequence.pages[at : at + 8 * slices.ENTRIES])
+        pages += pool.references(sequence.pages[at : at + 2 * slices.ENTRIES])
         now = yield None
         check_live(session, sequence)
     pool.touch(sequence, now)

@@ -472,15 +472,25 @@ class Pool:
         for sequence in ended:
             del live[sequence]
             sequence.tokens = array("I")
+        self._count_ending(ended, entries)
+        self.debts.owe(self._giving_up(ended, fenced))
+
+    def _count_ending(self, ended: list[Sequence], entries: int) -> None:
         self.ending.update(dict.fromkeys(ended))
         self.ending_entries += entries
         self.memory.used += ending_bytes(len(ended), entries)
-        self.debts.owe(self._giving_up(ended, fenced))
 
-    def _giving_up(self, ended: list[Sequence], fenced: Fenced | None) -> Work[None]:
-        """Give up what ended sequences hold, a slice at a time, each from its tail."""
+    def _giving_up(self, ended: list[Sequence], fenced: Fenced | None, *, expired: bool = False) -> Work[None]:
+        """Give up what ended sequences hold, a slice at a time, each from its tail. Those that are ``expired`` are
+        among these until it is their turn.
+        """
         spent, now = 0, (yield None)
         for sequence in ended:
+            if spent >= slices.ENTRIES:
+                spent, now = 0, (yield None)
+            if expired:
+                self._leave_expired(sequence)
+                self._count_ending([sequence], sequence.page_count)
             cached, retention, table = self.table.cached, sequence.retention, self.table
             promise = retention.promise(now) if retention is not None else None
             if promise is not None:
@@ -591,12 +601,18 @@ class Pool:
 
     def end_expired(self, ended: list[Sequence], now: float, fenced: Fenced | None = None) -> None:
         """End expired sequences: their engine touches no page any more, or is ``fenced``. As ``end``."""
-        entries = sum(sequence.page_count for sequence in ended)
+        most = slices.ENTRIES
+        if len(ended) > most or (entries := sum(sequence.page_count for sequence in ended)) + len(ended) > most:
+            self.debts.owe(self._giving_up(ended, fenced, expired=True))
+            return
         for sequence in ended:
-            del self.expired[sequence]
-            self.memory.used -= expired_bytes(sequence.salt, sequence.page_count)
+            self._leave_expired(sequence)
             self.sequences[sequence] = None
         self.end(ended, entries, now, fenced)
+
+    def _leave_expired(self, sequence: Sequence) -> None:
+        del self.expired[sequence]
+        self.memory.used -= expired_bytes(sequence.salt, sequence.page_count)
 
     def _release_published(self, sequence: Sequence, now: float) -> list[int]:
         """Release the published pages, tail first, so that a prefix is evicted after its continuations. Returns the

@@ -16,6 +16,9 @@ from services.kvcache import slices
 from services.kvcache.cache.grant import Grant
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
+from services.kvcache.eviction.lru import LruQueue
+from services.kvcache.eviction.retention import Retention
+from services.kvcache.pool.events import EventRing
 from services.kvcache.pool.page_table import PageTable
 from services.kvcache.pool.prefix_cache import PrefixCache
 from services.kvcache.slices import Result, Work
@@ -86,7 +89,8 @@ class Meter:
     def __init__(self) -> None:
         self.stack, self.most, self.total, self._now = ExitStack(), 0, 0, 0
         ones = [(PageTable, name) for name in ("take", "hold", "drop", "free", "cache", "quarantine")]
-        for owner, name in [*ones, (PrefixCache, "publish"), (PrefixCache, "withdraw")]:
+        more = [(PrefixCache, "publish"), (PrefixCache, "withdraw"), (LruQueue, "enter"), (EventRing, "add")]
+        for owner, name in [*ones, *more]:
             self._count(owner, name, lambda *args: 1)
         for name in ("hold_all", "give_back", "generations", "cached_among"):
             self._count(PageTable, name, lambda table, pages, *rest: len(pages))
@@ -162,6 +166,8 @@ CALLS: list[Long] = [
     ("close", lambda w, s: _owed(w, lambda: w.cache.close_session(s.id)), LONG),
     ("lose", lambda w, s: _owed(w, lambda: _late(w)), LONG),
     ("sweep", lambda w, s: _cached_for_long(w, s), LONG),
+    ("retention", lambda w, s: _retained(w, s), LONG // 2),
+    ("drop", lambda w, s: _dropped(w, s), LONG),
 ]
 
 
@@ -197,6 +203,23 @@ def _cached_for_long(world: World, session: Any) -> Work[Any]:
     world.now += 6
     world.cache.renew_session(session.id)
     return world.cache.sweeping()
+
+
+def _retained(world: World, session: Any) -> Work[Any]:
+    kept = Opening("kept", Prompt(prompt(), "", Retention(5.0, 1)), 0)
+    world.cache.allocate(session.id, [kept], [])
+    world.cache.remove(session.id, ["long", "kept"])
+    [pool] = world.cache.pools
+    assert pool.table.cached.retained_count > LONG // 2
+    world.now += 6
+    return world.cache.sweeping()
+
+
+def _dropped(world: World, session: Any) -> Work[Any]:
+    world.cache.close_session(session.id)
+    while world.cache.debts:
+        world.cache.debts.pay(world.now)
+    return world.cache.dropping("pool")
 
 
 @pytest.mark.parametrize(("call", "least"), [row[1:] for row in CALLS], ids=[row[0] for row in CALLS])
@@ -254,6 +277,32 @@ def test_what_is_owed_is_granted_and_nothing_is_refused_for_it(ending: str) -> N
     assert world.cache.debts and next(iter(world.cache.pools)).table.held_count == 40
     world.sound()
     assert isinstance(opened(world, other, "b", 40), Grant)
+    world.sound()
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("end", ["close", "lose", "remove"])
+def test_expired_sequences_end_in_slices(end: str) -> None:
+    """However many there are, those without a page of their own too."""
+    world = World(90, max_sequences=1000)
+    session = world.attached(pid=2)
+    for at in range(60):
+        opened(world, session, f"{at}", at % 2)
+    assert world.cache.expire_sequences(0.0) == 60
+    world.sound()
+    [pool] = world.cache.pools
+    assert pool.table.quarantined_count == 30
+    if end == "close":
+        world.cache.close_session(session.id)
+    elif end == "lose":
+        world.processes.kill(2)
+        world.cache.sweep()
+    else:
+        next(world.cache.removing(session.id, [f"{at}" for at in range(60)]))
+    assert waited(world) >= 60 // 4
+    world.cache.sweep()
+    waited(world)
+    assert (pool.table.free_count, len(pool.expired), len(pool.ending)) == (90, 0, 0)
     world.sound()
 
 
