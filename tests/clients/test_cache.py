@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import os
 import socket
 import threading
@@ -176,6 +177,12 @@ def test_types_that_do_not_exist_are_refused() -> None:
 
 
 # --- the lease --------------------------------------------------------------------------------------------------------
+
+
+def test_a_connection_takes_what_a_client_takes() -> None:
+    options = list(inspect.signature(KvCache.__init__).parameters.values())
+    keywords = [one.name for one in options if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert list(kvclient.Options.__annotations__) == keywords
 
 
 def test_without_a_session_nothing_can_be_launched_or_asked(source: KvCache) -> None:

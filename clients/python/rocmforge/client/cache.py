@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypedDict, Unpack
 
 import grpc
 
@@ -54,6 +54,25 @@ _CHANNEL_OPTIONS = [
 
 #: Hears of each call that has ended: its method, the name of its gRPC status code, and its seconds.
 OnCall: TypeAlias = Callable[[str, str, float], object]
+
+
+class Options(TypedDict, total=False):
+    """What `KvCache` takes beside the address, the pool and the layout; it says what each is."""
+
+    client_name: str
+    engine_name: str
+    model: str
+    pool_pages: int | None
+    max_pages: int | None
+    ttl_s: float | None
+    gpu: Gpu | int | None
+    owner: int | None
+    tls: ClientTls | None
+    flag: str
+    on_call: OnCall | None
+    log: EventLog
+    clock: Callable[[], float]
+
 
 #: The pages of a session.
 Pages: TypeAlias = HostPages | DevicePages
@@ -147,7 +166,7 @@ class KvCache:
         self._keeper = LeaseKeeper(lambda: self._session.lease if self._session else None, self._renew, clock, log)
 
     @classmethod
-    def connect(cls, target: str, pool_id: str, layout: Layout, **options: Any) -> Self:
+    def connect(cls, target: str, pool_id: str, layout: Layout, **options: Unpack[Options]) -> Self:
         """Open a session; takes what the class takes, and raises what `reopen` raises."""
         cache = cls(target, pool_id, layout, **options)
         try:

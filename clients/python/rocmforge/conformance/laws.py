@@ -15,7 +15,10 @@ from rocmforge.conformance.proxy import Fault
 from rocmforge.conformance.stage import LAYOUT, PROMPT, Stage
 from rocmforge.conformance.subject import Failed, Refused
 
-SHORT_TTL_S = 2.0
+#: Seconds of a lease that is left to run out: a fifth of it is what a busy machine may take for a few lines.
+FENCE_TTL_S = 5.0
+#: Of one that is to be kept.
+LEASE_TTL_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,19 +152,19 @@ def batches(stage: Stage) -> None:
 
 def lease(stage: Stage) -> None:
     """Leave it alone for longer than its lease."""
-    stage.open(SHORT_TTL_S)
+    stage.open(LEASE_TTL_S)
     stage.begin("a", 2)
-    time.sleep(1.5 * SHORT_TTL_S)
+    time.sleep(1.5 * LEASE_TTL_S)
     stage.check(bool(stage.client.do("may_write")["may_write"]), "it does not keep its lease")
     stage.step("a", [], 3)
 
 
 def fence(stage: Stage) -> None:
     """Let nothing be heard of the daemon, and have it write until it stops."""
-    stage.open(SHORT_TTL_S)
+    stage.open(FENCE_TTL_S)
     table = stage.begin("a", 2)
     stage.proxy.silence(True)
-    over = max(call.at for call in stage.proxy.calls() if call.answered) + SHORT_TTL_S
+    over = max(call.at for call in stage.proxy.calls() if call.answered) + FENCE_TTL_S
     while True:
         try:
             stage.client.do("write", sequence="a", position=0, byte=81)
