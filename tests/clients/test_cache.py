@@ -35,6 +35,7 @@ from rocmforge.client.errors import (
 from rocmforge.client.layout import PageLayout
 from rocmforge.client.lease import LEASE_SHARE, Lease, LeaseKeeper
 from rocmforge.client.messages import grants as messages_grants
+from rocmforge.client.options import Options
 from rocmforge.client.process import process_identity
 from rocmforge.client.step import Attempt
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
@@ -182,7 +183,7 @@ def test_types_that_do_not_exist_are_refused() -> None:
 def test_a_connection_takes_what_a_client_takes() -> None:
     options = list(inspect.signature(KvCache.__init__).parameters.values())
     keywords = [one.name for one in options if one.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert list(kvclient.Options.__annotations__) == keywords
+    assert list(Options.__annotations__) == keywords
 
 
 def test_without_a_session_nothing_can_be_launched_or_asked(source: KvCache) -> None:

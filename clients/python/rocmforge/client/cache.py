@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypedDict, Unpack
+from typing import Any, Self, TypeAlias, Unpack
 
 import grpc
 
@@ -28,8 +28,9 @@ from rocmforge.client.events import LOGGED, EventLog
 from rocmforge.client.layout import Layout
 from rocmforge.client.lease import Lease, LeaseKeeper
 from rocmforge.client.messages import demand_messages, grants, in_parts, opening_request
+from rocmforge.client.options import OnCall, Options
 from rocmforge.client.step import Answer, Attempt, Part, Step, error_of
-from rocmforge.client.transport import keepalive
+from rocmforge.client.transport.channel import channel_to
 from rocmforge.client.transport.connection import Connection
 from rocmforge.client.transport.paths import check_socket
 from rocmforge.client.transport.tls import ClientTls
@@ -38,41 +39,6 @@ from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 
 MAX_CALL_S = 2.0
 CLOSE_S = 0.5
-
-_MAX_MESSAGE_BYTES = 32 << 20
-_CHANNEL_OPTIONS = [
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    # In fact how long the other side may take to greet, which outlasts a call: one that is busy is there.
-    ("grpc.min_reconnect_backoff_ms", int(2000 * MAX_CALL_S)),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    # Or a channel that is made anew would find the connection of the one before it, and take that.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-]
-
-#: Hears of each call that has ended: its method, the name of its gRPC status code, and its seconds.
-OnCall: TypeAlias = Callable[[str, str, float], object]
-
-
-class Options(TypedDict, total=False):
-    """What `KvCache` takes beside the address, the pool and the layout; it says what each is."""
-
-    client_name: str
-    engine_name: str
-    model: str
-    pool_pages: int | None
-    max_pages: int | None
-    ttl_s: float | None
-    gpu: Gpu | int | None
-    owner: int | None
-    tls: ClientTls | None
-    flag: str
-    on_call: OnCall | None
-    log: EventLog
-    clock: Callable[[], float]
-
 
 #: The pages of a session.
 Pages: TypeAlias = HostPages | DevicePages
@@ -149,13 +115,12 @@ class KvCache:
             device_ordinal=self._gpu.ordinal if self._gpu else None,
         )
         self._owner = owner
-        self._tls = tls
         self._flag = flag
         self._on_call = on_call
         self._log = log
         self._clock = clock
         self._connection = Connection(
-            self._connect, kvcache_pb2_grpc.KvCacheServiceStub, replace_lost=tls is not None, log=log
+            partial(channel_to, target, tls), kvcache_pb2_grpc.KvCacheServiceStub, replace_lost=tls is not None, log=log
         )
         # gRPC's own futures start a thread for each call, and contend with the step for the interpreter all the while.
         self._caller = ThreadPoolExecutor(1, thread_name_prefix="kvcache-call")
@@ -185,12 +150,6 @@ class KvCache:
     ) -> None:
         """Close it."""
         self.close()
-
-    def _connect(self) -> grpc.Channel:
-        options = [*_CHANNEL_OPTIONS, *keepalive.CLIENT]
-        if self._tls is None:
-            return grpc.insecure_channel(self.target, options=options)
-        return grpc.secure_channel(self.target, self._tls.credentials(), options=[*options, *self._tls.options])
 
     @property
     def total_pages(self) -> int:
