@@ -17,6 +17,7 @@ from services.engine.config import Config as EngineConfig
 from services.engine.server import STOP_S
 from services.kvcache.api.servicer import SERVICE as KVCACHE
 from services.kvcache.config import Config as KvCacheConfig
+from services.version import VERSION
 from tests.deploy.manifests import (
     OVERLAYS,
     Manifest,
@@ -63,6 +64,13 @@ def test_the_services_take_every_setting(overlay: str) -> None:
         assert config.grace_s and config.metrics is not None
         unknown = [name for name in one.environment if not name.startswith("ROCMFORGE_") and name != "CUPY_CACHE_DIR"]
         assert not unknown
+
+
+def test_images_are_those_of_this_version(overlay: str) -> None:
+    tag = f"{VERSION}-rocm" if overlay.startswith("rocm") else VERSION
+    for one in workloads(overlay):
+        for container in (one.container, *one.pod["initContainers"]):
+            assert container["image"] == f"rocmforge-{one.service}:{tag}"
 
 
 def test_a_service_is_no_setting(overlay: str) -> None:

@@ -31,6 +31,7 @@ KINDS = {
     "tests/house/test_house.py": "git",
     "tests/house/test_build.py": "make",
     "tests/deploy/test_kubernetes.py": "kustomize",
+    "tests/deploy/test_observability.py": "promtool prometheus",
     "tests/kvcache/test_config.py": "",
 }
 
