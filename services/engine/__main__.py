@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -74,6 +75,10 @@ async def _serve(engine: Engine, stop: asyncio.Event) -> None:
                 await starting
         else:
             starting.result()
+            # All of this lives as long as the process. A full collection would walk it each time, and hold the
+            # engine's thread meanwhile.
+            gc.collect()
+            gc.freeze()
             log.info(
                 "engine_serving",
                 listen=engine.bound,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -10,13 +12,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
+from services.engine import __main__ as product
 from services.engine.cli import COMMANDS
 from services.engine.config import BUNDLED_MODEL
 from tests.gated import gated, until_live
@@ -330,3 +334,27 @@ def test_an_address_in_use_and_the_client(directory: Path) -> None:
 def test_the_client_names_the_flag_at_fault(arguments: list[str], says: str) -> None:
     done = run("generate", *arguments)
     assert (done.returncode, done.stderr) == (2, f"rocmforge generate: {says}\n")
+
+
+def test_what_the_start_allocated_is_left_out_of_later_collections() -> None:
+    class Started:
+        """An engine that has started, and is asked to stop."""
+
+        bound: ClassVar[list[str]] = []
+        metrics_bound, pool_id = None, ""
+        config = SimpleNamespace(echo={}, grace_s=0.0)
+
+        async def start(self) -> None: ...
+
+        async def stop(self, grace_s: float) -> None: ...
+
+    async def served() -> None:
+        stop = asyncio.Event()
+        stop.set()
+        await product._serve(Started(), stop)  # type: ignore[arg-type]
+
+    try:
+        asyncio.run(served())
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()

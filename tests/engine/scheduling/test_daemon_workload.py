@@ -20,7 +20,7 @@ from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.loop import EngineLoop
 from services.engine.scheduling.sequence import FinishReason, Key, Request, key_of
 from tests.engine.fakes import Clock, Harness, Scripted, TokenMemory, alone, make_request
-from tests.engine.scheduling.test_workload import prompts
+from tests.engine.scheduling.test_workload import AHEAD, prompts
 from tests.kvcache.conftest import Running
 
 pytestmark = pytest.mark.usefixtures("patient_calls")
@@ -39,7 +39,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 class DaemonHarness(Harness):
     """A harness on a pool of its own in the daemon."""
 
-    def __init__(self, daemon: Running, pages: int, limits: Limits, late: bool) -> None:
+    def __init__(self, daemon: Running, pages: int, limits: Limits, late: bool, ahead: str | None = None) -> None:
         self.clock = Clock()
         self.remote = GrpcPageSource(
             str(daemon.config.listeners[0]),
@@ -50,10 +50,13 @@ class DaemonHarness(Harness):
         )
         self.remote.reopen()
         self.memory = TokenMemory(pages, PAGE_SIZE)
+        self.memory.ahead = ahead
+        self.memory.unfollowed = lambda step: len(self.memory.steps) % 7 in (2, 3, 5)
         self.source = Scripted(self.remote, self.memory, late=late)
         self.tokens, self.text, self.ended, self.events, self.serving = {}, {}, {}, [], []
         self.fruitless = 0
-        self.loop = EngineLoop(self.memory, self.source, limits, self._on_events, clock=self.clock)
+        launch = self.memory.launch if ahead else None
+        self.loop = EngineLoop(self.memory, self.source, limits, self._on_events, launch=launch, clock=self.clock)
 
     @property
     def shared(self) -> bool:
@@ -76,11 +79,18 @@ requests = st.tuples(
     max_batch=st.integers(1, 6),
     max_step_tokens=st.integers(1, 24),
     late=st.booleans(),
+    ahead=st.sampled_from(AHEAD),
 )
 def test_every_output_is_the_output_alone(
-    daemon: Running, workload: list[Any], pages: int, max_batch: int, max_step_tokens: int, late: bool
+    daemon: Running,
+    workload: list[Any],
+    pages: int,
+    max_batch: int,
+    max_step_tokens: int,
+    late: bool,
+    ahead: str | None,
 ) -> None:
-    harness = DaemonHarness(daemon, pages, Limits(max_batch, max_step_tokens, 100), late)
+    harness = DaemonHarness(daemon, pages, Limits(max_batch, max_step_tokens, 100), late, ahead)
     asked: dict[Key, Request] = {}
     submitted = 0
     for operation in workload:
