@@ -244,7 +244,7 @@ class Engine:
         sampled = [(self.requests[name], self._compute(self.requests[name], to)) for name, to in step.computed.items()]
         if self.worker is not None and self.half is not None:
             self.worker.submit(plan, saves=True)
-            if plan.idle:
+            if plan.waits:
                 self.worker.wait(0.01)
             self._take(self.worker.collect())
         for request, token in sampled:

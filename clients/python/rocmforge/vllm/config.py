@@ -42,8 +42,8 @@ class Settings:
                 "kv_connector_extra_config.daemon: expected the daemon's address, such as unix:/run/kvcache.sock"
             )
         pool_id = values.get("pool_id", "")
-        if not isinstance(pool_id, str) or len(pool_id) > 100:
-            raise ValueError("kv_connector_extra_config.pool_id: expected at most 100 characters")
+        if not isinstance(pool_id, str) or len(pool_id) > 80:
+            raise ValueError("kv_connector_extra_config.pool_id: expected at most 80 characters")
         return cls(
             daemon,
             pool_id,

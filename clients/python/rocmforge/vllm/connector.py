@@ -30,8 +30,11 @@ from rocmforge.vllm.plan import Plan, Report
 from rocmforge.vllm.scheduler import Scheduled, SchedulerHalf
 from rocmforge.vllm.worker import Blocks, WorkerHalf
 
-#: How long a step that computes nothing waits for the daemon's answers, so that vLLM does not spin.
-IDLE_WAIT_S = 0.02
+#: How long a step that computes nothing waits for an answer that requests wait for. If vLLM spun instead, it would keep
+#: the interpreter from the thread that gets the answer.
+ANSWER_WAIT_S = 0.02
+#: How long one waits that only has saves to see the end of. A request that comes meanwhile waits as long.
+IDLE_WAIT_S = 0.001
 
 
 @dataclass
@@ -148,7 +151,7 @@ class RocmForgeConnector(KVConnectorBase_V1, SupportsHMA):
         if plan is not None:
             worker.submit(plan, saves=True)
             if plan.idle:
-                worker.wait(IDLE_WAIT_S)
+                worker.wait(ANSWER_WAIT_S if plan.waits else IDLE_WAIT_S)
         self._report = worker.collect()
         return None, self._report.loaded or None
 

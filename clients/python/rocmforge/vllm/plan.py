@@ -54,13 +54,14 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a step asks of the worker. With ``idle`` the step computes nothing, and may wait a moment for answers."""
+    """What a step asks of the worker. An ``idle`` one computes nothing; with ``waits``, requests wait for answers."""
 
     openings: list[Opening] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     endings: list[str] = field(default_factory=list)
     idle: bool = False
+    waits: bool = False
 
     @property
     def empty(self) -> bool:

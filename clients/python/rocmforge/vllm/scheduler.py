@@ -76,6 +76,11 @@ class _Tracked:
     unlucky: bool = False
     blocks: list[int] = field(default_factory=list)
 
+    @property
+    def waits(self) -> bool:
+        """Whether vLLM may be waiting for its lookup or its load."""
+        return self.load is not None or (self.sequence != "" and not self.open and not self.gave_up)
+
     def forget(self) -> None:
         """The sequence is gone, and with it all that the daemon held for it."""
         self.sequence, self.open, self.resident, self.submitted, self.retry_at = "", False, 0, 0, 0
@@ -194,7 +199,9 @@ class SchedulerHalf:
             elif self._session and known >= self._page_size and not tracked.gave_up:
                 self._ask(tracked, known)
         plan, self._plan = self._plan, Plan()
-        return Plan(plan.openings, plan.loads, plan.saves, plan.endings, idle=not step.computed)
+        idle = not step.computed
+        waits = idle and any(one.waits for one in self._tracked.values())
+        return Plan(plan.openings, plan.loads, plan.saves, plan.endings, idle=idle, waits=waits)
 
     def report(self, report: Report) -> None:
         """Take the worker's report."""
@@ -202,7 +209,7 @@ class SchedulerHalf:
             self._session = report.session
             for tracked in self._tracked.values():
                 tracked.gave_up = False
-                if tracked.sequence not in report.opened:
+                if tracked.open:  # what was only asked for is answered by the session that it comes to
                     self._drop(tracked)
         for sequence, resident in report.opened.items():
             opened = self._by_sequence.get(sequence)

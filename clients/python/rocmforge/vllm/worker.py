@@ -252,6 +252,7 @@ class WorkerHalf:
         self._sequences.clear()
         with self._changed:
             lost, self._number = self._number, 0
+            self._report.opened = dict.fromkeys(self._report.opened)  # whatever was opened, it is gone
             for some in (jobs, self._jobs):
                 self._report.opened |= dict.fromkeys(
                     opening.sequence for opening in some.openings if opening.sequence not in self._report.opened
