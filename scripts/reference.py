@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,7 @@ def settings_page() -> str:
     """``docs/settings.md``."""
     sections = [
         f"# Settings\n\n{_MADE} from the services' declarations. How flags, variables and the file of `--config` go\n"
-        "together is in [daemon.md](daemon.md#settings); of UID in a default is the user's number.\n"
+        "together is in [daemon.md](daemon.md#settings). In defaults UID is the user's number, HOST the host's name.\n"
     ]
     for title, config, program in (
         ("The daemon", kvcache.Config, kvcache.PROGRAM),
@@ -71,7 +72,9 @@ def _settings(config: type, program: Program) -> str:
 
 
 def _default(row: Row) -> str:
-    """A default without what differs between machines: the user's number, and where the project lies."""
+    """A default without what differs between machines: names of user and host, and where the project lies."""
+    if row.default == socket.gethostname():
+        return "`HOST`"
     text = row.default.replace(f"rocmforge-{os.getuid()}", "rocmforge-UID").replace(f"{ROOT}/", "")
     return f"`{_cell(text)}`" if text else ""
 
