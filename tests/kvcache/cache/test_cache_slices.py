@@ -32,17 +32,18 @@ class Sliced(Direct):
 
     def __init__(self, world: World, entries: int = 1) -> None:
         super().__init__(world)
-        self.stack, self.pauses = ExitStack(), 0
+        self.stack = ExitStack()
         self.stack.enter_context(mock.patch.object(slices, "ENTRIES", entries))
         self.stack.enter_context(mock.patch("services.kvcache.cache.cache.finish", self.finish))
 
     def finish(self, work: Work[Result], clock: Callable[[], float]) -> Result:
         try:
-            next(work)
+            job = next(work)
             while True:
-                self.pauses += 1
                 self.sound()
-                work.send(clock())
+                if job is not None:
+                    job()
+                job = work.send(clock())
         except StopIteration as end:
             result: Result = end.value
             return result
