@@ -1,8 +1,9 @@
 """An engine as a process that computes a step when the test lets it, and otherwise is the product as it is run.
 
-``python -m tests.gated`` is ``python -m services.engine`` with a gate between the scheduler and the model: each step
-takes a byte out of a pipe, and waits for one when there is none. Before that it puts one into another pipe, so that a
-test knows when the engine is in a step that it has not computed.
+``python -m tests.gated`` is ``python -m services.engine`` with a gate before the model: each step takes a byte out of a
+pipe, and waits for one when there is none. Before that it puts one into another pipe, so that a test knows when the
+engine is in a step that it has not computed. The engine's thread puts one there for each step that it launches, so that
+a test knows when a step is in flight behind that one.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from services.engine import __main__ as product
 from services.engine import server
 from services.engine.model.runner import Runner
-from services.engine.pages.source import PageCopy
 from services.engine.sampling.result import Result
-from services.engine.scheduling.step import Chunk
+from services.engine.scheduling.step import Chunk, Flight
 from tests.gpus import environment
 from tests.processes import START_S, Service, engine
 
@@ -30,6 +30,7 @@ PIPE = "TESTS_STEPS"
 REACHED = ".reached"
 #: Less than a pipe holds.
 MANY = 30_000
+AT_GATE, LAUNCHED = b"g", b"l"
 
 
 class Steps:
@@ -40,7 +41,7 @@ class Steps:
         os.mkfifo(f"{path}{REACHED}")
         self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         self._told = os.open(f"{path}{REACHED}", os.O_RDWR)
-        self._let = self._reached = 0
+        self._let = self._reached = self._launched = 0
         self._closed = False
 
     def let(self, count: int = MANY) -> None:
@@ -55,12 +56,14 @@ class Steps:
             while taken := os.read(self._pipe, MANY):
                 self._let -= len(taken)
 
-    def until_held(self) -> None:
+    def until_held(self, behind: int = 0) -> None:
         """Wait until all that was let is computed, and the engine is in a step that waits: after its last look at its
-        lease, and before it reads or writes a page.
+        lease, and before it reads or writes a page. ``behind`` steps are launched behind that one.
         """
-        while self._reached <= self._let:
-            self._reached += len(os.read(self._told, MANY))
+        while self._reached <= self._let or self._launched < self._reached + behind:
+            told = os.read(self._told, MANY)
+            self._reached += told.count(AT_GATE)
+            self._launched += told.count(LAUNCHED)
 
     def close(self) -> None:
         """Let all steps through that are still to come. Closing twice changes nothing."""
@@ -106,23 +109,32 @@ def until_live(service: Service, samples: int) -> None:
             return
 
 
-class GatedRunner:
+class GatedRunner(Runner):
     """A runner that takes a byte for a step; once nobody holds the pipe's other end it takes none."""
 
     def __init__(self, *given: Any) -> None:
-        self._inner = Runner(*given)
+        super().__init__(*given)
         self._pipe = os.open(os.environ[PIPE], os.O_RDONLY)
         # To write alone would fail once nobody reads; and nobody may for as long as the test runs.
         self._told = os.open(os.environ[PIPE] + REACHED, os.O_RDWR | os.O_NONBLOCK)
 
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        self._inner.copy_pages(copies)
-
     def run(self, step: Sequence[Chunk]) -> list[Result]:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._told, b"\0")
+        self._tell(LAUNCHED)
+        return super().run(step)
+
+    def launch(self, step: Sequence[Chunk]) -> Flight:
+        flight = super().launch(step)
+        self._tell(LAUNCHED)
+        return flight
+
+    def _computed(self, *given: Any) -> Any:
+        self._tell(AT_GATE)
         os.read(self._pipe, 1)
-        return self._inner.run(step)
+        return super()._computed(*given)
+
+    def _tell(self, what: bytes) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._told, what)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from tests.e2e.conftest import MODEL
-from tests.gated import gated
+from tests.gated import Steps, gated
 from tests.generation import collect, request
 from tests.kvcache.conftest import LAYOUT_PB
 from tests.processes import Service, engine, kvcache
@@ -28,6 +28,14 @@ TOKENS = 24
 POOL = ("--session-ttl", "2", "--pool-pages", str(PAGES))
 #: Hardly a drain: the stop outlasts it.
 SHORT = (*POOL, "--drain", "0.1")
+#: How many steps are in flight behind the one in which the engine is stopped. A step that brings the first token of a
+#: lone request has none behind it, so a prompt takes two.
+BEHIND = {"off": 0, "on": 1}
+MODES = pytest.mark.parametrize("mode", BEHIND)
+
+
+def flags_of(mode: str) -> tuple[str, ...]:
+    return ("--async-steps", mode, "--max-batch", "8", "--max-step-tokens", "128")
 
 
 def stub_of(service: Service) -> Any:
@@ -59,21 +67,29 @@ def until_recovered(service: Service) -> None:
         pass
 
 
+def finish_launched(steps: Steps, mode: str) -> None:
+    """Compute the step that waits, and those behind it."""
+    for _ in range(1 + BEHIND[mode]):
+        steps.until_held()
+        steps.let(1)
+
+
 def alone(directory: Path, *prompts: list[int]) -> list[list[int]]:
     """What the prompts generate when nothing happens."""
     with kvcache(directory, name="k0") as daemon, engine(directory, daemon.address, model=MODEL, name="e0") as one:
         return [collect(stub_of(one).Generate(request(prompt, TOKENS)))[1] for prompt in prompts]
 
 
-def test_what_it_writes_when_it_goes_on_hurts_nobody_and_its_word_frees_its_pages(short_path: Path) -> None:
+@MODES
+def test_what_it_writes_when_it_goes_on_hurts_nobody_and_its_word_frees_its_pages(short_path: Path, mode: str) -> None:
     expected = alone(short_path, FIRST, SECOND)
     with (
         kvcache(short_path, *SHORT) as daemon,
-        gated(short_path, daemon.address, model=MODEL, name="a") as (one, steps),
+        gated(short_path, daemon.address, *flags_of(mode), model=MODEL, name="a") as (one, steps),
         gated(short_path, daemon.address, model=MODEL, name="b") as (other, others),
     ):
         first = stub_of(one).Generate(request(FIRST, TOKENS))
-        steps.until_held()  # it is about to write its whole prompt
+        steps.until_held(BEHIND[mode])  # it is about to write its prompt
         one.process.send_signal(signal.SIGSTOP)
         others.let(10)
         second = stub_of(other).Generate(request(SECOND, TOKENS))
@@ -87,7 +103,7 @@ def test_what_it_writes_when_it_goes_on_hurts_nobody_and_its_word_frees_its_page
             cache_of(daemon).ReleaseQuarantine(pb.ReleaseQuarantineRequest(session_handle=lost.session_handle))
 
         one.process.send_signal(signal.SIGCONT)
-        steps.let(1)  # the step in which it was stopped
+        finish_launched(steps, mode)
         until_recovered(one)
         assert not until(daemon, lambda stats: not stats.lost_sessions).pools[0].quarantined_pages
         for gate in (others, steps):
@@ -97,18 +113,19 @@ def test_what_it_writes_when_it_goes_on_hurts_nobody_and_its_word_frees_its_page
         assert not cache_of(daemon).Fsck(pb.FsckRequest()).violations
 
 
-def test_what_it_reads_of_others_when_it_goes_on_is_not_said(short_path: Path) -> None:
+@MODES
+def test_what_it_reads_of_others_when_it_goes_on_is_not_said(short_path: Path, mode: str) -> None:
     """Its complete pages stay in the cache, and are evicted for others while it is stopped."""
     longer = SECOND + SECOND[:64]
     expected = alone(short_path, FIRST, longer)
     with (
         kvcache(short_path, *SHORT) as daemon,
-        gated(short_path, daemon.address, model=MODEL, name="a") as (one, steps),
+        gated(short_path, daemon.address, *flags_of(mode), model=MODEL, name="a") as (one, steps),
         gated(short_path, daemon.address, model=MODEL, name="b") as (other, others),
     ):
         first = stub_of(one).Generate(request(FIRST, TOKENS))
         steps.let(5)
-        steps.until_held()
+        steps.until_held(BEHIND[mode])
         one.process.send_signal(signal.SIGSTOP)
         until(daemon, is_fenced)
         second = stub_of(other).Generate(request(longer, TOKENS))
@@ -116,22 +133,23 @@ def test_what_it_reads_of_others_when_it_goes_on_is_not_said(short_path: Path) -
         others.until_held()
         assert look(daemon).pools[0].evicted_pages, "of what the first reads"
         one.process.send_signal(signal.SIGCONT)
-        steps.let(1)
+        finish_launched(steps, mode)
         until_recovered(one)
         for gate in (others, steps):
             gate.let()
         assert [collect(first)[1], collect(second)[1]] == expected
 
 
-def test_what_stays_silent_is_killed_where_that_is_allowed(short_path: Path) -> None:
+@MODES
+def test_what_stays_silent_is_killed_where_that_is_allowed(short_path: Path, mode: str) -> None:
     [expected] = alone(short_path, SECOND)
     with (
         kvcache(short_path, *SHORT, "--fence", "kill") as daemon,
-        gated(short_path, daemon.address, model=MODEL, name="a") as (one, steps),
+        gated(short_path, daemon.address, *flags_of(mode), model=MODEL, name="a") as (one, steps),
         engine(short_path, daemon.address, model=MODEL, name="b") as other,
     ):
         running = stub_of(one).Generate(request(FIRST, TOKENS))
-        steps.until_held()
+        steps.until_held(BEHIND[mode])
         one.process.send_signal(signal.SIGSTOP)
         second = stub_of(other).Generate(request(SECOND, TOKENS))
         assert one.process.wait(60) == -signal.SIGKILL
@@ -143,13 +161,14 @@ def test_what_stays_silent_is_killed_where_that_is_allowed(short_path: Path) -> 
         running.cancel()
 
 
-def test_one_that_ends_while_it_is_fenced_gives_its_pages_back(short_path: Path) -> None:
+@MODES
+def test_one_that_ends_while_it_is_fenced_gives_its_pages_back(short_path: Path, mode: str) -> None:
     with (
         kvcache(short_path, *SHORT) as daemon,
-        gated(short_path, daemon.address, model=MODEL, name="a") as (one, steps),
+        gated(short_path, daemon.address, *flags_of(mode), model=MODEL, name="a") as (one, steps),
     ):
         running = stub_of(one).Generate(request(FIRST, TOKENS))
-        steps.until_held()
+        steps.until_held(BEHIND[mode])
         one.process.send_signal(signal.SIGSTOP)
         until(daemon, is_fenced)
         one.kill()
