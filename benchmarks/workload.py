@@ -136,6 +136,10 @@ class TimedFlight:
         self._runner.seconds += time.perf_counter() - began
         return results
 
+    def discard(self) -> None:
+        """See `Flight`."""
+        self._flight.discard()
+
 
 def run(
     stand: Stand,

@@ -186,7 +186,7 @@ class TokenFlight:
     def __init__(self, memory: TokenMemory, step: Sequence[Chunk], before: TokenFlight | None) -> None:
         self.memory, self.step, self.before = memory, step, before
         self.leads = not memory.unfollowed(step)
-        self.waited = False
+        self.waited = self.discarded = False
         self.results: list[Result] | None = None
         self.drawn: dict[int, int] = {}  # by the sequence's identity
         self.tables = [list(chunk.sequence.pages) for chunk in step]
@@ -238,6 +238,10 @@ class TokenFlight:
         self.waited, self.before = True, None
         assert self.results is not None
         return self.results
+
+    def discard(self) -> None:
+        self.wait()
+        self.discarded = True
 
 
 class Scripted:

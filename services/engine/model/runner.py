@@ -148,7 +148,7 @@ class Runner:
             return results
         except Exception as failure:
             _log_failure(step, failure)
-            self._synchronize()
+            self.synchronize()
             if len(step) > 1:
                 return [result for chunk in step for result in self.run((chunk,))]
             return [ForwardFailed(f"the forward pass raised {type(failure).__name__}")]
@@ -168,7 +168,7 @@ class Runner:
             flight = self._last = _Flight(self, work, last, self._queued(work, last, self._queue))
         else:
             for row in work.rows:
-                row.pages = row.pages[:]  # the sequence's may grow meanwhile
+                row.pages = row.pages[:]  # the sequence's change meanwhile: a preemption empties them
             worker = self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="step")
             running = worker.submit(self._computed_behind, work, self._memory(), last)
             flight = self._last = _Flight(self, work, last, running.result)
@@ -177,8 +177,7 @@ class Runner:
     def copy_pages(self, copies: Items[PageCopy]) -> None:
         """Copy each source page to its target, in order, behind all steps in flight. Raises GpuError."""
         try:
-            if self._worker is not None:
-                self._worker.submit(lambda: None).result()
+            self._drain()
             for copy in copies:
                 self._model.copy_page(self._memory(), copy.source, copy.target)
             self._finish()
@@ -187,15 +186,21 @@ class Runner:
 
     def again(self, step: Items[Chunk]) -> list[Result]:
         """Run the chunks of a launched step that failed one by one, now that all their tokens are known."""
-        self._synchronize()
+        self.synchronize()
         return [None if chunk.void else self.run((chunk,))[0] for chunk in step]
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
+        """Wait until no step reads or writes a page. Raises GpuError."""
+        self._drain()
         try:
             self._finish()
         except Exception as lost:
             # After a sticky GPU error every call fails: no row is at fault, and none can run.
             raise GpuError(f"the GPU failed: {lost}") from lost
+
+    def _drain(self) -> None:
+        if self._worker is not None:
+            self._worker.submit(lambda: None).result()
 
     # --- computing ----------------------------------------------------------------------------------------------
 
@@ -371,6 +376,11 @@ class _Flight:
             results = self._runner.again(work.step)
         self.landed = True
         return results
+
+    def discard(self) -> None:
+        """See `step.Flight`. Raises GpuError."""
+        self._before, self.landed = None, True
+        self._runner.synchronize()
 
 
 def _log_failure(step: Items[Chunk], failure: Exception) -> None:

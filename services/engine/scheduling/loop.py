@@ -169,8 +169,7 @@ class EngineLoop:
                 self._inbox.get()()
                 self._flush()
         finally:
-            self._ground()
-            self._source.close()
+            self._close()
 
     @property
     def stopped(self) -> bool:
@@ -326,9 +325,14 @@ class EngineLoop:
         launched, self._flight = self._flight, None
         if launched is not None:
             try:
-                launched.flight.wait()
+                launched.flight.discard()
             except Exception as error:
                 log.warning("flight_failed", error=type(error).__name__, detail=str(error))
+
+    def _close(self) -> None:
+        """Close the session once no step is in flight: closing it says that its pages are no longer used."""
+        self._ground()
+        self._source.close()
 
     def _ask(self) -> Exchange | None:
         demands, removed = self.scheduler.demands()
@@ -463,10 +467,9 @@ class EngineLoop:
         self._flush()  # requests that had released everything keep their outcomes
         failure = Internal(f"the engine failed: {type(error).__name__}")
         live = list(self.scheduler.live.values())
-        self._ground()
         self.scheduler = self._new_scheduler()
         self._watch()
-        self._source.close()
+        self._close()
         self._events.extend(
             Event(s.id, outcome=Outcome(error=failure), sequence=s, sample=s.request.sample) for s in live
         )

@@ -44,6 +44,12 @@ class Flight(Protocol):
         The steps launched before must have been waited for and applied. Raises if nothing can be computed.
         """
 
+    def discard(self) -> None:
+        """Wait until it no longer reads or writes any page, whatever has become of it. Computes nothing again.
+
+        Raises if the device has failed.
+        """
+
 
 def share_out(running: Iterable[Sequence], budget: int, page_size: int) -> tuple[Chunk, ...]:
     """Returns the chunks of a step: at most ``budget`` tokens of ``running``, in order, for requests with room in their

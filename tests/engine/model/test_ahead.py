@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +19,15 @@ from numpy.typing import NDArray
 from services.common.errors import ForwardFailed
 from services.engine.model.batch import Row
 from services.engine.model.decoder import Model
-from services.engine.model.runner import Runner
+from services.engine.model.runner import Runner, _Asks
 from services.engine.pages.local import LocalPageSource
+from services.engine.pages.source import PageCopy
 from services.engine.sampling.params import SamplingParams, seed_of
 from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import EngineLoop
-from services.engine.scheduling.sequence import Outcome, Request, Stopping
+from services.engine.scheduling.sequence import Outcome, Request, State, Stopping
+from services.engine.scheduling.sequence import Sequence as Progress
 from services.engine.scheduling.step import Chunk, Flight
 from tests.engine.fakes import Clock, PlainText
 from tests.models.checkpoints import llama_config, random_tensors, write_checkpoint
@@ -187,19 +190,29 @@ def test_a_penalty_takes_a_step_that_is_over_and_nothing_else_does(model: Model)
         assert (1 in depth) == ahead and max(depth) <= 1, odd
 
 
-def test_a_row_that_breaks_the_forward_pass_ends_alone_and_steps_behind_it_are_run_again(model: Model) -> None:
-    forward = model.forward
+@pytest.mark.parametrize("late", [False, True], ids=["while it is computed", "as its tokens are read"])
+def test_a_row_that_breaks_a_step_ends_alone_and_the_step_behind_it_is_run_again(
+    model: Model, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, draws, orphans = model.forward, _Asks.draws, list[Row]()
 
     def broken(rows: Sequence[Row], pages: NDArray[np.float32], *drawn: Any) -> Any:
+        orphans.extend(row for row in rows if row.tokens[0] < 0 and not drawn)
         # Its fifth token: a step that is launched behind another one, and has one launched behind it.
-        if any(row.start == 7 and row.pages[0] == marked[0] for row in rows):
+        if not late and any(row.start == 7 and row.pages[0] == marked[0] for row in rows):
             raise RuntimeError("broken")
         return forward(rows, pages, *drawn)
+
+    def unreadable(asks: _Asks, drawn: Any) -> Any:
+        if late and any(one.seed == 2 and at == 8 for one, at in zip(asks.params, asks.positions, strict=True)):
+            raise RuntimeError("broken")
+        return draws(asks, drawn)
 
     marked = [-1]
     work = [plain(nth) for nth in range(6)]
     limits = Limits(8, 64, 100)
     expected = outputs(model, work, 60, limits, False)
+    monkeypatch.setattr(_Asks, "draws", unreadable)
 
     again: list[int] = []
 
@@ -228,3 +241,107 @@ def test_a_row_that_breaks_the_forward_pass_ends_alone_and_steps_behind_it_are_r
     assert told == expected.pop(("r2", 0))[0][: len(told)] and 1 < len(told) < 9
     assert found == expected
     assert again == [6, 6]  # itself and the one behind it; then steps run ahead as before
+    assert not orphans  # no row whose token the step before did not sample is computed
+
+
+def chunk(name: str, tokens: Sequence[int], source_id: str = "1", **fields: Any) -> Chunk:
+    """The next token of a sequence that runs; it has a page, and all tokens but the last are computed."""
+    sequence = Progress(Request(name, tokens, Stopping(9), SamplingParams(0.0, 0, 1.0, 0.0, 0), PlainText()), 1)
+    sequence.pages.extend([len(name)])
+    sequence.state, sequence.source_id = State.RUNNING, source_id
+    return Chunk(sequence, len(tokens) - 1, 1, True, **{"source_id": source_id, **fields})
+
+
+class Held:
+    """A forward pass that waits for ``go``, and notes what it found then: `block_tables` of its rows."""
+
+    logits_at_once = 8
+
+    def __init__(self) -> None:
+        self.go, self.begun = threading.Event(), threading.Event()
+        self.block_tables: list[list[int]] = []
+        self.order: list[str] = []
+
+    def forward(self, rows: Sequence[Row], pages: Any, *drawn: Any) -> NDArray[np.float32]:
+        self.begun.set()
+        assert self.go.wait(60)
+        self.block_tables += [list(row.pages) for row in rows]
+        self.order.append("forward")
+        return np.eye(8, dtype=np.float32)[[3] * len(rows)]
+
+    def copy_page(self, pages: Any, source: int, target: int) -> None:
+        self.order.append("copy")
+        self.go.set()
+
+
+def test_a_step_on_a_host_has_the_block_tables_of_its_launch() -> None:
+    """A preemption empties the sequence's while the step is in flight."""
+    model, one = Held(), chunk("a", [1, 2])
+    runner, behind = Runner(model, lambda: None), chunk("bb", [1, 2])
+    flight = runner.launch((one,))
+    assert model.begun.wait(60)
+    second = runner.launch((behind,))
+    for sequence in (one.sequence, behind.sequence):
+        del sequence.pages[:]
+    model.go.set()
+    assert [flight.wait(), second.wait()] == [[3], [3]]
+    assert model.block_tables == [[1], [2]]
+
+
+def test_pages_are_copied_behind_the_steps_in_flight() -> None:
+    model = Held()
+    runner = Runner(model, lambda: None)
+    flight = runner.launch((chunk("a", [1, 2]),))
+    worker = runner._worker
+    assert worker is not None and model.begun.wait(60)
+    submit = worker.submit
+
+    def waited(*given: Any) -> Any:
+        model.go.set()
+        return submit(*given)
+
+    worker.submit = waited
+    runner.copy_pages([PageCopy(0, 1, 2)])
+    flight.wait()
+    assert model.order == ["forward", "copy"]
+
+
+def test_a_row_of_an_earlier_admission_is_not_run_again() -> None:
+    model = Held()
+    model.go.set()
+    runner = Runner(model, lambda: None)
+    assert runner.again((chunk("a", [1, 2], source_id="2"), chunk("bb", [1, 2]))) == [3, 3]
+    before = chunk("a", [1, 2])
+    before.sequence.source_id = "2"
+    assert runner.again((before, chunk("bb", [1, 2]))) == [None, 3]
+    assert model.block_tables == [[1], [2], [2]]
+
+
+def test_a_discarded_step_is_waited_for_and_not_run_again() -> None:
+    """Its session may be lost: others may have its pages by now."""
+    model, finished = Held(), list[str]()
+    runner = Runner(model, lambda: None, finish=lambda: finished.append("finish"))
+    forward = model.forward
+
+    def broken(*given: Any) -> Any:
+        forward(*given)
+        raise RuntimeError("broken")
+
+    model.forward = broken
+    first, second = runner.launch((chunk("a", [1, 2]),)), runner.launch((chunk("bb", [1, 2]),))
+    worker = runner._worker
+    assert worker is not None and model.begun.wait(60)
+    submit = worker.submit
+
+    def waited(*given: Any) -> Any:
+        model.go.set()
+        return submit(*given)
+
+    worker.submit = waited
+    second.discard()
+    assert (model.order, finished) == (["forward"], ["finish"])
+    first.discard()
+    assert model.order == ["forward"]
+    model.forward, model.order = forward, []
+    flight = runner.launch((chunk("a", [1, 2]),))  # not behind what was discarded
+    assert flight.wait() == [3] and flight.leads and model.order == ["forward"]

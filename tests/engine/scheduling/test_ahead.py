@@ -8,14 +8,16 @@ none is in flight when a session is opened or closed. `test_workload` and `model
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
-from services.common.errors import GpuError, Internal, KvCacheDown
+from services.common.errors import DeadlineExceeded, GpuError, Internal, KvCacheDown, SequenceRemoved
+from services.engine.pages.source import Grant
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import FEW
-from services.engine.scheduling.sequence import FinishReason
+from services.engine.scheduling.sequence import FinishReason, key_of
 from services.engine.scheduling.step import Chunk
 from tests.engine.fakes import EOS, Harness, TokenFlight, alone, make_request
 
@@ -176,6 +178,7 @@ def test_what_two_steps_computed_while_the_lease_ended_is_not_told() -> None:
     harness.loop._launch_step = launched
     harness.loop.iterate()
     assert harness.loop._lost and not flying(harness) and harness.tokens == told
+    assert [flight.discarded for flight in harness.memory.flights] == [False, True]
     harness.loop._launch_step = launch
     harness.until_idle()
     for at in range(MANY):
@@ -201,18 +204,123 @@ def test_a_gpu_that_fails_with_two_steps_in_flight_ends_all_requests(nth: int) -
         nonlocal count
         flight, count = launch(step), count + 1
         if count > nth:
-            harness.memory.flights[-2 + nth].wait = broken
+            gone = harness.memory.flights[-2 + nth]
+            gone.wait = partial(broken, gone)
+            for one in harness.memory.flights:
+                one.discard = partial(broken, one)
         return flight
 
-    def broken() -> Any:
+    def broken(flight: TokenFlight) -> Any:
+        flight.waited = True  # what a failed device had queued is void
         raise GpuError("gone")
 
     harness.loop._launch_step = launched
     with pytest.raises(GpuError):
         for _ in range(5):
             harness.loop.iterate()
-    for flight in harness.memory.flights:  # what the device had queued is void
-        flight.waited = True
-    harness.loop._flight = None
     harness.loop._fail(GpuError("gone"))
     assert all(isinstance(harness.ended[f"r{at}"].error, Internal) for at in range(MANY))
+
+
+def test_a_failure_of_the_host_with_a_step_in_flight_closes_the_session_behind_it() -> None:
+    harness = decoding("late")
+    assert len(flying(harness)) == 1
+    # `fakes.Scripted` refuses to close while a step is in flight.
+    harness.loop._fail(RuntimeError("a bug"))
+    assert harness.source.closed and not flying(harness)
+    assert all(isinstance(harness.ended[f"r{at}"].error, Internal) for at in range(MANY))
+
+
+@WHEN
+@pytest.mark.parametrize("end", ["cancelled", "overdue"])
+def test_a_request_that_is_ended_with_two_steps_in_flight(ahead: str, end: str) -> None:
+    harness = decoding(ahead)
+    request = make_request("a", max_tokens=30, seed=7, deadline=harness.clock.now + 1000 if end == "overdue" else None)
+    harness.submit(request)
+    launch, in_flight = harness.memory.launch, list[int]()
+
+    def launched(step: Sequence[Chunk]) -> TokenFlight:
+        flight = launch(step)
+        rows = [sum(chunk.sequence.id == "a" for chunk in one.step) for one in flying(harness)]
+        if not in_flight and rows == [1, 1] and len(harness.tokens.get("a", ())) > 3:
+            in_flight.append(sum(rows))
+            if end == "cancelled":
+                harness.loop.cancel("a")
+            else:
+                harness.clock.now += 2000
+        return flight
+
+    harness.loop._launch_step = launched
+    harness.until_idle()
+    assert in_flight == [2]
+    ended = harness.ended["a"]
+    if end == "cancelled":
+        assert ended.reason is FinishReason.CANCELLED
+    else:
+        assert isinstance(ended.error, DeadlineExceeded)
+    assert harness.tokens["a"] == alone(request)[: len(harness.tokens["a"])] and len(harness.tokens["a"]) < 8
+    for at in range(MANY):
+        assert harness.tokens[f"r{at}"] == alone(make_request(f"r{at}", [1, at], max_tokens=40, seed=at))
+    harness.check_empty()
+
+
+@WHEN
+def test_a_request_is_preempted_with_a_row_in_flight(ahead: str) -> None:
+    harness = Harness(ahead=ahead, pages=48, page_size=2)
+    scheduler = harness.loop.scheduler
+    preempt, busy = scheduler._preempt, list[bool]()
+
+    def preempted(sequence: Any) -> None:
+        busy.append(any(chunk.sequence is sequence for flight in flying(harness) for chunk in flight.step))
+        preempt(sequence)
+
+    scheduler._preempt = preempted
+    requests = [make_request(f"r{at}", [1, at], max_tokens=40, seed=at) for at in range(MANY)]
+    harness.submit(*requests)
+    harness.until_idle()
+    assert any(busy)
+    for request in requests:
+        assert harness.tokens[request.request_id] == alone(request)
+    harness.check_empty()
+
+
+@WHEN
+def test_a_row_in_flight_of_an_earlier_admission_counts_for_nothing(ahead: str) -> None:
+    """Its sequence lost its pages and is admitted anew before the step is waited for."""
+    harness = decoding(ahead, page_size=2)
+    scheduler = harness.loop.scheduler
+    serve, apply, lost, stale = harness.source.serve, scheduler.apply, list[str](), list[str]()
+
+    def served(demands: Any, removed: Any) -> list[Grant]:
+        grants = serve(demands, removed)
+        for at, demand in enumerate(demands):
+            if not lost and demand.sequence_id == scheduler.live["r1"].source_id and not demand.opens:
+                lost.append(demand.sequence_id)
+                grants[at] = Grant(demand.sequence_id, error=SequenceRemoved("ended"))
+        return grants
+
+    def applied(step: Any, results: Any) -> Any:
+        stale.extend(
+            chunk.source_id
+            for chunk in step
+            if chunk.source_id in lost and chunk.sequence.source_id not in ("", chunk.source_id)
+        )
+        return apply(step, results)
+
+    harness.source.serve, scheduler.apply = served, applied
+    harness.until_idle()
+    assert stale == lost != []
+    for at in range(MANY):
+        assert harness.tokens[f"r{at}"] == alone(make_request(f"r{at}", [1, at], max_tokens=40, seed=at))
+    harness.check_empty()
+
+
+@WHEN
+def test_samples_fork_where_the_first_token_is_in_flight(ahead: str) -> None:
+    harness = decoding(ahead)
+    request = make_request("f", [4, 4, 1], max_tokens=9, seed=50, n=2)
+    harness.submit(request)
+    harness.until_idle()
+    for one in (request, *request.others):
+        assert harness.tokens[key_of("f", one.sample)] == alone(one)
+    harness.check_empty()
