@@ -74,10 +74,27 @@ def finish_launched(steps: Steps, mode: str) -> None:
         steps.let(1)
 
 
+def scored(prompt: list[int]) -> engine_pb2.GenerateRequest:
+    """A request for log probabilities, too: they change with whatever is read, even where no token does."""
+    return request(prompt, TOKENS, sampling={"logprobs": 0})
+
+
+def scores(stream: Any) -> list[tuple[int, float]]:
+    """The tokens of a whole stream, and their log probabilities."""
+    told = [one for response in stream for one in zip(response.token_ids, response.logprobs, strict=True)]
+    return [(token, one.logprob) for token, one in told]
+
+
 def alone(directory: Path, *prompts: list[int]) -> list[list[int]]:
     """What the prompts generate when nothing happens."""
+    return [[token for token, _ in one] for one in scored_alone(directory, *prompts)]
+
+
+def scored_alone(directory: Path, *prompts: list[int]) -> list[list[Any]]:
+    """The same with log probabilities, up to rounding."""
     with kvcache(directory, name="k0") as daemon, engine(directory, daemon.address, model=MODEL, name="e0") as one:
-        return [collect(stub_of(one).Generate(request(prompt, TOKENS)))[1] for prompt in prompts]
+        found = [scores(stub_of(one).Generate(scored(prompt))) for prompt in prompts]
+    return [[(token, pytest.approx(logprob, abs=1e-3)) for token, logprob in told] for told in found]
 
 
 @MODES
@@ -117,18 +134,18 @@ def test_what_it_writes_when_it_goes_on_hurts_nobody_and_its_word_frees_its_page
 def test_what_it_reads_of_others_when_it_goes_on_is_not_said(short_path: Path, mode: str) -> None:
     """Its complete pages stay in the cache, and are evicted for others while it is stopped."""
     longer = SECOND + SECOND[:64]
-    expected = alone(short_path, FIRST, longer)
+    expected = scored_alone(short_path, FIRST, longer)
     with (
         kvcache(short_path, *SHORT) as daemon,
         gated(short_path, daemon.address, *flags_of(mode), model=MODEL, name="a") as (one, steps),
         gated(short_path, daemon.address, model=MODEL, name="b") as (other, others),
     ):
-        first = stub_of(one).Generate(request(FIRST, TOKENS))
+        first = stub_of(one).Generate(scored(FIRST))
         steps.let(5)
         steps.until_held(BEHIND[mode])
         one.process.send_signal(signal.SIGSTOP)
         until(daemon, is_fenced)
-        second = stub_of(other).Generate(request(longer, TOKENS))
+        second = stub_of(other).Generate(scored(longer))
         others.let(10)
         others.until_held()
         assert look(daemon).pools[0].evicted_pages, "of what the first reads"
@@ -137,7 +154,7 @@ def test_what_it_reads_of_others_when_it_goes_on_is_not_said(short_path: Path, m
         until_recovered(one)
         for gate in (others, steps):
             gate.let()
-        assert [collect(first)[1], collect(second)[1]] == expected
+        assert [scores(first), scores(second)] == expected
 
 
 @MODES
