@@ -17,21 +17,20 @@ from services.common import rpc
 from services.common.errors import ServiceError
 from services.engine.config import Config
 from services.engine.model.runner import Runner
-from services.engine.pages.source import PageCopy
 from services.engine.sampling.result import Result
 from services.engine.scheduling.step import Chunk
 from services.engine.server import Engine
 from tests.kvcache.conftest import Running
 
 
-class Gate:
+class Gate(Runner):
     """Lets steps through: all of them, or, once ``hold`` was called, none until ``release``.
 
     ``reached`` says that a step stands before a gate that is shut.
     """
 
     def __init__(self, model: Any, memory: Callable[[], Any]) -> None:
-        self.inner = Runner(model, memory)
+        super().__init__(model, memory)
         self.reached = threading.Event()
         self.fault: Callable[[Sequence[Chunk]], None] = lambda step: None
         self._changed = threading.Condition()
@@ -56,10 +55,15 @@ class Gate:
             self._passes = passes
             self._changed.notify_all()
 
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        self.inner.copy_pages(copies)
-
     def run(self, step: Sequence[Chunk]) -> list[Result]:
+        self._pass(step)
+        return super().run(step)
+
+    def _computed_behind(self, work: Any, *given: Any) -> Any:
+        self._pass(work.step)
+        return super()._computed_behind(work, *given)
+
+    def _pass(self, step: Sequence[Chunk]) -> None:
         with self._changed:
             if not self._passes:
                 self.reached.set()
@@ -67,7 +71,6 @@ class Gate:
                     raise TimeoutError("nobody released the gate")
             self._passes -= 1
         self.fault(step)
-        return self.inner.run(step)
 
 
 class RunningEngine:

@@ -134,7 +134,7 @@ class Runner:
         self._queue = draw if isinstance(draw, Sampler) else None
         # On a host, the thread that computes the steps of `launch`, in order.
         self._worker: ThreadPoolExecutor | None = None
-        self._last: _Flight | None = None  # the last step launched, until the next one is
+        self._last: _Flight | None = None  # the last step launched, while it is in flight
 
     def run(self, step: Items[Chunk]) -> list[Result]:
         """Returns a result per chunk: a sampled token, None if none was wanted, or the error that ends the request.
@@ -161,8 +161,6 @@ class Runner:
         are counted as they arrive.
         """
         last, self._last = self._last, None
-        if last is not None and last.landed:
-            last = None
         work = _Work.of(step)
         if self._queue is not None:
             flight = self._last = _Flight(self, work, last, self._queued(work, last, self._queue))
@@ -197,6 +195,11 @@ class Runner:
         except Exception as lost:
             # After a sticky GPU error every call fails: no row is at fault, and none can run.
             raise GpuError(f"the GPU failed: {lost}") from lost
+
+    def landed(self, flight: _Flight) -> None:
+        """Forget a step that was launched, and the requests that it knows."""
+        if self._last is flight:
+            self._last = None
 
     def _drain(self) -> None:
         if self._worker is not None:
@@ -347,7 +350,6 @@ class _Flight:
         self._work = work
         self._before = before
         self._ready = ready
-        self.landed = False
         self.leads = not (work.failed or work.telling or any(work.asks.counts))
 
     @property
@@ -362,6 +364,7 @@ class _Flight:
 
     def wait(self) -> list[Result]:
         """See `step.Flight`. A step that could not be computed is run again, row by row. Raises GpuError."""
+        self._runner.landed(self)
         work, before, self._before = self._work, self._before, None
         drawings, results = self._ready(), list[Result]()
         work.failed |= before is not None and before.failed
@@ -374,12 +377,12 @@ class _Flight:
         if work.failed:
             self.leads = False
             results = self._runner.again(work.step)
-        self.landed = True
         return results
 
     def discard(self) -> None:
         """See `step.Flight`. Raises GpuError."""
-        self._before, self.landed = None, True
+        self._before = None
+        self._runner.landed(self)
         self._runner.synchronize()
 
 

@@ -19,6 +19,7 @@ from services.common.errors import ForwardFailed, ServiceError
 from services.engine.api import requests
 from services.engine.delivery import generation
 from services.engine.sampling.result import Result
+from services.engine.scheduling.scheduler import Advance
 from services.engine.scheduling.sequence import MAX_SAMPLES
 from services.engine.scheduling.step import Chunk
 from tests.engine.running import RunningEngine, refused, served_by_a_daemon
@@ -30,9 +31,10 @@ pytestmark = pytest.mark.usefixtures("no_generations")
 DRAWN: dict[str, Any] = {"temperature": 0.9, "seed": 2**64 - 2}  # the samples' seeds pass 2^64
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+@pytest.fixture(scope="module", params=["off", "on"], ids=["synchronous", "asynchronous"])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     limits = ["--max-batch", "6", "--max-queue", "14", "--local-pages", "256", "--generation-count", "4"]
+    limits += ["--async-steps", request.param]
     one = RunningEngine(tmp_path_factory.mktemp("e"), *limits)
     yield one.start()
     one.close()
@@ -365,13 +367,15 @@ def test_a_timeout_keeps_what_there_is_of_each(engine: Engine, monkeypatch: pyte
 
 
 def test_one_sample_that_fails_fails_the_others_and_every_watcher_is_told(engine: Engine) -> None:
-    run = engine.steps.inner.run
+    assert engine.engine.loop is not None
+    scheduler = engine.engine.loop.scheduler
+    apply = scheduler.apply
 
-    def failing(step: Sequence[Chunk]) -> list[Result]:
+    def failing(step: Sequence[Chunk], results: Sequence[Result]) -> Advance:
         bad = [chunk.sequence.request.sample == 2 and chunk.sequence.num_generated_tokens == 3 for chunk in step]
-        return [ForwardFailed("boom") if at else one for at, one in zip(bad, run(step), strict=True)]
+        return apply(step, [ForwardFailed("boom") if at else one for at, one in zip(bad, results, strict=True)])
 
-    engine.steps.inner.run = failing  # type: ignore[method-assign]
+    scheduler.apply = failing
     try:
         submit(engine, asked(4, 9, request_id="bad"))
         for _ in range(2):
@@ -379,7 +383,7 @@ def test_one_sample_that_fails_fails_the_others_and_every_watcher_is_told(engine
             assert told.error is not None and told.error.reason == "FORWARD_FAILED" and not told.finishes
             assert told.places(4)[2] == 3
     finally:
-        engine.steps.inner.run = run  # type: ignore[method-assign]
+        scheduler.apply = apply
     assert get(engine, "bad").state == pb.GENERATION_STATE_FAILED
     engine.idle()
 
