@@ -58,9 +58,10 @@ class Steps:
 
     def until_held(self, behind: int = 0) -> None:
         """Wait until all that was let is computed, and the engine is in a step that waits: after its last look at its
-        lease, and before it reads or writes a page. ``behind`` steps are launched behind that one.
+        lease, and before it reads or writes a page. ``behind`` steps are launched behind that one; on a GPU none is,
+        since there the engine's thread itself waits at the gate, in the launch.
         """
-        while self._reached <= self._let or self._launched < self._reached + behind:
+        while self._reached <= self._let or (behind and self._launched < self._reached + behind):
             told = os.read(self._told, MANY)
             self._reached += told.count(AT_GATE)
             self._launched += told.count(LAUNCHED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,6 +43,20 @@ def test_a_level_and_those_above_it_are_logged(
         getattr(log, name)("an_event")
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [line["level"] for line in lines] == list(LOG_LEVELS[LOG_LEVELS.index(level) :])
+
+
+def test_a_traceback_on_a_terminal_shows_no_prompts(
+    logging_restored: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    configure_logging("info")
+    prompt = "a secret"
+    try:
+        raise KeyError(len(prompt))
+    except KeyError:
+        structlog.get_logger().exception("rpc_failed")
+    told = capsys.readouterr().err
+    assert "KeyError" in told and prompt not in told
 
 
 @pytest.mark.parametrize("prefix", READERS)

@@ -110,7 +110,7 @@ class Watched:
         def broken(*given: object) -> None:
             raise ValueError("broken")
 
-        runner = self.engine.steps.inner
+        runner = self.engine.steps
         whole, runner._computed = runner._computed, broken
         assert refused(lambda: self.stub.Generate(request())).reason == "FORWARD_FAILED"
         runner._computed = whole

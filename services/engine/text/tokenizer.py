@@ -34,7 +34,9 @@ class Tokenizer:
             raise ModelInvalid(f"{file} cannot be read: {error.strerror or error}") from error
         try:
             inner = tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
-        except Exception as error:  # the library raises nothing more specific
+        except BaseException as error:
+            if not _is_librarys(error):
+                raise
             refuse_placeholder(file, raw[:HEAD_BYTES])
             raise ModelInvalid(f"{file} is not a tokenizer: {error}") from error
         return cls.of(inner, vocab_size, str(file))
@@ -70,8 +72,17 @@ def ids_of(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bo
     """
     try:
         return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
-    except Exception as error:  # the library raises nothing more specific
+    except BaseException as error:
+        if not _is_librarys(error):
+            raise
         raise FieldInvalid(f"the model's tokenizer cannot encode the text: {error}") from error
+
+
+def _is_librarys(error: BaseException) -> bool:
+    """Whether the library failed. It raises nothing more specific than Exception, and a panic of its Rust is not even
+    that: a class of its own below BaseException, which cannot be imported.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 class TextStream:
