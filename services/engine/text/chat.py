@@ -18,6 +18,8 @@ from services.engine.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 16384
 MAX_ROLE = 128
+#: Of JSON that callers send: far below what any Python parses.
+MAX_DEPTH = 100
 
 #: Template variables that have message fields of their own.
 _FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -160,14 +162,16 @@ class Chat:
             raise FieldInvalid(f"{field} is not a JSON object", field=field)
         return value
 
-    def _guarded(self, value: Any, field: str) -> Any:
+    def _guarded(self, value: Any, field: str, depth: int = 0) -> Any:
+        if depth > MAX_DEPTH:
+            raise FieldInvalid(f"{field} is nested more than {MAX_DEPTH} levels deep", field=field, limit=MAX_DEPTH)
         match value:
             case str():
                 return self._text(value, field)
             case dict():
-                return {self._text(key, field): self._guarded(inner, field) for key, inner in value.items()}
+                return {self._text(key, field): self._guarded(one, field, depth + 1) for key, one in value.items()}
             case list():
-                return [self._guarded(inner, field) for inner in value]
+                return [self._guarded(one, field, depth + 1) for one in value]
         return value
 
     def _text(self, text: str, field: str) -> str:

@@ -13,7 +13,7 @@ from google.protobuf import json_format
 
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.common.errors import FieldInvalid, PromptTooLong, ServiceError
-from services.engine.text.chat import MAX_MESSAGES, Chat, Rendered
+from services.engine.text.chat import MAX_DEPTH, MAX_MESSAGES, Chat, Rendered
 from services.engine.text.chat_files import ChatSource
 from services.engine.text.chat_template import ChatTemplate
 from services.engine.text.tokenizer import Tokenizer
@@ -144,13 +144,18 @@ def _deep(levels: int) -> str:
         (pb.Messages(items=[pb.Message(role="user", other='{"a": NaN}')]), "messages.items[0].other"),
         (pb.Messages(items=[pb.Message(role="user", other='{"a": "\\ud800"}')]), "messages.items[0].other"),
         (pb.Messages(items=[pb.Message(role="user", other='{"a": ' + "[" * 9999)]), "messages.items[0].other"),
-        (pb.Messages(items=[pb.Message(role="user", other=_deep(700))]), "messages.items[0].other"),
+        (pb.Messages(items=[pb.Message(role="user", other=_deep(MAX_DEPTH + 1))]), "messages.items[0].other"),
         (messages([{"role": "user"}] * (MAX_MESSAGES + 1)), "messages.items"),
     ],
 )
 def test_what_is_wrong_is_named(made: pb.Messages, field: str) -> None:
     error = refusal(made, size=1 << 20)
     assert (error.reason, error.field) == ("FIELD_INVALID", field)
+
+
+def test_a_value_may_be_as_deep_as_the_limit() -> None:
+    made = pb.Messages(items=[pb.Message(role="user", content="x", other=_deep(MAX_DEPTH))])
+    assert read(made, size=1 << 20).token_ids
 
 
 def test_numbers_that_are_none() -> None:
