@@ -15,7 +15,7 @@ from services.engine.delivery.registry import GenerationRegistry
 from services.engine.scheduling.loop import EngineLoop
 from services.engine.scheduling.sequence import FinishReason
 from services.engine.scheduling.stats import Snapshot
-from services.engine.vllm_metrics import pool_usage, vllm_families
+from services.engine.vllm_metrics import pool_usage, request_families, vllm_families
 from services.version import VERSION
 
 PREFIX = "rocmforge_engine_"
@@ -70,8 +70,6 @@ class EngineMetrics(Collector):
         state = served.matrix_units or "none"
         families.info("matrix_units_info", "Whether attention uses the GPU's matrix units.", state=state)
         families.info("lease_info", "The epoch of the session's daemon.", epoch=f"{served.source.epoch:016x}")
-        families.gauge("num_requests_running", "Requests that hold pages.", now.running_requests)
-        families.gauge("num_requests_waiting", "Requests waiting for a batch slot or for pages.", now.waiting_requests)
         families.gauge("num_tokens_waiting", "Tokens that waiting requests start with.", now.waiting_tokens)
         families.gauge("queue_limit_requests", "Most requests that may wait.", served.limits.max_queue)
         families.gauge("queue_limit_tokens", "Most tokens that may wait.", served.limits.max_queue_tokens)
@@ -87,12 +85,8 @@ class EngineMetrics(Collector):
 
 def _tell_loop(families: Families, loop: EngineLoop, now: Snapshot) -> None:
     totals, seen = loop.totals, loop.stats
+    request_families(families, loop, now)
     families.gauge("stalled_seconds", "Seconds since the last step while requests run or wait; else 0.", now.stalled_s)
-    families.counter("prompt_tokens_total", "Prompt tokens of queued requests.", totals.prompt_tokens)
-    families.counter("generation_tokens_total", "Tokens sampled.", totals.generated_tokens)
-    families.counter("num_preemptions_total", "Preemptions.", now.preemptions)
-    families.counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", now.looked_up_tokens)
-    families.counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", now.cached_tokens)
     ended: Rows = {(reason.name.lower(),): totals.ended[reason] for reason in FinishReason}
     families.counters("request_success_total", "Requests that ended without an error.", ("finished_reason",), ended)
     families.counters(
@@ -101,12 +95,6 @@ def _tell_loop(families: Families, loop: EngineLoop, now: Snapshot) -> None:
     families.counters("requests_refused_total", "Requests rejected before queueing.", ("reason",), _by(totals.refused))
     families.counter("page_calls_total", "Page exchanges, at most one per step for the whole batch.", totals.page_calls)
     families.counter("session_recoveries_total", "Times the session was lost and reopened.", totals.recoveries)
-    families.histogram("time_to_first_token_seconds", "Seconds from submission to the first token.", seen.first_token)
-    families.histogram("inter_token_latency_seconds", "Seconds between tokens of a request.", seen.between_tokens)
-    families.histogram("e2e_request_latency_seconds", "Seconds from submission to the request's end.", seen.request)
-    families.histogram("request_queue_time_seconds", "Seconds from submission to the first pages.", seen.queue)
-    families.histogram("request_prompt_tokens", "Prompt tokens of requests that ended.", seen.prompt_tokens)
-    families.histogram("request_generation_tokens", "Generated tokens of requests that ended.", seen.generated_tokens)
     phases: dict[tuple[str, ...], Histogram] = {
         ("schedule",): seen.schedule,
         ("compute",): seen.compute,
@@ -114,7 +102,6 @@ def _tell_loop(families: Families, loop: EngineLoop, now: Snapshot) -> None:
     }
     families.histograms("step_seconds", "Step time by phase.", ("phase",), phases)
     families.histogram("step_requests", "Requests in a step.", seen.step_requests)
-    families.histogram("iteration_tokens_total", "Tokens computed in a step.", seen.step_tokens)
     families.histogram("page_wait_seconds", "Seconds waited for each page exchange.", seen.exchange_wait)
 
 
