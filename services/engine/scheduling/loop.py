@@ -235,9 +235,7 @@ class EngineLoop:
             results = self._runner.run(step)
             computed = self._clock()
             self.totals.steps += 1
-            if not self._source.may_launch():
-                # The lease ended during the step, and others may have written what the step has read since.
-                self._lose(SessionExpired("the lease ended during a step"))
+            if self._outlived_lease():
                 return 0.0
             self._apply(step, results)
         done = self._clock()
@@ -249,6 +247,15 @@ class EngineLoop:
         if step or self._lost:
             return 0.0
         return self._idle_for()
+
+    def _outlived_lease(self) -> bool:
+        """Whether the lease ended during the step that is over, which loses the session: others may have written what
+        the step has read since.
+        """
+        if self._source.may_launch():
+            return False
+        self._lose(SessionExpired("the lease ended during a step"))
+        return True
 
     def _apply(self, step: Items[Chunk], results: Items[Result]) -> None:
         advance = self.scheduler.apply(step, results)
@@ -313,9 +320,7 @@ class EngineLoop:
         results = launched.flight.wait()
         self._busy_s += self._clock() - began
         self.totals.steps += 1
-        if not self._source.may_launch():
-            # The lease ended during the step, and others may have written what the step has read since.
-            self._lose(SessionExpired("the lease ended during a step"))
+        if self._outlived_lease():
             return False
         self._apply(launched.step, results)
         return True
