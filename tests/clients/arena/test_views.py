@@ -6,7 +6,6 @@ import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -124,20 +123,3 @@ def test_without_torch_an_error_says_so(daemon: Running, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "torch", None)
     with session(daemon, "f32") as cache, pytest.raises(InvalidConfiguration, match="torch is not installed"):
         cache.pages.torch()
-
-
-@pytest.mark.parametrize("dtype", PLAIN)
-def test_tensors_of_torch_are_the_same_memory(daemon: Running, dtype: str) -> None:
-    torch: Any = pytest.importorskip("torch", exc_type=ImportError)
-    with session(daemon, dtype) as cache:
-        plain, tensors = cache.pages.numpy(), cache.pages.torch()
-        names = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
-        assert tensors.kv.shape == plain.kv.shape and tensors.kv.dtype == names[dtype]
-        tensors.kv[2, 1, 0, 1, 3] = 1
-        assert tensors.layer(1)[2, 0, 1, 3].tolist() == [1] * 8
-        plain.raw[2] = 0
-        assert not tensors.kv[2].any()
-        if dtype == "int8":
-            tensors.scales[0, 0, 0, 1] = 2.0
-            assert plain.scales[0, 0, 0, 1] == 2.0
-        del tensors
