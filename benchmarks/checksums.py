@@ -22,8 +22,8 @@ from services.kvcache.arena.host import FileArena
 from services.kvcache.cache.cache import KvCache, Limits
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
+from services.kvcache.pool.arena import Arena
 from services.kvcache.pool.layout import Layout, PageLayout
-from services.kvcache.pool.pool import Arena
 from services.kvcache.scrub.scrubber import Scrubber
 
 #: Pages of 80 KiB, the bundled model's, and of 1.75 and 2 MiB: 16 tokens of 0.6 and 8 G parameters, f32 and bf16.

@@ -34,8 +34,8 @@ from services.kvcache.config import GPU, Config
 from services.kvcache.kvevents.publisher import KvEventPublisher
 from services.kvcache.lease.process import ProcessTable
 from services.kvcache.metrics import KvCacheMetrics
+from services.kvcache.pool.arena import Arena
 from services.kvcache.pool.layout import Layout
-from services.kvcache.pool.pool import Arena
 from services.kvcache.presence import LoopWatch, PresentClock
 from services.kvcache.scrub.scrubber import Scrubber
 from services.kvcache.slices import Slices

@@ -15,9 +15,9 @@ from rocmforge.client.arena.gpu_ipc import HANDLE_BYTES, Gpu
 from services.common.errors import ExceedsBudget
 from services.kvcache.arena.device import DeviceArena
 from services.kvcache.arena.host import FileArena
+from services.kvcache.pool.arena import Arena
 from services.kvcache.pool.budget import CANARY_SLOT_BYTES
 from services.kvcache.pool.layout import PageLayout
-from services.kvcache.pool.pool import Arena
 from tests.fakegpu import Machine
 from tests.gpus import ROOT, environment, gpu_or_skip
 

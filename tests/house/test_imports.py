@@ -372,7 +372,7 @@ def test_nothing_is_pickled() -> None:
             "services.kvcache.pool.pool",
             "import importlib\nimportlib.import_module('services.engine.model.decoder')",
         ),
-        (impure, "services.kvcache.pool.page_table", "import numpy as np"),
+        (impure, "services.kvcache.pool.pages.page_table", "import numpy as np"),
         (impure, "services.engine.scheduling.scheduler", "from google.protobuf import any_pb2"),
         (impure, "services.common.errors", "import grpc.aio"),
         (generated_inside, "services.engine.model.decoder", "from rocmforge.engine.v1 import engine_pb2"),
@@ -432,10 +432,10 @@ def test_each_rule_of_rooms_can_fail(check, modules: Imports, found: int) -> Non
 
 def test_a_domain_module_may_not_reach_arrays_through_another_module() -> None:
     modules = {
-        "services.kvcache.pool.page_table": {"services.kvcache.helper"},
+        "services.kvcache.pool.pages.page_table": {"services.kvcache.helper"},
         "services.kvcache.helper": {"services.kvcache.deeper"},
         "services.kvcache.deeper": {"numpy"},
     }
     assert impure(modules) == [
-        "services.kvcache.pool.page_table -> services.kvcache.helper -> services.kvcache.deeper -> numpy"
+        "services.kvcache.pool.pages.page_table -> services.kvcache.helper -> services.kvcache.deeper -> numpy"
     ]

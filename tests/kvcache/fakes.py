@@ -10,10 +10,11 @@ from services.kvcache.cache.cache import KvCache, Limits
 from services.kvcache.cache.walk import check
 from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process
+from services.kvcache.pool.arena import DeviceMemory
 from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES
+from services.kvcache.pool.index.chain_hash import ChainHash, blake2b_chain
 from services.kvcache.pool.layout import Layout, PageLayout
-from services.kvcache.pool.pool import DeviceMemory, Pool
-from services.kvcache.pool.prefix_cache import ChainHash, blake2b_chain
+from services.kvcache.pool.pool import Pool
 from services.kvcache.scrub.purge import purge
 
 LAYOUT = PageLayout(page_size=4, layers=1, kv_heads=1, head_dim=4, dtype="f32")

@@ -22,10 +22,10 @@ from services.kvcache.eviction.retention import Retention
 from services.kvcache.lease.quarantine import Record
 from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process
-from services.kvcache.pool.events import MAX_LINKS, Event, EventKind
+from services.kvcache.pool.index.events import MAX_LINKS, Event, EventKind
+from services.kvcache.pool.index.frozen_links import FrozenLinks
 from services.kvcache.pool.layout import Layout, OpaqueLayout, PageLayout
 from services.kvcache.pool.pool import Pool
-from services.kvcache.pool.prefix_cache import FrozenLinks
 from services.kvcache.slices import ENTRIES, Work
 
 DOMAIN = "rocmforge.kvcache"

@@ -135,7 +135,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         session = self._cache.attach_session(request.session_id, request.seen, caller)
         log.info("session_attached", **_named(session))
         pool = self._cache.pool_of(session)
-        return pb.AttachSessionResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
+        return pb.AttachSessionResponse(epoch=self._cache.epoch, available_pages=pool.headroom.pages)
 
     @maps_errors
     async def RenewSession(self, request: pb.RenewSessionRequest, context: Any) -> pb.RenewSessionResponse:
@@ -144,7 +144,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         return pb.RenewSessionResponse(
             epoch=self._cache.epoch,
             ttl=messages.duration_message(session.ttl_s),
-            available_pages=self._cache.pool_of(session).available_pages,
+            available_pages=self._cache.pool_of(session).headroom.pages,
         )
 
     @maps_errors
@@ -169,7 +169,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         told, pool = await self._slices.run(work, order=request.session_id)
         if (unclean := pool.table.unclean) is not None and unclean.granted:
             await self._scrubber.zero_granted(pool)  # nobody writes in a page that is told to nobody
-        response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.available_pages)
+        response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.headroom.pages)
         if told:
             await self._slices.run(messages.fill_grants(response, told))
         return response
@@ -197,7 +197,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         return pb.RemoveSequencesResponse(
             epoch=self._cache.epoch,
             removed_sequences=len(ids) - len(absent),
-            available_pages=pool.available_pages,
+            available_pages=pool.headroom.pages,
             absent_sequence_ids=absent,
         )
 

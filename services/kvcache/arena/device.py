@@ -15,9 +15,9 @@ from rocmforge.client.arena.gpu_ipc import Gpu
 from services.common.errors import ExceedsBudget, GpuError
 from services.kvcache.arena.access import Access
 from services.kvcache.arena.kernel_checksums import kernel_checksums
+from services.kvcache.pool.arena import DeviceMemory
 from services.kvcache.pool.budget import CANARY_BYTES, CANARY_SLOT_BYTES
 from services.kvcache.pool.layout import Layout
-from services.kvcache.pool.pool import DeviceMemory
 
 #: ``(gpu, pointer, page_bytes, pages)`` to the checksums of those pages of the arena at ``pointer``. Raises GpuError.
 ReadChecksums = Callable[[Gpu, int, int, list[int]], list[int]]

@@ -35,11 +35,11 @@ from services.kvcache.lease.sessions import Session, Sessions
 from services.kvcache.lease.witness import Observe, Process
 from services.kvcache.pool.budget import CANARY_BYTES, Allotment, ArenaMaker, Pools
 from services.kvcache.pool.debts import Debts
-from services.kvcache.pool.events import EventRing
 from services.kvcache.pool.host_memory import HostMemory
+from services.kvcache.pool.index.chain_hash import ChainHash, blake2b_chain
+from services.kvcache.pool.index.events import EventRing
 from services.kvcache.pool.layout import Layout
 from services.kvcache.pool.pool import Pool
-from services.kvcache.pool.prefix_cache import ChainHash, blake2b_chain
 from services.kvcache.pool.sequence import Sequence
 from services.kvcache.slices import Job, Result, Work, finish
 
@@ -210,7 +210,7 @@ class KvCache:
             attach_until=now + ATTACH_S if device is not None else 0.0,
             uid=uid,
             memory=self.memory,
-            entry_bytes=pool.entry_bytes,
+            entry_bytes=pool.headroom.entry_bytes,
             engine_name=engine_name,
             model=model,
         )
@@ -295,7 +295,7 @@ class KvCache:
             return 0 if self.quarantine.vouch(session_id, caller, self._clock()) else None
         pool, sequences, entries = self.pool_of(session), list(session.sequences.values()), session.held_pages
         session.end()
-        pool.end(sequences, entries, self._clock())
+        pool.endings.end(sequences, entries, self._clock())
         pool.last_used = self._clock()
         self.quarantine.vouch(session.id, caller, self._clock())
         session.let_go()
@@ -415,7 +415,7 @@ class KvCache:
         found = session.forget(sequence_ids)
         self.quarantine.vouch_for(session.id, sequence_ids, now)
         pool = self.pool_of(session)
-        pool.end([sequence for sequence in found if sequence is not None], held - session.held_pages, now)
+        pool.endings.end([sequence for sequence in found if sequence is not None], held - session.held_pages, now)
         if len(self.debts) > owed:
             yield from self.debts.paying()
         return [sequence is not None for sequence in found]
@@ -519,7 +519,7 @@ class KvCache:
             while not pool.table.cached.pass_time(self._clock(), slices.ENTRIES):
                 yield None
             ttl = self.limits.cache_ttl_s
-            while ttl is not None and pool.expire_cached(self._clock() - ttl, slices.ENTRIES) == slices.ENTRIES:
+            while ttl is not None and pool.published.expire(self._clock() - ttl, slices.ENTRIES) == slices.ENTRIES:
                 yield None
         return lost
 
@@ -566,7 +566,7 @@ class KvCache:
             yield None
         left = len(cached) if most is None else min(most, len(cached))
         while left:
-            some = pool.evict(min(left, slices.ENTRIES), retained=retained)
+            some = pool.published.evict(min(left, slices.ENTRIES), retained=retained)
             pool.totals.evicted_on_request += some
             evicted += some
             left = left - some if some == slices.ENTRIES else 0

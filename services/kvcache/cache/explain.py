@@ -12,9 +12,9 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from heapq import nsmallest
 
-from services.kvcache.pool.events import EventKind, EventRing
+from services.kvcache.pool.index.chain_hash import root_hash
+from services.kvcache.pool.index.events import EventKind, EventRing
 from services.kvcache.pool.pool import Pool
-from services.kvcache.pool.prefix_cache import root_hash
 
 #: Other salts that are tried; more would make one question as dear as that many lookups.
 MAX_SALTS = 64

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from services.common.errors import ExceedsPool, QuotaExceeded
 from services.kvcache import slices
 from services.kvcache.lease.sessions import Session
-from services.kvcache.pool.pool import Pool, Promised
+from services.kvcache.pool.headroom import Promised
+from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.sequence import Sequence
 from services.kvcache.slices import Work
 

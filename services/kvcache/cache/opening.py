@@ -13,8 +13,9 @@ from services.kvcache.cache.grant import Grant, answering, check_live, check_quo
 from services.kvcache.cache.steps import may_be_owed, step
 from services.kvcache.eviction.retention import Retention
 from services.kvcache.lease.sessions import Session
+from services.kvcache.pool.headroom import Promised
 from services.kvcache.pool.host_memory import sequence_bytes
-from services.kvcache.pool.pool import Pool, Promised
+from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.sequence import Sequence, digest_fork, digest_prompt
 from services.kvcache.slices import Work
 
@@ -126,8 +127,8 @@ def _check_begin(
     """
     total = max(matched, total_pages)
     check_quota(session, total, total)
-    pool.check_growth(sequence_id, total, total - matched, spoken_for=cached)
-    pool.check_memory(sequence_id, total, sequence_bytes(sequence_id, prompt.salt), shared=matched - cached)
+    pool.headroom.check_growth(sequence_id, total, total - matched, spoken_for=cached)
+    pool.headroom.check_memory(sequence_id, total, sequence_bytes(sequence_id, prompt.salt), shared=matched - cached)
     return total
 
 
@@ -158,16 +159,16 @@ def _begin_in_slices(
             matched = pool.match(prompt.tokens, prompt.salt, slices.ENTRIES, behind=sequence.pages)
             cached = pool.cached_among(matched)
             check_quota(session, len(matched), max(total, held + len(matched)))
-            pool.check_growth(sequence.id, total, 0, spoken_for=cached)
-            pool.check_memory(sequence.id, len(matched), shared=len(matched) - cached)
+            pool.headroom.check_growth(sequence.id, total, 0, spoken_for=cached)
+            pool.headroom.check_memory(sequence.id, len(matched), shared=len(matched) - cached)
             pool.share(sequence, prompt.tokens, matched)
             session.hold(len(matched))
         total = max(total, len(sequence.pages))
         more = total - len(sequence.pages)
         check_quota(session, more, total)
-        pool.check_growth(sequence.id, total, more)
-        pool.check_memory(sequence.id, more)
-        with Promised(pool, more, more) as promised:
+        pool.headroom.check_growth(sequence.id, total, more)
+        pool.headroom.check_memory(sequence.id, more)
+        with Promised(pool.headroom, more, more) as promised:
             yield from growing(session, pool, sequence, total, promised)
         grant = yield from answering(session, pool, sequence, 0)
         pool.count_lookup(sequence, prompt.tokens)
@@ -183,7 +184,7 @@ def _beginning(session: Session, pool: Pool, sequence: Sequence) -> Iterator[Non
         if session.sequences.get(sequence.id) is sequence:
             session.take_back(sequence)
             sequence.retention = None  # nothing was asked for these pages
-            pool.end_later([sequence], sequence.page_count)
+            pool.endings.end_later([sequence], sequence.page_count)
         raise
 
 
@@ -198,8 +199,8 @@ def _fork(
     # As in ``step``; and whoever the parent is, it holds the page that the fork would write in.
     unshares = resident % pool.page_size > 0 and total_pages * pool.page_size > resident
     check_quota(session, total + unshares, total_pages)
-    pool.check_growth(sequence_id, total_pages, total - shared + unshares)
-    pool.check_memory(sequence_id, total + unshares, sequence_bytes(sequence_id, parent.salt), shared=shared)
+    pool.headroom.check_growth(sequence_id, total_pages, total - shared + unshares)
+    pool.headroom.check_memory(sequence_id, total + unshares, sequence_bytes(sequence_id, parent.salt), shared=shared)
 
     child = Sequence(session.id, sequence_id, parent.salt, digest_fork(parent.id), now)
     session.add(child)
@@ -219,7 +220,7 @@ def _fork_in_slices(
     shared = pool.pages_for(len(parent.tokens))
     pool.sequences[child] = None
     own = total - shared + unshares
-    with _beginning(session, pool, child), Promised(pool, own, shared + own, shared) as promised:
+    with _beginning(session, pool, child), Promised(pool.headroom, own, shared + own, shared) as promised:
         while (has := len(child.pages)) < shared:
             some = min(slices.ENTRIES, shared - has)
             promised.share(some)

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Hashable, Iterator
 
 from services.kvcache.eviction.lru import PAUSE
-from services.kvcache.pool.page_table import PageState
+from services.kvcache.pool.pages.page_table import PageState
 from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.sequence import Sequence
 
@@ -25,7 +25,7 @@ def walk_pool(pool: Pool) -> Iterator[str | None]:
             yield from _check_sequence(pool, sequence)
             yield from _walk_block_table(pool, sequence, pool.sequences, listed)
         yield None
-    for among in (pool.expired, pool.ending):
+    for among in (pool.endings.expired, pool.endings.ending):
         for sequence in list(among):
             yield from _walk_block_table(pool, sequence, among, listed)
             yield None
@@ -104,7 +104,7 @@ def _walk_holders(pool: Pool, listed: array[int]) -> Iterator[str | None]:
 
 def _lists(pool: Pool, holder: Hashable, page: int) -> bool:
     if not isinstance(holder, Sequence) or not any(
-        holder in among for among in (pool.sequences, pool.expired, pool.ending)
+        holder in among for among in (pool.sequences, pool.endings.expired, pool.endings.ending)
     ):
         return False
     # What has changed lately is at the end.

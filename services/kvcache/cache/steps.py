@@ -14,7 +14,8 @@ from services.common.errors import CapacityExceeded, FieldInvalid, HostMemoryExc
 from services.kvcache import slices
 from services.kvcache.cache.grant import Grant, answering, check_live, check_quota, grow, growing
 from services.kvcache.lease.sessions import Session
-from services.kvcache.pool.pool import Pool, Promised
+from services.kvcache.pool.headroom import Promised
+from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.sequence import Sequence
 from services.kvcache.slices import Work
 
@@ -116,15 +117,15 @@ def step(
     salt = pool.salt_bytes(sequence, len(new)) if new and not sequence.published else 0
     if more:
         # A token behind what was copied lets go of the copy's source, before anything is taken.
-        source = sequence.copy[1] if sequence.copy is not None and new else None
+        headroom, source = pool.headroom, sequence.copy[1] if sequence.copy is not None and new else None
         check_quota(session, more - (source is not None), total)
-        pool.check_growth(sequence.id, total, more - (source is not None and pool.table.holder_count(source) == 1))
+        headroom.check_growth(sequence.id, total, more - (source is not None and pool.table.holder_count(source) == 1))
         memory = pool.memory
         # Only to see that there is room, a call would show.
-        if memory.used + more * pool.entry_bytes + salt > memory.limit:
-            pool.check_memory(sequence.id, more - (source is not None), salt)
+        if memory.used + more * headroom.entry_bytes + salt > memory.limit:
+            headroom.check_memory(sequence.id, more - (source is not None), salt)
     elif salt:
-        pool.check_memory(sequence.id, 0, salt)
+        pool.headroom.check_memory(sequence.id, 0, salt)
 
     if len(new) // pool.page_size + total - min(held, known) > slices.ENTRIES:
         return _step_in_slices(session, pool, sequence, new, unshares, total, known, now)
@@ -149,7 +150,7 @@ def _step_in_slices(
     reported or grown a part of it.
     """
     more = total - len(sequence.pages) + unshares
-    with Promised(pool, more, more) as promised:
+    with Promised(pool.headroom, more, more) as promised:
         width = slices.ENTRIES * pool.page_size
         for at in range(0, len(new), width):
             if at:

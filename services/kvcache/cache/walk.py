@@ -37,9 +37,9 @@ def walk(cache: KvCache) -> Iterator[str | None]:
         waiting = cache.quarantine.pages(pool)
         if len(waiting) != pool.table.quarantined_count:
             yield f"pool {pool.id}: {pool.table.quarantined_count} pages quarantined, {len(waiting)} waited for"
-        entries = sum(sequence.page_count for sequence in pool.ending)
-        if entries != pool.ending_entries:
-            yield f"pool {pool.id} counts {pool.ending_entries} entries of ended sequences, they have {entries}"
+        entries = sum(sequence.page_count for sequence in pool.endings.ending)
+        if entries != pool.endings.entries:
+            yield f"pool {pool.id} counts {pool.endings.entries} entries of ended sequences, they have {entries}"
         yield from _walk_sessions(cache, pool, sessions)
         seen = bytearray(pool.table.total)
         for at, page in enumerate(waiting):

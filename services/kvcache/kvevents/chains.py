@@ -6,9 +6,9 @@ from array import array
 from collections.abc import Iterable, Iterator
 
 from services.kvcache.kvevents.format import BlockRemoved, BlockStored
-from services.kvcache.pool.events import MAX_LINKS, Link
+from services.kvcache.pool.index.events import MAX_LINKS, Link
+from services.kvcache.pool.index.frozen_links import FrozenLinks
 from services.kvcache.pool.pool import Pool
-from services.kvcache.pool.prefix_cache import FrozenLinks
 
 #: Tokens of one event, and what is looked at in one go: a few milliseconds.
 MOST_TOKENS = 4096

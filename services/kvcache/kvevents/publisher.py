@@ -27,9 +27,9 @@ from services.kvcache.cache.cache import KvCache
 from services.kvcache.kvevents import chains
 from services.kvcache.kvevents.format import END, AllBlocksCleared, KvEvent, encode, topic
 from services.kvcache.kvevents.journal import NOBODY, Journal, Message
-from services.kvcache.pool.events import Event, EventKind
+from services.kvcache.pool.index.events import Event, EventKind
+from services.kvcache.pool.index.frozen_links import FrozenLinks
 from services.kvcache.pool.pool import Pool
-from services.kvcache.pool.prefix_cache import FrozenLinks
 
 log = structlog.get_logger()
 

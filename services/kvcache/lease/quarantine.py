@@ -117,10 +117,10 @@ class Quarantine:
         """End a live session's sequence, whose engine may still read and write its pages; in slices, if it has many."""
         record = self._record(session, pool)
         record.expired[sequence.id] = sequence
-        pool.expire(sequence)
+        pool.endings.expire(sequence)
         at = sequence.published
         while at < len(sequence.pages) and record.expired.get(sequence.id) is sequence:
-            own, at = pool.fence_expired(sequence, at)
+            own, at = pool.endings.fence_expired(sequence, at)
             if own:
                 record.left.setdefault(sequence.id, []).extend(own)
             if at < len(sequence.pages):
@@ -133,10 +133,10 @@ class Quarantine:
         if session.sequences or mapped or session.id in self._records:
             record = self._record(session, pool)
             record.lost_at = now
-            pool.end(list(session.sequences.values()), session.held_pages, now, record.keep)
+            pool.endings.end(list(session.sequences.values()), session.held_pages, now, record.keep)
             expired = list(record.expired.values())
             record.expired.clear()
-            pool.end_expired(expired, now, record.keep)
+            pool.endings.end_expired(expired, now, record.keep)
         else:
             session.let_go()
 
@@ -160,7 +160,7 @@ class Quarantine:
         if record is None:
             return
         left = [record.left.pop(name) for name in sequence_ids if name in record.left]
-        record.pool.unquarantine(list(chain.from_iterable(left)))
+        record.pool.endings.unquarantine(list(chain.from_iterable(left)))
         self._release_expired(record, sequence_ids, now)
         if record.lost_at is None and not record.expired:
             del self._records[session_id]
@@ -169,7 +169,7 @@ class Quarantine:
     def _release_expired(record: Record, sequence_ids: list[str], now: float) -> None:
         expired = [record.expired.pop(name) for name in sequence_ids if name in record.expired]
         if expired:
-            record.pool.end_expired(expired, now)
+            record.pool.endings.end_expired(expired, now)
 
     def release(self, handle: str) -> int:
         """An operator vouches for a lost session; how many pages that frees. Raises QuarantineUnknown, EngineAlive."""
@@ -221,7 +221,7 @@ class Quarantine:
     def _end(self, record: Record, why: str) -> None:
         del self._records[record.session.id]
         record.over = True
-        record.pool.unquarantine(record.pages)
+        record.pool.endings.unquarantine(record.pages)
         if record.overdue:
             log.info("engine_fence_over", why=why, **_facts(record))
         if record.lost_at is not None:
@@ -234,7 +234,7 @@ class Quarantine:
     def pages(self, pool: Pool) -> list[int]:
         """The pages of a pool in quarantine."""
         records = (record for record in self._records.values() if record.pool is pool)
-        return list(chain(pool.leaving, *(record.pages for record in records)))
+        return list(chain(pool.endings.leaving, *(record.pages for record in records)))
 
     def close(self) -> None:
         """Let go of all processes."""

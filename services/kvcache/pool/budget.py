@@ -15,12 +15,13 @@ from services.common.errors import (
     TooManyPools,
 )
 from services.kvcache import slices
+from services.kvcache.pool.arena import Arena
 from services.kvcache.pool.debts import Debts
-from services.kvcache.pool.events import EventKind, EventRing
 from services.kvcache.pool.host_memory import HostMemory, pool_bytes
+from services.kvcache.pool.index.chain_hash import ChainHash
+from services.kvcache.pool.index.events import EventKind, EventRing
 from services.kvcache.pool.layout import Layout
-from services.kvcache.pool.pool import Arena, Pool
-from services.kvcache.pool.prefix_cache import ChainHash
+from services.kvcache.pool.pool import Pool
 from services.kvcache.slices import Work
 
 CANARY_BYTES = 32

@@ -46,7 +46,7 @@ def purge(pool: Pool, slice_pages: int = 256) -> Iterator[None]:
             fates[page] = _UNKNOWN  # it has been published since it was judged
     for page in reversed(doomed):
         if index.is_condemned(page):  # and was not evicted meanwhile
-            pool.withdraw(page)
+            pool.published.withdraw(page)
             pool.totals.withdrawn_pages += 1
             spent += 4
             if spent >= slice_pages:

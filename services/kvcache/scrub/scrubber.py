@@ -15,9 +15,9 @@ import structlog
 
 from services.common.errors import GpuError
 from services.kvcache.cache.cache import KvCache
-from services.kvcache.pool.checksums import Checksums, Reference
+from services.kvcache.pool.pages.checksums import Checksums, Reference
+from services.kvcache.pool.pages.unclean import UncleanPages
 from services.kvcache.pool.pool import Pool
-from services.kvcache.pool.unclean import UncleanPages
 from services.kvcache.scrub.purge import purge
 
 log = structlog.get_logger()

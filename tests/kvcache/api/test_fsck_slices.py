@@ -30,10 +30,10 @@ ROOMS = (
     "eviction.lru.PAUSE",
     "eviction.density.PAUSE",
     "eviction.retention.PAUSE",
-    "pool.page_table.PAUSE",
-    "pool.prefix_cache.PAUSE",
+    "pool.pages.page_table.PAUSE",
+    "pool.index.prefix_cache.PAUSE",
     "cache.pool_walk.PAUSE",
-    "pool.key_table._PAUSE",
+    "pool.index.key_table._PAUSE",
     "cache.walk.PAUSE",
 )
 

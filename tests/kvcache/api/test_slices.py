@@ -15,7 +15,7 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
 from services.kvcache import slices
 from services.kvcache.api import messages
-from services.kvcache.pool.events import MAX_LINKS
+from services.kvcache.pool.index.events import MAX_LINKS
 from services.kvcache.slices import Slices
 from tests.kvcache.cache.test_cache import run
 from tests.kvcache.conftest import Running

@@ -18,9 +18,9 @@ from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from services.kvcache.eviction.lru import LruQueue
 from services.kvcache.eviction.retention import Retention
-from services.kvcache.pool.events import EventRing
-from services.kvcache.pool.page_table import PageTable
-from services.kvcache.pool.prefix_cache import PrefixCache
+from services.kvcache.pool.index.events import EventRing
+from services.kvcache.pool.index.prefix_cache import PrefixCache
+from services.kvcache.pool.pages.page_table import PageTable
 from services.kvcache.slices import Result, Work
 from tests.kvcache.cache.machine import CacheMachine, Direct, Unanswered, examples, new_world
 from tests.kvcache.cache.transactions import Answer, Operation
@@ -303,7 +303,7 @@ def test_expired_sequences_end_in_slices(end: str) -> None:
     assert waited(world) >= 60 // 4
     world.cache.sweep()
     waited(world)
-    assert (pool.table.free_count, len(pool.expired), len(pool.ending)) == (90, 0, 0)
+    assert (pool.table.free_count, len(pool.endings.expired), len(pool.endings.ending)) == (90, 0, 0)
     world.sound()
 
 
@@ -404,7 +404,7 @@ def test_a_call_that_ends_between_two_slices_leaves_nothing(origin: str, end: st
         world.cache.sweep()
         waited(world)
         assert (pool.table.held_count, pool.table.quarantined_count, len(pool.sequences)) == (0, 0, 0)
-    assert (pool.promised_pages, pool.promised_bytes) == (0, 0)
+    assert (pool.headroom.promised_pages, pool.headroom.promised_bytes) == (0, 0)
     world.sound()
 
 

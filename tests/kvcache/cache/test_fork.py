@@ -14,7 +14,7 @@ from services.common.errors import (
 from services.kvcache.cache.grant import Copy, Grant
 from services.kvcache.lease import sessions
 from services.kvcache.lease.sessions import Session
-from services.kvcache.pool.page_table import PageState
+from services.kvcache.pool.pages.page_table import PageState
 from services.kvcache.pool.pool import Pool
 from tests.kvcache.cache.demands import fork, grouped, growth, opening
 from tests.kvcache.cache.test_cache import pages, run, serve

@@ -24,7 +24,7 @@ from services.kvcache.eviction import density
 from services.kvcache.eviction.policy import POLICIES
 from services.kvcache.eviction.retention import Promise, Retention
 from services.kvcache.eviction.reuse import ReuseModel
-from services.kvcache.pool.prefix_cache import ChainHash, blake2b_chain
+from services.kvcache.pool.index.chain_hash import ChainHash, blake2b_chain
 from tests.kvcache.cache.demands import Demand, fork, grouped, growth, opening
 from tests.kvcache.fakes import World
 
@@ -175,7 +175,7 @@ class EvictionMachine(RuleBasedStateMachine):
         cached, before = self.pool.table.cached, self.world.now - seconds
         retained = self.retained()
         due = [page for page in cached if page not in retained and cached.since(page) <= before]
-        assert self.pool.expire_cached(before, self.pool.table.total) == len(due)
+        assert self.pool.published.expire(before, self.pool.table.total) == len(due)
         assert [page for page in due if page in cached] == []
         assert self.retained() == retained
 

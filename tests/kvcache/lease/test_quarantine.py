@@ -404,7 +404,7 @@ def test_damage_behind_an_expired_sequence_is_given_back_with_it() -> None:
     world, session = expired()
     [pool] = world.cache.pools
     [page] = pool.index.published()
-    pool.withdraw(page)
+    pool.published.withdraw(page)
     assert counts(world) == (7, 0, 2), "a step may be reading it"
     removed(world, session)
     assert counts(world) == (10, 0, 0)

@@ -22,8 +22,8 @@ from services.kvcache.eviction.retention import Retention
 from services.kvcache.lease import sessions
 from services.kvcache.lease.sessions import Session
 from services.kvcache.pool import host_memory
-from services.kvcache.pool.events import EventKind, EventRing, Link
-from services.kvcache.pool.prefix_cache import PrefixCache
+from services.kvcache.pool.index.events import EventKind, EventRing, Link
+from services.kvcache.pool.index.prefix_cache import PrefixCache
 from tests.kvcache.fakes import World
 
 COUNT = 3000
@@ -299,7 +299,7 @@ def test_nothing_is_left_charged() -> None:
             world.processes.kill(1)
             world.cache.sweep()
         world.sound()
-        pool.evict(64)
+        pool.published.evict(64)
         assert memory.used == memory.floor + pool.bytes
         world.cache.drop_pool(pool.id)
         assert memory.used == memory.floor

@@ -11,8 +11,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from services.kvcache.pool.page_table import PageTable
-from services.kvcache.pool.prefix_cache import PrefixCache
+from services.kvcache.pool.index.prefix_cache import PrefixCache
+from services.kvcache.pool.pages.page_table import PageTable
 
 Reference = tuple[int, int]
 

@@ -21,32 +21,19 @@ behind it or beside it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 
 from services.kvcache.eviction.lru import PAUSE
-from services.kvcache.pool.events import EventKind, Link
 from services.kvcache.pool.host_memory import BLOCK, SALT, HostMemory, text_bytes
-from services.kvcache.pool.key_table import KeyTable
+from services.kvcache.pool.index.chain_hash import ChainHash, blake2b_chain, root_hash
+from services.kvcache.pool.index.events import EventKind, Link
+from services.kvcache.pool.index.frozen_links import FrozenLinks
+from services.kvcache.pool.index.key_table import KeyTable
 
 _HASH = 8  # bytes of a hash
 _SCAN = 1 << 16  # pages that are looked at in one go
-
-#: Maps (parent's hash, the page's tokens as little-endian uint32 bytes) to the link's hash. A parameter, so that tests
-#: can force collisions.
-ChainHash = Callable[[int, bytes], int]
-
-
-def blake2b_chain(parent: int, tokens: bytes) -> int:
-    """64 bits of BLAKE2b (RFC 7693) over the parent's hash and the tokens."""
-    return int.from_bytes(hashlib.blake2b(parent.to_bytes(8, "little") + tokens, digest_size=8).digest(), "little")
-
-
-def root_hash(salt: str) -> int:
-    """The root hash of a salt's chains."""
-    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8, person=b"rocmforge.root").digest(), "little")
 
 
 class PrefixCache:
@@ -348,44 +335,3 @@ class PrefixCache:
                 yield f"page {page} is indexed and another, or none, by its key {key:016x}"
         elif not stands_by[page] and page not in self._standby.get(key, ()):
             yield f"page {page} carries a link, and is neither indexed by it nor stands by"
-
-
-class FrozenLinks:
-    """Which link followed which at one moment."""
-
-    def __init__(self, of_key: KeyTable, parents: array[int], standby: frozenset[int]) -> None:
-        self._of_key = of_key
-        self._parents = parents
-        self._standby = standby
-
-    def key(self, page: int) -> int:
-        """The hash of the link of a page that was published."""
-        return self._of_key.key(page)
-
-    def parent(self, page: int) -> int | None:
-        """The primary page of its parent link; None for a first link. A salt's root is the hash of no link."""
-        return self._of_key.get(self._parents[page])
-
-    def has(self, key: int) -> bool:
-        """Whether a link had this hash."""
-        return self._of_key.get(key) is not None
-
-    def has_standby(self, page: int) -> bool:
-        """Whether others stood by for the link of a page that was published."""
-        return self.key(page) in self._standby
-
-    def columns(self, most: int) -> Iterator[tuple[array[int], array[int]] | None]:
-        """The hash of every link, and the hash of its parent, at most so many at a time; None now and then. In no
-        particular order.
-        """
-        hashes, parents = array("Q"), array("Q")
-        for pages in self._of_key.stretches():
-            for page in pages:
-                hashes.append(self._of_key.key(page))
-                parents.append(self._parents[page])
-                if len(hashes) == most:
-                    yield hashes, parents
-                    hashes, parents = array("Q"), array("Q")
-            yield None
-        if hashes:
-            yield hashes, parents

@@ -18,7 +18,7 @@ from itertools import chain
 from services.kvcache.eviction.lru import PAUSE
 from services.kvcache.eviction.retention import RetainingQueue
 from services.kvcache.pool.host_memory import BLOCK, HOLDER, SHARED, HostMemory, is_sparse
-from services.kvcache.pool.unclean import UncleanPages
+from services.kvcache.pool.pages.unclean import UncleanPages
 
 
 class PageState(enum.IntEnum):

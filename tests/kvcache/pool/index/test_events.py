@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.kvcache.pool.events import MAX_LINKS, EventKind, EventRing, Link
+from services.kvcache.pool.index.events import MAX_LINKS, EventKind, EventRing, Link
 
 
 def add(ring: EventRing, count: int, kind: EventKind = EventKind.STORED, pool: str = "p") -> None:

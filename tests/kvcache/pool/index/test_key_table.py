@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from services.kvcache.pool.key_table import KeyTable
+from services.kvcache.pool.index.key_table import KeyTable
 
 PAGES = 12
 

@@ -1,0 +1,256 @@
+"""How sequences end: what they hold becomes cached, free or quarantined, at once or in slices."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from itertools import chain
+
+from services.kvcache import slices
+from services.kvcache.pool.debts import Debts
+from services.kvcache.pool.host_memory import HostMemory, ending_bytes, expired_bytes
+from services.kvcache.pool.index.prefix_cache import PrefixCache
+from services.kvcache.pool.pages.page_table import PageState, PageTable
+from services.kvcache.pool.pages.published import PublishedPages
+from services.kvcache.pool.sequence import Sequence
+from services.kvcache.slices import Work
+
+#: Takes pages that a lost engine may still write. False when it is known by now that it does not: they are free.
+Fenced = Callable[[list[int]], bool]
+
+
+class Endings:
+    """The sequences of one pool that are live no more and hold pages still, and pages that leave quarantine.
+
+    ``expired`` ones hold their pages until their engine, which does not know of it, touches none any more; ``ending``
+    ones, all together ``entries``, until what they owe is paid. Both are charged to the daemon's own memory.
+    """
+
+    def __init__(
+        self,
+        live: dict[Sequence, None],
+        table: PageTable,
+        index: PrefixCache,
+        published: PublishedPages,
+        memory: HostMemory,
+        debts: Debts,
+    ) -> None:
+        """``live`` are the pool's sequences, by last access; ``debts`` has what takes long."""
+        self.expired: dict[Sequence, None] = {}
+        self.ending: dict[Sequence, None] = {}
+        self.entries = 0
+        self.leaving: list[int] = []
+        self._live = live
+        self._table = table
+        self._index = index
+        self._published = published
+        self._memory = memory
+        self._debts = debts
+
+    def charged(self) -> int:
+        """What is charged for them, summed up anew."""
+        expired = sum(expired_bytes(sequence.salt, sequence.page_count) for sequence in self.expired)
+        return expired + ending_bytes(len(self.ending), self.entries)
+
+    def end(self, ended: list[Sequence], entries: int, now: float, fenced: Fenced | None = None) -> None:
+        """End sequences that hold so many ``entries``: published pages stay cached, the others become free, or are
+        ``fenced`` when their engine may still be writing them. Many are given up in slices: those that are not yet are
+        held, and owed.
+        """
+        if entries + len(ended) > slices.ENTRIES:
+            self.end_later(ended, entries, fenced)
+        elif fenced is None:
+            self._release(ended, now)
+        else:
+            pages = list(chain.from_iterable(self._lose(sequence, now) for sequence in ended))
+            if pages and not fenced(pages):
+                self.unquarantine(pages)
+
+    def end_later(self, ended: list[Sequence], entries: int, fenced: Fenced | None = None) -> None:
+        """As ``end``, of which nothing is done yet but that they are no live sequences any more."""
+        live = self._live
+        for sequence in ended:
+            del live[sequence]
+            sequence.tokens = array("I")
+        self._count_ending(ended, entries)
+        self._debts.owe(self._giving_up(ended, fenced))
+
+    def _count_ending(self, ended: list[Sequence], entries: int) -> None:
+        self.ending.update(dict.fromkeys(ended))
+        self.entries += entries
+        self._memory.used += ending_bytes(len(ended), entries)
+
+    def _giving_up(self, ended: list[Sequence], fenced: Fenced | None, *, expired: bool = False) -> Work[None]:
+        """Give up what ended sequences hold, a slice at a time, each from its tail. Those that are ``expired`` are
+        among these until it is their turn.
+        """
+        settle = self._published.settle
+        spent, now = 0, (yield None)
+        for sequence in ended:
+            if spent >= slices.ENTRIES:
+                spent, now = 0, (yield None)
+            if expired:
+                self._leave_expired(sequence)
+                self._count_ending([sequence], sequence.page_count)
+            cached, retention, table = self._table.cached, sequence.retention, self._table
+            promise = retention.promise(now) if retention is not None else None
+            if promise is not None:
+                # From the head: a page is promised as much as its continuation at every moment.
+                for at in range(0, sequence.published, slices.ENTRIES):
+                    for page in sequence.pages[at : min(at + slices.ENTRIES, sequence.published)]:
+                        primary = self._index.primary_of(page)
+                        if table.state(primary) == PageState.HELD:
+                            cached.promise(primary, promise)
+                    now = yield None
+            while sequence.page_count:
+                before = sequence.page_count
+                if sequence.copy is not None or before > sequence.published:
+                    self._give_up_unfinished(sequence, fenced)
+                else:
+                    cached.pass_time(now)
+                    kept = max(0, before - slices.ENTRIES)
+                    pages, sequence.pages[kept:] = sequence.pages[kept:], []
+                    sequence.published = kept
+                    promises = promise is not None or cached.has_promises
+                    for page in reversed(pages):
+                        if promises:
+                            promise = cached.promise(self._index.primary_of(page), promise)
+                        settle(page, table.drop(page, sequence), now)
+                given = before - sequence.page_count
+                self.entries -= given
+                self._memory.used -= ending_bytes(0, given)
+                spent += given
+                if spent >= slices.ENTRIES:
+                    spent, now = 0, (yield None)
+            del self.ending[sequence]
+            self._memory.used -= ending_bytes(1, 0)
+            spent += 1
+
+    def _give_up_unfinished(self, sequence: Sequence, fenced: Fenced | None) -> None:
+        """Some pages from the tail of what an ended sequence has not published."""
+        if sequence.copy is not None:
+            pages, sequence.copy = [sequence.copy[1]], None
+        else:
+            kept = max(sequence.published, len(sequence.pages) - slices.ENTRIES)
+            pages, sequence.pages[kept:] = sequence.pages[kept:], []
+            pages.reverse()
+        if fenced is None:
+            self._table.give_back(pages, [sequence] * len(pages))
+            return
+        own = [page for page in pages if self._table.drop(page, sequence)]
+        if own and fenced(own):
+            for page in own:
+                self._table.quarantine(page)
+        else:
+            for page in own:
+                self._table.free(page)
+
+    def _release(self, ended: list[Sequence], now: float) -> None:
+        """End sequences whose engine has released their pages: published ones stay cached, the others become free."""
+        order = self._live
+        pages: list[int] = []
+        holders: list[Sequence] = []
+        for sequence in ended:
+            del order[sequence]
+            if sequence.published or sequence.copy is not None:
+                unfinished = self._release_published(sequence, now)
+            else:
+                unfinished = sequence.pages[::-1]
+            pages += unfinished
+            holders += [sequence] * len(unfinished)
+        self._table.give_back(pages, holders)
+
+    def _lose(self, sequence: Sequence, now: float) -> list[int]:
+        """End a sequence whose engine may still be writing: published pages stay cached; of the others, those without
+        another holder go into quarantine and are returned.
+        """
+        del self._live[sequence]
+        unfinished = [page for page in self._release_published(sequence, now) if self._table.drop(page, sequence)]
+        for page in unfinished:
+            self._table.quarantine(page)
+        return unfinished
+
+    def expire(self, sequence: Sequence) -> None:
+        """End a sequence whose engine does not know of it, and may be in a step that reads and writes its pages.
+
+        It holds them, so that nothing that a step reads is evicted, until ``end_expired``; those that it alone holds
+        and did not publish can go into quarantine, see ``fence_expired``.
+        """
+        del self._live[sequence]
+        self.expired[sequence] = None
+        sequence.tokens = array("I")
+        self._memory.used += expired_bytes(sequence.salt, sequence.page_count)
+
+    def fence_expired(self, sequence: Sequence, start: int) -> tuple[list[int], int]:
+        """Have some of the unpublished pages that an expired sequence alone holds go into quarantine: from an index of
+        its block table, of which the next is returned. There are no more when it is the block table's end.
+        """
+        table, pages, own, at = self._table, sequence.pages, list[int](), max(start, sequence.published)
+        for _ in range(min(slices.ENTRIES, len(pages) - at)):
+            page = pages[at]
+            if table.is_shared(page):
+                at += 1
+                continue
+            pages[at] = pages[-1]
+            pages.pop()
+            table.drop(page, sequence)
+            table.quarantine(page)
+            own.append(page)
+        before = expired_bytes(sequence.salt, sequence.page_count + len(own))
+        self._memory.used -= before - expired_bytes(sequence.salt, sequence.page_count)
+        return own, at
+
+    def end_expired(self, ended: list[Sequence], now: float, fenced: Fenced | None = None) -> None:
+        """End expired sequences: their engine touches no page any more, or is ``fenced``. As ``end``."""
+        most = slices.ENTRIES
+        if len(ended) > most or (entries := sum(sequence.page_count for sequence in ended)) + len(ended) > most:
+            self._debts.owe(self._giving_up(ended, fenced, expired=True))
+            return
+        for sequence in ended:
+            self._leave_expired(sequence)
+            self._live[sequence] = None
+        self.end(ended, entries, now, fenced)
+
+    def _leave_expired(self, sequence: Sequence) -> None:
+        del self.expired[sequence]
+        self._memory.used -= expired_bytes(sequence.salt, sequence.page_count)
+
+    def _release_published(self, sequence: Sequence, now: float) -> list[int]:
+        """Release the published pages, tail first, so that a prefix is evicted after its continuations. Returns the
+        other pages, tail first as well.
+
+        Each page's link gets the retention promise of the sequence, joined with that of the pages after it. The promise
+        is recorded for the page that lookups find for the link, whoever holds it.
+        """
+        table, settle, published = self._table, self._published.settle, sequence.published
+        unfinished = sequence.pages[published:]
+        unfinished.reverse()
+        if sequence.copy is not None:
+            unfinished.insert(0, sequence.copy[1])
+            sequence.copy = None
+        cached, retention = table.cached, sequence.retention
+        cached.pass_time(now)
+        promise = retention.promise(now) if retention is not None else None
+        promises = promise is not None or cached.has_promises
+        for page in reversed(sequence.pages[:published]):
+            if promises:
+                promise = cached.promise(self._index.primary_of(page), promise)
+            settle(page, table.drop(page, sequence), now)
+        return unfinished
+
+    def unquarantine(self, pages: list[int]) -> None:
+        """Free quarantined pages that nothing can write any more, many of them in slices."""
+        if len(pages) > slices.ENTRIES:
+            self.leaving += pages
+            self._debts.owe(self._leaving_quarantine())
+            return
+        for page in pages:
+            self._table.free(page)
+
+    def _leaving_quarantine(self) -> Work[None]:
+        yield None
+        while self.leaving:
+            pages, self.leaving[-slices.ENTRIES :] = self.leaving[-slices.ENTRIES :], []
+            for page in pages:
+                self._table.free(page)
+            yield None

@@ -1,0 +1,1 @@
+"""What of a pool is published: the prefix cache, and the events of its links."""
