@@ -34,7 +34,8 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common.serving import MAX_MESSAGE_BYTES
 from services.kvcache.arena.host import default_directory
-from services.kvcache.cache.cache import KvCache, Limits
+from services.kvcache.cache.cache import KvCache
+from services.kvcache.cache.limits import Limits
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from services.kvcache.pool.layout import PageLayout
@@ -309,9 +310,9 @@ def measure_pages(pages: int) -> PageRow:
         """Open, fill and remove a sequence of ``chunk`` pages."""
         number = next(numbers)
         name, tokens = str(number), array("I", (number & 0xFFFFFFFF, *range(chunk * PAGE - 1)))
-        cache.allocate(session.id, [Opening(name, Prompt(tokens[:1]), chunk)], [])
-        cache.allocate(session.id, [Steps([name], [0], [len(tokens)], tokens, [0], [chunk])], [])
-        cache.remove(session.id, [name])
+        cache.calls.allocate(session.id, [Opening(name, Prompt(tokens[:1]), chunk)], [])
+        cache.calls.allocate(session.id, [Steps([name], [0], [len(tokens)], tokens, [0], [chunk])], [])
+        cache.calls.remove(session.id, [name])
 
     def five() -> None:
         """Time enough of them at once for the clock's resolution."""

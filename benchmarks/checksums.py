@@ -19,7 +19,8 @@ from pathlib import Path
 from rocmforge.client.arena.gpu_ipc import Gpu, Runtime
 from services.kvcache.arena.device import DeviceArena
 from services.kvcache.arena.host import FileArena
-from services.kvcache.cache.cache import KvCache, Limits
+from services.kvcache.cache.cache import KvCache
+from services.kvcache.cache.limits import Limits
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from services.kvcache.pool.arena import Arena
@@ -97,15 +98,17 @@ class Loaded:
         for at in range(BATCH):
             name = f"q{at}"
             prompt = array("I", [at] * (16 + at % 16))
-            self.cache.allocate(session, [Opening(name, Prompt(prompt), 8)], [])
-            self.cache.append(session, Steps([name], [0], [len(prompt)], prompt, [], []))
+            self.cache.calls.allocate(session, [Opening(name, Prompt(prompt), 8)], [])
+            self.cache.calls.append(session, Steps([name], [0], [len(prompt)], prompt, [], []))
             self.made.append(name)
 
     def step(self, session: str, turn: int) -> None:
         """One token of each."""
         starts = [16 + at % 16 + turn for at in range(BATCH)]
         tokens = array("I", [turn] * BATCH)
-        self.cache.allocate(session, [Steps(self.made, starts, [1] * BATCH, tokens, [8] * BATCH, [8] * BATCH)], [])
+        self.cache.calls.allocate(
+            session, [Steps(self.made, starts, [1] * BATCH, tokens, [8] * BATCH, [8] * BATCH)], []
+        )
 
 
 class NoArena(FileArena):
@@ -157,15 +160,15 @@ async def grants(directory: Path, names: Iterator[str]) -> None:
         for turn in range(12):
             prompt = array("I", [turn] * (16 * GRANTED + 1))
             began = time.perf_counter()
-            world.cache.allocate(session, [Opening(f"{turn}", Prompt(prompt), GRANTED)], [])
+            world.cache.calls.allocate(session, [Opening(f"{turn}", Prompt(prompt), GRANTED)], [])
             await scrubber.zero_granted(pool)
             if turn:
                 label = f"{kind}, " + ("zeroed" if zero else "as they are")
                 taken.setdefault(label, []).append(time.perf_counter() - began)
             if kind == "evicted":
                 told = prompt[: 16 * GRANTED]
-                world.cache.append(session, Steps([f"{turn}"], [0], [len(told)], told, [], []))
-            world.cache.remove(session, [f"{turn}"])
+                world.cache.calls.append(session, Steps([f"{turn}"], [0], [len(told)], told, [], []))
+            world.cache.calls.remove(session, [f"{turn}"])
             await scrubber.zero_waiting(pool)
         scrubber.close()
         world.cache.close()

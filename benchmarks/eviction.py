@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from services.kvcache.cache.cache import KvCache, Limits
+from services.kvcache.cache.cache import KvCache
 from services.kvcache.cache.grant import Grant
+from services.kvcache.cache.limits import Limits
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from services.kvcache.eviction.policy import POLICIES
@@ -124,12 +125,12 @@ def hits(trace: Trace, pages: int, policy: str) -> Iterator[int]:
         name = str(number)
         # One more token, because a prompt's last token is never matched.
         prompt = array("I", (*blocks, 0))
-        [(_, grant)], _ = cache.allocate(session.id, [Opening(name, Prompt(prompt), len(blocks))], [])
+        [(_, grant)], _ = cache.calls.allocate(session.id, [Opening(name, Prompt(prompt), len(blocks))], [])
         if not isinstance(grant, Grant):
             raise grant
         computed = prompt[grant.cached_tokens : -1]
-        cache.append(session.id, Steps([name], [grant.cached_tokens], [len(computed)], computed, [], []))
-        cache.remove(session.id, [name])
+        cache.calls.append(session.id, Steps([name], [grant.cached_tokens], [len(computed)], computed, [], []))
+        cache.calls.remove(session.id, [name])
         yield grant.cached_tokens
 
 

@@ -19,7 +19,7 @@ from services.common.values import Kind, byte_size, one_of, seconds, share, swit
 from services.kvcache.api.roles import ENGINE, INCLUDES, role_allowance
 from services.kvcache.arena.host import default_directory
 from services.kvcache.arena.room import Room, default_memory
-from services.kvcache.cache.cache import MAX_TTL_S, MIN_TTL_S, Limits
+from services.kvcache.cache.limits import MAX_TTL_S, MIN_TTL_S, Limits
 from services.kvcache.eviction.policy import POLICIES, policy_name
 from services.kvcache.kvevents.format import FORMATS, MAP
 from services.kvcache.lease.quarantine import FENCES

@@ -64,7 +64,7 @@ class KvCacheMetrics(Collector):
         fences: Rows = {(fence.name.lower(),): lost.count(fence) for fence in Fence}
         families.gauges("sessions_lost", "Lost sessions that may still write pages.", ("fence",), fences)
         families.counter("engines_killed_total", "Engines killed for their silence.", cache.quarantine.killed)
-        turns: Rows = {("taken",): cache.attach_turns, ("refused",): cache.attach_refusals}
+        turns: Rows = {("taken",): cache.attach_turns, ("refused",): cache.admission.refusals}
         families.counters("attach_turns_total", "Attempts of sessions to attach to GPU memory.", ("outcome",), turns)
         families.counter("pools_dropped_total", "Pools whose memory was freed.", cache.pools.dropped)
         families.histogram("loop_held_seconds", "How much too late the event loop came back.", self._watch.held)

@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
-from services.kvcache.cache.cache import KvCache, Limits
+from services.kvcache.cache.cache import KvCache
+from services.kvcache.cache.limits import Limits
 from services.kvcache.cache.walk import check
 from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process

@@ -15,7 +15,7 @@ import pytest
 from services.common.errors import InvalidConfiguration
 from services.common.settings import MAX_FILE_BYTES as MAX_BYTES
 from services.kvcache.arena.room import Room
-from services.kvcache.cache.cache import Limits
+from services.kvcache.cache.limits import Limits
 from services.kvcache.config import Config
 from tests.processes import ROOT, kvcache
 

@@ -165,7 +165,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         removed = messages.read_ids(request.remove_sequence_ids, "remove_sequence_ids")
         if hits := await self._slices.run(self._cache.hits_to_verify(request.session_id, demands, caller)):
             await self._scrubber.verify_hits(hits)
-        work = self._cache.allocating(request.session_id, demands, removed, caller)
+        work = self._cache.calls.allocating(request.session_id, demands, removed, caller)
         told, pool = await self._slices.run(work, order=request.session_id)
         if (unclean := pool.table.unclean) is not None and unclean.granted:
             await self._scrubber.zero_granted(pool)  # nobody writes in a page that is told to nobody
@@ -181,7 +181,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         messages.check_tokens(len(request.steps.tokens), 0, "steps.tokens")
         steps = await self._slices.run(messages.read_steps(request.steps, "steps", growing=False))
         response = pb.AppendTokensResponse(epoch=self._cache.epoch)
-        work = self._cache.appending(request.session_id, steps, caller)
+        work = self._cache.calls.appending(request.session_id, steps, caller)
         for sequence_id, error in await self._slices.run(work, order=request.session_id):
             response.errors.add(sequence_id=sequence_id, error=rpc.status_of(error, messages.DOMAIN))
         return response
@@ -191,7 +191,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         """See the proto."""
         caller = self._policy.require(NEEDED["RemoveSequences"])
         ids = messages.read_ids(request.sequence_ids, "sequence_ids")
-        work = self._cache.removing(request.session_id, ids, caller)
+        work = self._cache.calls.removing(request.session_id, ids, caller)
         removed, pool = await self._slices.run(work, order=request.session_id)
         absent = [name for name, was_there in zip(ids, removed, strict=True) if not was_there]
         return pb.RemoveSequencesResponse(
@@ -209,9 +209,9 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         messages.check_name(request.sequence_id, "sequence_id")
         messages.check_one_session(bool(request.session_id), bool(handle))
         if handle:
-            sequence, session = self._cache.inspect_sequence(handle, request.sequence_id)
+            sequence, session = self._cache.calls.inspect_sequence(handle, request.sequence_id)
         else:
-            sequence, session = self._cache.get_sequence(request.session_id, request.sequence_id, caller)
+            sequence, session = self._cache.calls.get_sequence(request.session_id, request.sequence_id, caller)
         pool = self._cache.pool_of(session)
         answer = self._sequence(sequence, session)
         answer.page_ids.extend(sequence.pages)
@@ -229,11 +229,11 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         messages.check_one_session(request.HasField("session_id"), request.HasField("session_handle"))
         start, most = messages.read_cursor(request.cursor), request.limit or 100
         if request.HasField("session_id"):
-            listed, more = self._cache.sequences_of(request.session_id, start, most, self._policy.require(ENGINE))
+            listed, more = self._cache.calls.sequences_of(request.session_id, start, most, self._policy.require(ENGINE))
         else:
             self._policy.require(NEEDED["ListSequences"])
             handle = request.session_handle if request.HasField("session_handle") else None
-            listed, more = self._cache.list_sequences(handle, start, most)
+            listed, more = self._cache.calls.list_sequences(handle, start, most)
         return pb.ListSequencesResponse(
             epoch=self._cache.epoch,
             sequences=[self._sequence(sequence, session) for sequence, session in listed],

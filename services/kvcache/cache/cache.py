@@ -9,28 +9,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any
 
-from services.common.errors import (
-    AttachBusy,
-    AttachMismatch,
-    CapacityExceeded,
-    FieldInvalid,
-    HostMemoryExceeded,
-    PoolInUse,
-    QuotaExceeded,
-    ServiceError,
-    SessionExpired,
-    TooManySessions,
-)
+from services.common.errors import AttachMismatch, PoolInUse
 from services.kvcache import slices
+from services.kvcache.cache.admission import ATTACH_S, Admission
+from services.kvcache.cache.calls import Calls
 from services.kvcache.cache.explain import PageAnswer, explain
-from services.kvcache.cache.grant import Grant
-from services.kvcache.cache.opening import Opening, Prompt, check_prompt, open_sequence
-from services.kvcache.cache.steps import Steps, advance
-from services.kvcache.lease.quarantine import WAIT, Quarantine
+from services.kvcache.cache.limits import Limits
+from services.kvcache.cache.opening import Opening, Prompt, check_prompt
+from services.kvcache.cache.steps import Steps
+from services.kvcache.lease.quarantine import Quarantine
 from services.kvcache.lease.sessions import Session, Sessions
 from services.kvcache.lease.witness import Observe, Process
 from services.kvcache.pool.budget import CANARY_BYTES, Allotment, ArenaMaker, Pools
@@ -40,43 +30,10 @@ from services.kvcache.pool.index.chain_hash import ChainHash, blake2b_chain
 from services.kvcache.pool.index.events import EventRing
 from services.kvcache.pool.layout import Layout
 from services.kvcache.pool.pool import Pool
-from services.kvcache.pool.sequence import Sequence
-from services.kvcache.slices import Job, Result, Work, finish
-
-MIN_TTL_S, MAX_TTL_S = 1.0, 600.0
-
-#: A session has the way to GPU memory for itself until it has attached, and for so long at most: ROCm itself gives an
-#: open 10 s. Opens from several processes at a time are not to be relied on.
-ATTACH_S = 10.0
+from services.kvcache.slices import Work, finish
 
 #: The uid of a process that was gone when it was first looked at.
 NOBODY = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What the daemon may use and how long it waits. Bytes, pages, seconds."""
-
-    budget_bytes: int
-    host_memory: int = 1 << 30
-    pool_pages: int | None = None
-    default_ttl_s: float = 10.0
-    drain_s: float = 30.0
-    fence: str = WAIT
-    cache_ttl_s: float | None = None
-    eviction: str = "lru"
-    retained_share: float = 0.5
-    max_sessions: int = 256
-    identity_sessions: int = 64
-    identity_unattached: int = 8
-    identity_pools: int = 16
-    identity_share: float = 1.0
-    max_sequences: int = 65536
-    sequence_ttl_s: float | None = None
-    event_ring: int = 65536
-    checksums: bool = True
-    verify_share: float = 0.01
-    zero_pages: bool = False
 
 
 class KvCache:
@@ -105,12 +62,10 @@ class KvCache:
         wake_debts: Callable[[], None] = lambda: None,
     ) -> None:
         self.limits = limits
-        self._devices = devices
         self.epoch = epoch
         self.started_at = clock()
         self.opened_sessions = 0
         self.attach_turns = 0
-        self.attach_refusals = 0
         self.expired_sessions = 0
         self.expired_sequences = 0
         self.memory = HostMemory(limits.host_memory)
@@ -135,6 +90,8 @@ class KvCache:
         )
         self._sessions = Sessions()
         self.quarantine = Quarantine(limits.drain_s, limits.fence)
+        self.admission = Admission(self._sessions, self.quarantine, devices)
+        self.calls = Calls(self._sessions, self.pools, self.quarantine, self.debts, clock)
         self._observe = observe
         self._clock = clock
         self._random_bytes = random_bytes
@@ -174,20 +131,7 @@ class KvCache:
         TooManySessions, HostMemoryExceeded, AttachBusy, GpuError.
         """
         ttl = self.limits.default_ttl_s if ttl_s is None else ttl_s
-        if not MIN_TTL_S <= ttl <= MAX_TTL_S:
-            raise FieldInvalid(f"ttl is {ttl:g} s; it must be {MIN_TTL_S:g} to {MAX_TTL_S:g} s", field="ttl")
-        opened, lost = len(self._sessions), len(self.quarantine)
-        if opened + lost >= self.limits.max_sessions:
-            raise TooManySessions(
-                f"{opened} sessions are open and {lost} lost ones in quarantine, the limit",
-                limit=self.limits.max_sessions,
-            )
-        self._check_sessions_of(caller)
-        if max_pages == 0:
-            raise FieldInvalid("max_pages is 0; a session needs at least one page", field="max_pages")
-        now = self._clock()
-        self._check_device(device)
-        self._check_turn(process, now)
+        self.admission.check(self.limits, caller, ttl, max_pages, process, device, self._clock())
         if private:
             pool_id = f"{pool_id}/{caller.replace('%', '%25').replace('/', '%2F')}"
         pool = yield from self.pools.get_or_make(pool_id, layout, pool_pages, device, self._is_used, caller)
@@ -225,26 +169,9 @@ class KvCache:
         self.attach_turns += device is not None
         return session
 
-    def _check_sessions_of(self, caller: str) -> None:
-        own = self._sessions.of(caller)
-        if len(own) >= self.limits.identity_sessions:
-            raise TooManySessions(
-                f"{caller} has {len(own)} sessions, the limit of one identity",
-                identity=caller,
-                limit=self.limits.identity_sessions,
-            )
-        unattached = sum(not session.attached for session in own)
-        if unattached >= self.limits.identity_unattached:
-            raise TooManySessions(
-                f"{caller} has {unattached} sessions that have not attached, the limit of one identity; each ends "
-                f"{ATTACH_S:g} s after it was opened",
-                identity=caller,
-                limit=self.limits.identity_unattached,
-            )
-
     def attach_session(self, session_id: str, seen: bytes, caller: str = "") -> Session:
         """The engine has mapped the arena. Raises SessionExpired, AttachMismatch."""
-        session = self._use(session_id, caller)
+        session = self.calls.use(session_id, caller)
         if seen != session.canary:
             raise AttachMismatch("seen is not the canary in this session's arena: other memory is mapped", field="seen")
         answer = self.pool_of(session).arena.read_answer(session.canary_slot)
@@ -255,36 +182,13 @@ class KvCache:
         self.on_sessions()
         return session
 
-    def _check_device(self, device: int | None) -> None:
-        count = self._devices
-        if count is None and device is not None:
-            raise FieldInvalid(
-                f"device_ordinal is {device}; this daemon's pages are in the host's memory: leave it unset, or start "
-                "the daemon with --device gpu",
-                field="device_ordinal",
-            )
-        if count is not None and (device is None or device >= count):
-            raise FieldInvalid(
-                f"device_ordinal is {'unset' if device is None else device}; this daemon's pages are on GPUs, and it "
-                f"has {count}: it must be 0 to {count - 1}",
-                field="device_ordinal",
-                limit=count - 1,
-            )
-
-    def _check_turn(self, process: Process | None, now: float) -> None:
-        for other in self._sessions.all():
-            # An engine that opens again has given its last attempt up: it never saw the reply.
-            if other.attach_until > now and (process is None or other.process != process):
-                self.attach_refusals += 1
-                raise AttachBusy("another engine is attaching to GPU memory, which only one does at a time")
-
     def _is_used(self, pool: Pool) -> bool:
         """Whether somebody maps the pool's memory, or may: a lost session without proof of its end."""
         return self.session_count(pool) > 0 or self.quarantine.waits_for(pool)
 
     def renew_session(self, session_id: str, caller: str = "") -> Session:
         """Extend a lease. Raises SessionExpired."""
-        return self._use(session_id, caller)
+        return self.calls.use(session_id, caller)
 
     def close_session(self, session_id: str, caller: str = "") -> int | None:
         """End a session whose engine touches no page any more; the number of its sequences, None when the caller has
@@ -308,188 +212,12 @@ class KvCache:
         """
         return self.quarantine.release(handle)
 
-    def _use(self, session_id: str, caller: str) -> Session:
-        now = self._clock()
-        session = self._sessions.use(session_id, caller, now)
-        pool = self.pool_of(session)
-        pool.last_used = now
-        pool.table.cached.pass_time(now, slices.ENTRIES)
-        return session
-
     def _lose(self, session: Session) -> None:
         now, pool = self._clock(), self.pool_of(session)
         self.quarantine.lose(session, pool, now)
         session.end()
         pool.last_used = now
         self.on_sessions()
-
-    # --- sequences ---
-
-    def allocate(
-        self, session_id: str, demands: Iterable[Steps | Opening], removed: list[str], caller: str = ""
-    ) -> tuple[list[tuple[str, Grant | ServiceError]], Pool]:
-        """The step call: remove, then serve the demands in order. One that fails changes nothing.
-
-        Returns, by sequence id, what each opening was granted or why it was not, and of steps what there is to hear:
-        pages, copies and errors. Raises SessionExpired, SessionNotAttached, and HostMemoryExceeded for removed ids.
-        """
-        return finish(self.allocating(session_id, demands, removed, caller), self._clock)
-
-    def allocating(
-        self, session_id: str, demands: Iterable[Steps | Opening], removed: list[str], caller: str = ""
-    ) -> Work[tuple[list[tuple[str, Grant | ServiceError]], Pool]]:
-        """As ``allocate``, in slices. Others run between two demands, and of a long one between its pages."""
-        session, pool = self._use_attached(session_id, caller)
-        work = self._serving(session, pool, demands, removed)
-        try:
-            job = next(work)
-        except StopIteration as end:  # as of nearly every step, of which a layer more would show
-            told: list[tuple[str, Grant | ServiceError]] = end.value
-            return told, pool
-        return (yield from self._in_session(session, work, job)), pool
-
-    def _serving(
-        self, session: Session, pool: Pool, demands: Iterable[Steps | Opening], removed: list[str]
-    ) -> Work[list[tuple[str, Grant | ServiceError]]]:
-        if removed:
-            yield from self._removing(session, removed)
-        now, told, spent = self._clock(), list[tuple[str, Grant | ServiceError]](), 0
-        for demand in demands:
-            if isinstance(demand, Steps):
-                told += yield from advance(session, pool, demand, now)
-                continue
-            answer = yield from open_sequence(session, pool, demand, now)
-            told.append((demand.sequence_id, answer))
-            spent += 8 + (0 if isinstance(answer, ServiceError) else len(answer.pages))
-            if spent >= slices.ENTRIES:
-                spent, now = 0, (yield None)
-        pool.totals.refused_demands += sum(isinstance(one, CapacityExceeded | QuotaExceeded) for _, one in told)
-        return told
-
-    def append(self, session_id: str, steps: Steps, caller: str = "") -> list[tuple[str, ServiceError]]:
-        """Record resident tokens and grow nothing; those whose report was refused, by id: it changed nothing.
-
-        Raises SessionExpired, SessionNotAttached.
-        """
-        return finish(self.appending(session_id, steps, caller), self._clock)
-
-    def appending(self, session_id: str, steps: Steps, caller: str = "") -> Work[list[tuple[str, ServiceError]]]:
-        """As ``append``, in slices."""
-        session, pool = self._use_attached(session_id, caller)
-        work = advance(session, pool, steps, self._clock())
-        try:
-            job = next(work)
-        except StopIteration as end:
-            told: list[tuple[str, Grant | ServiceError]] = end.value
-        else:
-            told = yield from self._in_session(session, work, job)
-        return [(name, error) for name, error in told if isinstance(error, ServiceError)]
-
-    def remove(self, session_id: str, sequence_ids: list[str], caller: str = "") -> tuple[list[bool], Pool]:
-        """Remove sequences; whether each was there. Raises SessionExpired, HostMemoryExceeded."""
-        return finish(self.removing(session_id, sequence_ids, caller), self._clock)
-
-    def removing(self, session_id: str, sequence_ids: list[str], caller: str = "") -> Work[tuple[list[bool], Pool]]:
-        """As ``remove``, in slices: the ids are removed at once, and then their pages are given up."""
-        session = self._use(session_id, caller)
-        pool = self.pool_of(session)
-        work = self._removing(session, sequence_ids)
-        try:
-            job = next(work)
-        except StopIteration as end:
-            found: list[bool] = end.value
-            return found, pool
-        return (yield from self._in_session(session, work, job)), pool
-
-    def _removing(self, session: Session, sequence_ids: list[str]) -> Work[list[bool]]:
-        while True:
-            try:
-                session.check_forget(sequence_ids)
-                break
-            except HostMemoryExceeded:
-                if not self.debts:
-                    raise
-                self.debts.pay(self._clock())
-                yield None
-        now, held, owed = self._clock(), session.held_pages, len(self.debts)
-        found = session.forget(sequence_ids)
-        self.quarantine.vouch_for(session.id, sequence_ids, now)
-        pool = self.pool_of(session)
-        pool.endings.end([sequence for sequence in found if sequence is not None], held - session.held_pages, now)
-        if len(self.debts) > owed:
-            yield from self.debts.paying()
-        return [sequence is not None for sequence in found]
-
-    def _in_session(self, session: Session, work: Work[Result], job: Job | None) -> Work[Result]:
-        """The rest of the work of a session's call, which has begun. The lease does not run out meanwhile, and if the
-        session ends, so does the work. Raises SessionExpired.
-        """
-        session.calls += 1
-        try:
-            while True:
-                yield job
-                if self._sessions.find(session.id, session.owner) is not session:
-                    work.throw(SessionExpired("the session has ended; open a new one"))
-                now = self._clock()
-                session.renew(now)
-                job = work.send(now)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-        finally:
-            session.calls -= 1
-            work.close()
-
-    def get_sequence(self, session_id: str, sequence_id: str, caller: str = "") -> tuple[Sequence, Session]:
-        """One sequence; counts as an access to it. Raises SessionExpired, SequenceUnknown, SequenceRemoved."""
-        session = self._use(session_id, caller)
-        sequence = session.sequence(sequence_id)
-        self.pool_of(session).touch(sequence, self._clock())
-        return sequence, session
-
-    def sequences_of(
-        self, session_id: str, start: int, most: int, caller: str = ""
-    ) -> tuple[list[tuple[Sequence, Session]], bool]:
-        """Sequences of the caller's session, in the order they were opened: those behind the first ``start``, at most
-        so many, and whether there are more. Raises SessionExpired.
-        """
-        return self._listed([self._use(session_id, caller)], start, most)
-
-    def list_sequences(self, handle: str | None, start: int, most: int) -> tuple[list[tuple[Sequence, Session]], bool]:
-        """As `sequences_of`, of all sessions or of the one with a handle, which counts as no access to it. Raises
-        SessionExpired if none has it.
-        """
-        return self._listed(self._sessions.all() if handle is None else [self._named(handle)], start, most)
-
-    def inspect_sequence(self, handle: str, sequence_id: str) -> tuple[Sequence, Session]:
-        """One sequence of the session with a handle; no access to it. Raises as `get_sequence` does."""
-        session = self._named(handle)
-        return session.sequence(sequence_id), session
-
-    def _named(self, handle: str) -> Session:
-        session = self._sessions.named(handle)
-        if session is None:
-            raise SessionExpired(f"no session has the handle {handle[:128]!r}", field="session_handle")
-        return session
-
-    @staticmethod
-    def _listed(sessions: Iterable[Session], start: int, most: int) -> tuple[list[tuple[Sequence, Session]], bool]:
-        listed: list[tuple[Sequence, Session]] = []
-        for session in sessions:
-            if start >= len(session.sequences):
-                start -= len(session.sequences)
-                continue
-            some = islice(session.sequences.values(), start, start + most + 1 - len(listed))
-            listed += [(sequence, session) for sequence in some]
-            start = 0
-            if len(listed) > most:
-                return listed[:most], True
-        return listed, False
-
-    def _use_attached(self, session_id: str, caller: str) -> tuple[Session, Pool]:
-        session = self._use(session_id, caller)
-        session.require_attached()
-        return session, self.pool_of(session)
 
     # --- time ---
 

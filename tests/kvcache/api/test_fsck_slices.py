@@ -90,19 +90,19 @@ def test_a_busy_pool_is_sound_in_slices(eviction: str) -> None:
             prompt = [at % 5, 1, 2, 3, at % 3, 5, 6, 7, at % 2]
             # Two that compute the same at once: one stands by.
             twins = [Opening(one, Prompt(array("I", prompt), "", None), 3) for one in (name, f"t{at}")]
-            told, _ = world.cache.allocate(session.id, twins, [])
+            told, _ = world.cache.calls.allocate(session.id, twins, [])
             if isinstance(told[0][1], Exception) or isinstance(told[1][1], Exception):
-                world.cache.remove(session.id, [name, f"t{at}"])
-                world.cache.remove(session.id, names[: 1 + at % 3])
+                world.cache.calls.remove(session.id, [name, f"t{at}"])
+                world.cache.calls.remove(session.id, names[: 1 + at % 3])
                 names = names[1 + at % 3 :]
                 continue
             names += [name, f"t{at}"]
             start = session.sequences[name].cached_tokens
             rest = array("I", prompt[start:])
             for one in names[-2:]:
-                world.cache.allocate(session.id, [Steps([one], [start], [len(rest)], rest, [3], [3])], [])
+                world.cache.calls.allocate(session.id, [Steps([one], [start], [len(rest)], rest, [3], [3])], [])
             if at % 4 == 0:
-                told, _ = world.cache.allocate(session.id, [Opening(f"f{at}", name, 3)], [])
+                told, _ = world.cache.calls.allocate(session.id, [Opening(f"f{at}", name, 3)], [])
                 names += [f"f{at}"] if not isinstance(told[0][1], Exception) else []
             if at % 97 == 96:
                 world.cache.close_session(session.id)
@@ -138,7 +138,7 @@ def test_damage_is_found_while_transactions_run_between_slices(damage: Callable[
     run(world, session, "a", list(range(9)), 3)
     for at in range(3):
         run(world, session, f"old{at}", [50 + at, *range(8)], 3)
-        world.cache.remove(session.id, [f"old{at}"])
+        world.cache.calls.remove(session.id, [f"old{at}"])
     world.sound()
     [pool] = world.cache.pools
     damage(pool)
@@ -147,8 +147,8 @@ def test_damage_is_found_while_transactions_run_between_slices(damage: Callable[
         for at, said in enumerate(walk(world.cache)):
             found += [said] if said is not None else []
             name = f"b{at}"  # somebody comes and goes all the while
-            world.cache.allocate(session.id, [Opening(name, Prompt(array("I", [at, 1]), "", None), 1)], [])
-            world.cache.remove(session.id, [name])
+            world.cache.calls.allocate(session.id, [Opening(name, Prompt(array("I", [at, 1]), "", None), 1)], [])
+            world.cache.calls.remove(session.id, [name])
     assert found
 
 
@@ -157,12 +157,12 @@ def test_no_slice_is_long() -> None:
     pages = 100_000
     world = World(pages, budget_bytes=1 << 40, max_sequences=1 << 20)
     session = world.attached()
-    serve_fast = world.cache.allocate
+    serve_fast = world.cache.calls.allocate
     for at in range(200):
         prompt = array("I", [at, *range(4 * 150)])
         serve_fast(session.id, [Opening(f"s{at}", Prompt(prompt, "", None), 500)], [])
         serve_fast(session.id, [Steps([f"s{at}"], [0], [len(prompt)], prompt, [500], [500])], [])
-    world.cache.remove(session.id, [f"s{at}" for at in range(100)])
+    world.cache.calls.remove(session.id, [f"s{at}" for at in range(100)])
     spans, began = [], time.thread_time()
     for said in walk(world.cache):
         assert said is None
@@ -182,7 +182,7 @@ def test_a_sequence_is_checked_while_it_grows() -> None:
         walking = walk(world.cache)
         for pages in range(2, 40):
             assert not any(islice(walking, 9))
-            world.cache.allocate(session.id, [Steps(["a"], [0], [0], array("I"), [pages], [pages - 1])], [])
+            world.cache.calls.allocate(session.id, [Steps(["a"], [0], [0], array("I"), [pages], [pages - 1])], [])
         assert not any(walking)
     serve(world, session, growth("a", 0, [1], 39, 39))
 

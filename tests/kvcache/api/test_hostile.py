@@ -64,10 +64,10 @@ def test_an_error_about_a_huge_name_still_tells_its_reason(running: Running, len
 def test_no_other_prompt_and_salt_pass_for_a_replayed_opening() -> None:
     world = World(8)
     session = world.attached()
-    [(_, grant)], _ = world.cache.allocate(session.id, [opening("a", [0x007A7978, 5], 1, "s")], [])
+    [(_, grant)], _ = world.cache.calls.allocate(session.id, [opening("a", [0x007A7978, 5], 1, "s")], [])
     assert not isinstance(grant, Exception)
     # The same bytes, had they been told apart by a NUL alone: "s", NUL, "xyz", NUL, 5.
-    [(_, error)], _ = world.cache.allocate(session.id, [opening("a", [5], 1, "s\0xyz")], [])
+    [(_, error)], _ = world.cache.calls.allocate(session.id, [opening("a", [5], 1, "s\0xyz")], [])
     assert isinstance(error, SequenceMismatch)
 
 
@@ -78,7 +78,7 @@ def test_the_source_of_a_copy_pays_for_the_page_behind_it(pages: int, quota: int
 
     def ask(demand: Demand) -> object:
         """What is told, if anything."""
-        told, _ = world.cache.allocate(session.id, grouped([demand]), [])
+        told, _ = world.cache.calls.allocate(session.id, grouped([demand]), [])
         world.sound()
         return told[0][1] if told else None
 
@@ -87,7 +87,7 @@ def test_the_source_of_a_copy_pays_for_the_page_behind_it(pages: int, quota: int
     assert isinstance(ask(fork("b", "a")), Grant)
     assert isinstance(ask(growth("b", 2, [], 1, known=1)), Grant)
     if quota is None:
-        world.cache.remove(session.id, ["a"])
+        world.cache.calls.remove(session.id, ["a"])
         assert isinstance(ask(opening("c", [9], 1)), Grant)
     # All is held now, the source of b's copy among it; the same call with nothing to let go of is refused.
     assert isinstance(ask(growth("b", 2, [], 2, known=1)), ServiceError)

@@ -295,7 +295,7 @@ def test_an_item_that_failed_keeps_nothing_of_its_call() -> None:
             Opening("a", Prompt(tokens, "", Retention(-1.0, 1)), 1),
             Steps(["nobody"], [0], [1], reported, [1], [0]),
         ]
-        told, _ = world.cache.allocate(session.id, demands, [])
+        told, _ = world.cache.calls.allocate(session.id, demands, [])
         assert [type(error).__name__ for _, error in told] == ["FieldInvalid", "SequenceUnknown"]
         del demands, tokens, reported
         assert [ref() for ref in gone] == [None, None], "the errors keep what they are about"

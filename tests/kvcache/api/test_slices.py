@@ -221,7 +221,7 @@ def test_a_snapshot_is_of_the_moment_at_which_it_is_taken() -> None:
     [pool] = world.cache.pools
     before = {(link.hash, link.parent) for link in pool.index.links()}
     work = messages.snapshot_messages(world.cache, "")
-    world.cache.remove(session.id, ["a0", "a1"])
+    world.cache.calls.remove(session.id, ["a0", "a1"])
     world.cache.evict_pages("pool", None)
     run(world, session, "b", [9] * 20, 6)
     found = [message for message in work if message is not None]

@@ -35,7 +35,7 @@ from tests.kvcache.fakes import LAYOUT, World
 
 def serve(world: World, session: Session, demand: Demand, removed: list[str] | None = None) -> Grant:
     """What one sequence was granted: nothing, of a step that nothing is told of."""
-    told, _ = world.cache.allocate(session.id, grouped([demand]), removed or [])
+    told, _ = world.cache.calls.allocate(session.id, grouped([demand]), removed or [])
     world.sound()
     if not told and isinstance(demand, Step):
         return Grant(demand.known_pages, [], session.sequences[demand.sequence_id].cached_tokens, [])
@@ -71,7 +71,7 @@ def test_a_matched_cached_page_is_not_counted_as_evictable_too() -> None:
     world = World(4)
     session = world.attached()
     run(world, session, "a", list(range(9)), 3)
-    world.cache.remove(session.id, ["a"])
+    world.cache.calls.remove(session.id, ["a"])
     serve(world, session, opening("h", [50], 1))
     # 2 cached pages match and 1 page is free: a second new page could only be one of the two matched.
     with pytest.raises(CapacityExceeded):
@@ -83,7 +83,7 @@ def test_an_opening_that_fails_changes_nothing() -> None:
     world = World(5)
     session = world.attached()
     run(world, session, "a", list(range(9)), 3)
-    world.cache.remove(session.id, ["a"])
+    world.cache.calls.remove(session.id, ["a"])
     serve(world, session, opening("h", [50], 2))
     table = next(iter(world.cache.pools)).table
     before = (list(table.cached), table.free_count, table.held_count)
@@ -92,7 +92,7 @@ def test_an_opening_that_fails_changes_nothing() -> None:
         serve(world, session, opening("b", list(range(9)), 5))
     assert (list(table.cached), table.free_count, table.held_count) == before
     with pytest.raises(SequenceUnknown):
-        world.cache.get_sequence(session.id, "b")
+        world.cache.calls.get_sequence(session.id, "b")
 
 
 def test_the_last_prompt_token_is_never_matched() -> None:
@@ -118,8 +118,8 @@ def test_concurrent_prefills_of_one_prefix_converge() -> None:
     second = pages(serve(world, two, opening("b", prompt, 3)))
     serve(world, one, growth("a", 0, prompt, 0))
     serve(world, two, growth("b", 0, prompt, 0))
-    world.cache.remove(two.id, ["b"])
-    world.cache.remove(one.id, ["a"])
+    world.cache.calls.remove(two.id, ["b"])
+    world.cache.calls.remove(one.id, ["a"])
     world.sound()
     table = next(iter(world.cache.pools)).table
     assert set(table.cached) == set(first[:2]), "one copy of each complete page stays"
@@ -136,9 +136,9 @@ def test_a_prefix_used_through_a_copy_outlives_its_continuation() -> None:
     serve(world, session, opening("b", [1, 2, 3, 4, 5, 6, 7, 8, 9], 3))
     serve(world, session, growth("a", 0, [1, 2, 3, 4], 0))
     serve(world, session, growth("b", 0, [1, 2, 3, 4, 5, 6, 7, 8], 0))
-    world.cache.remove(session.id, ["a"])
+    world.cache.calls.remove(session.id, ["a"])
     world.now += 5
-    world.cache.remove(session.id, ["b"])
+    world.cache.calls.remove(session.id, ["b"])
     table = next(iter(world.cache.pools)).table
     assert list(table.cached) == [3, 0], "tail first, then the shared head"
     serve(world, session, opening("fill", [99], 11))
@@ -150,7 +150,7 @@ def test_eviction_takes_tails_before_heads_and_never_a_held_page() -> None:
     world = World(6)
     session = world.attached()
     table = run(world, session, "a", list(range(13)), 4)
-    world.cache.remove(session.id, ["a"])
+    world.cache.calls.remove(session.id, ["a"])
     held = pages(serve(world, session, opening("b", [90], 2)))
     got = pages(serve(world, session, opening("c", [91], 3)))
     assert got[0] not in table[:3] and got[1:] == [table[2], table[1]]
@@ -162,11 +162,11 @@ def test_a_removed_sequence_never_comes_back() -> None:
     world = World(10)
     session = world.attached()
     run(world, session, "a", [1, 2], 1)
-    world.cache.remove(session.id, ["a", "never-opened"])
+    world.cache.calls.remove(session.id, ["a", "never-opened"])
     for name in ("a", "never-opened"):
         with pytest.raises(SequenceRemoved):
             serve(world, session, opening(name, [1, 2], 1))
-        [(_, result)] = world.cache.append(session.id, in_columns([Step(name, 0, (1,))], growing=False))
+        [(_, result)] = world.cache.calls.append(session.id, in_columns([Step(name, 0, (1,))], growing=False))
         assert isinstance(result, SequenceRemoved)
     assert serve(world, world.attached(), opening("a", [1, 2], 1)), "another session's ids are its own"
 
@@ -207,7 +207,7 @@ def test_a_bad_demand_is_told_why_and_changes_nothing(demand: Demand, error: typ
     serve(world, session, growth("a", 0, [1, 2, 3, 4], 0))
     with pytest.raises(error, match=words):
         serve(world, session, demand)
-    sequence, _ = world.cache.get_sequence(session.id, "a")
+    sequence, _ = world.cache.calls.get_sequence(session.id, "a")
     pool = world.cache.pool_of(session)
     assert (list(sequence.tokens), len(sequence.pages), pool.table.held_count) == ([1, 2, 3, 4], 2, 2)
 
@@ -216,7 +216,7 @@ def test_generation_moves_when_content_is_given_up() -> None:
     world = World(2)
     session = world.attached()
     [(page, before)] = serve(world, session, opening("a", [1], 1)).pages
-    world.cache.remove(session.id, ["a"])
+    world.cache.calls.remove(session.id, ["a"])
     [(again, after)] = serve(world, session, opening("b", [1], 1)).pages
     assert (again, after) == (page, before + 1)
 
@@ -249,18 +249,18 @@ def test_any_call_renews_and_a_late_one_does_not() -> None:
     session = world.attached()
     for _ in range(4):
         world.now += 9
-        world.cache.sequences_of(session.id, 0, 100)
+        world.cache.calls.sequences_of(session.id, 0, 100)
     assert world.cache.sweep() == []
     world.now += 10
     with pytest.raises(SessionExpired):
-        world.cache.allocate(session.id, [], [])
+        world.cache.calls.allocate(session.id, [], [])
 
 
 def test_cached_pages_expire_after_their_ttl() -> None:
     world = World(10, cache_ttl_s=60.0)
     session = world.attached(ttl_s=600.0)
     run(world, session, "a", list(range(6)), 2)
-    world.cache.remove(session.id, ["a"])
+    world.cache.calls.remove(session.id, ["a"])
     world.now += 59
     world.cache.sweep()
     pool = next(iter(world.cache.pools))
@@ -275,13 +275,13 @@ def test_nothing_is_granted_before_the_canary_is_answered() -> None:
     world = World(10)
     session = world.cache.open_session("test", "pool", LAYOUT)
     with pytest.raises(SessionNotAttached):
-        world.cache.allocate(session.id, [], [])
+        world.cache.calls.allocate(session.id, [], [])
     with pytest.raises(AttachMismatch, match="other memory"):
         world.cache.attach_session(session.id, bytes(32))
     with pytest.raises(AttachMismatch, match="not shared"):
         world.cache.attach_session(session.id, session.canary)
     with pytest.raises(SessionNotAttached):
-        world.cache.append(session.id, in_columns([], growing=False))
+        world.cache.calls.append(session.id, in_columns([], growing=False))
 
 
 def test_canary_slots_are_each_sessions_own_and_reused() -> None:
@@ -364,8 +364,8 @@ def test_access_counts() -> None:
     session = world.attached()
     serve(world, session, opening("a", [1, 2], 1))
     world.now += 3
-    assert world.cache.append(session.id, in_columns([Step("a", 0, (1, 2))], growing=False)) == []
-    sequence, _ = world.cache.get_sequence(session.id, "a")
+    assert world.cache.calls.append(session.id, in_columns([Step("a", 0, (1, 2))], growing=False)) == []
+    sequence, _ = world.cache.calls.get_sequence(session.id, "a")
     assert (sequence.access_count, sequence.created_at, sequence.last_access) == (3, 1000.0, 1003.0)
 
 
@@ -384,7 +384,7 @@ def test_colliding_hashes_never_serve_other_tokens(values: int) -> None:
         try:
             grant = serve(world, session, opening(name, prompt, (len(prompt) + 3) // 4, salt))
         except CapacityExceeded:
-            world.cache.remove(session.id, [live.pop(random_.randrange(len(live)))])
+            world.cache.calls.remove(session.id, [live.pop(random_.randrange(len(live)))])
             continue
         table = pages(grant)
         for at in range(grant.cached_tokens):
@@ -447,7 +447,7 @@ def test_check_tells_of_damage_to_the_index(eviction: str) -> None:
         for name, prompt in (("a", list(range(9))), ("b", [0, 1, 2, 3])):
             serve(world, session, opening(name, prompt, 3, "s"))
             serve(world, session, growth(name, 0, prompt, 0))
-        world.cache.remove(session.id, ["a"])
+        world.cache.calls.remove(session.id, ["a"])
         world.sound()
         index = next(iter(world.cache.pools)).index
         assert not index.is_primary(3) and index.tokens(3) is not None

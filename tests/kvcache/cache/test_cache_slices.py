@@ -134,8 +134,8 @@ def full() -> tuple[World, Any]:
     """A long sequence, published, and room for another."""
     world = World(4 * LONG, page_size=1, budget_bytes=1 << 30)
     session = world.attached()
-    world.cache.allocate(session.id, [Opening("long", Prompt(prompt()), LONG + 8)], [])
-    world.cache.append(session.id, Steps(["long"], [0], [LONG], prompt()[:LONG], [], []))
+    world.cache.calls.allocate(session.id, [Opening("long", Prompt(prompt()), LONG + 8)], [])
+    world.cache.calls.append(session.id, Steps(["long"], [0], [LONG], prompt()[:LONG], [], []))
     return world, session
 
 
@@ -146,21 +146,29 @@ def prompt() -> array[int]:
 Long = tuple[str, Callable[[World, Any], Work[Any]], int]
 
 CALLS: list[Long] = [
-    ("open", lambda w, s: w.cache.allocating(s.id, [Opening("b", Prompt(array("I", [9])), LONG)], []), LONG),
-    ("hit", lambda w, s: w.cache.allocating(s.id, [Opening("b", Prompt(prompt()), LONG + 1)], []), LONG),
+    ("open", lambda w, s: w.cache.calls.allocating(s.id, [Opening("b", Prompt(array("I", [9])), LONG)], []), LONG),
+    ("hit", lambda w, s: w.cache.calls.allocating(s.id, [Opening("b", Prompt(prompt()), LONG + 1)], []), LONG),
     (
         "many",
-        lambda w, s: w.cache.allocating(s.id, [Opening(f"b{n}", Prompt(array("I", [n])), 5) for n in range(200)], []),
+        lambda w, s: w.cache.calls.allocating(
+            s.id, [Opening(f"b{n}", Prompt(array("I", [n])), 5) for n in range(200)], []
+        ),
         1000,
     ),
-    ("forks", lambda w, s: w.cache.allocating(s.id, [Opening(f"b{n}", "long", 0) for n in range(4)], []), 4 * LONG),
-    ("remove", lambda w, s: w.cache.removing(s.id, ["long"]), LONG),
+    (
+        "forks",
+        lambda w, s: w.cache.calls.allocating(s.id, [Opening(f"b{n}", "long", 0) for n in range(4)], []),
+        4 * LONG,
+    ),
+    ("remove", lambda w, s: w.cache.calls.removing(s.id, ["long"]), LONG),
     (
         "grow",
-        lambda w, s: w.cache.allocating(s.id, [Steps(["long"], [LONG], [0], array("I"), [2 * LONG], [LONG + 8])], []),
+        lambda w, s: w.cache.calls.allocating(
+            s.id, [Steps(["long"], [LONG], [0], array("I"), [2 * LONG], [LONG + 8])], []
+        ),
         LONG - 8,
     ),
-    ("report", lambda w, s: w.cache.appending(s.id, _report(w, s)), LONG),
+    ("report", lambda w, s: w.cache.calls.appending(s.id, _report(w, s)), LONG),
     ("expire", lambda w, s: w.cache.expiring(0.0), 8),
     ("evict", lambda w, s: _evict(w, s), LONG),
     ("verify", lambda w, s: _verify(w, s), 0),
@@ -173,12 +181,12 @@ CALLS: list[Long] = [
 
 
 def _report(world: World, session: Any) -> Steps:
-    world.cache.allocate(session.id, [Opening("b", Prompt(array("I", [7])), LONG)], [])
+    world.cache.calls.allocate(session.id, [Opening("b", Prompt(array("I", [7])), LONG)], [])
     return Steps(["b"], [0], [LONG], array("I", range(7, LONG + 7)), [], [])
 
 
 def _evict(world: World, session: Any) -> Work[Any]:
-    world.cache.remove(session.id, ["long"])
+    world.cache.calls.remove(session.id, ["long"])
     return world.cache.evicting("pool", None)
 
 
@@ -200,7 +208,7 @@ def _late(world: World) -> None:
 
 def _cached_for_long(world: World, session: Any) -> Work[Any]:
     world.cache.limits = dataclasses.replace(world.cache.limits, cache_ttl_s=5.0)
-    world.cache.remove(session.id, ["long"])
+    world.cache.calls.remove(session.id, ["long"])
     world.now += 6
     world.cache.renew_session(session.id)
     return world.cache.sweeping()
@@ -208,8 +216,8 @@ def _cached_for_long(world: World, session: Any) -> Work[Any]:
 
 def _retained(world: World, session: Any) -> Work[Any]:
     kept = Opening("kept", Prompt(prompt(), "", Retention(5.0, 1)), 0)
-    world.cache.allocate(session.id, [kept], [])
-    world.cache.remove(session.id, ["long", "kept"])
+    world.cache.calls.allocate(session.id, [kept], [])
+    world.cache.calls.remove(session.id, ["long", "kept"])
     [pool] = world.cache.pools
     assert pool.table.cached.retained_count > LONG // 2
     world.now += 6
@@ -257,7 +265,9 @@ def tiny() -> Iterator[None]:
 
 
 def opened(world: World, session: Any, name: str, pages: int) -> Any:
-    [(_, answer)], _ = world.cache.allocate(session.id, [Opening(name, Prompt(array("I", [ord(name[0])])), pages)], [])
+    [(_, answer)], _ = world.cache.calls.allocate(
+        session.id, [Opening(name, Prompt(array("I", [ord(name[0])])), pages)], []
+    )
     return answer
 
 
@@ -271,7 +281,7 @@ def test_what_is_owed_is_granted_and_nothing_is_refused_for_it(ending: str) -> N
     if ending == "close":
         assert world.cache.close_session(one.id) == 1
     elif ending == "remove":
-        next(world.cache.removing(one.id, ["a"]))
+        next(world.cache.calls.removing(one.id, ["a"]))
     else:
         world.processes.kill(2)
         assert world.cache.sweep() == [one]
@@ -299,7 +309,7 @@ def test_expired_sequences_end_in_slices(end: str) -> None:
         world.processes.kill(2)
         world.cache.sweep()
     else:
-        next(world.cache.removing(session.id, [f"{at}" for at in range(60)]))
+        next(world.cache.calls.removing(session.id, [f"{at}" for at in range(60)]))
     assert waited(world) >= 60 // 4
     world.cache.sweep()
     waited(world)
@@ -354,7 +364,7 @@ def test_no_page_of_a_lost_session_is_granted_while_it_goes_into_quarantine() ->
 def test_what_a_call_was_promised_no_other_is_granted() -> None:
     world = World(40)
     one, other = world.attached(), world.attached()
-    work = world.cache.allocating(one.id, [Opening("a", Prompt(array("I", [1])), 30)], [])
+    work = world.cache.calls.allocating(one.id, [Opening("a", Prompt(array("I", [1])), 30)], [])
     next(work)
     assert isinstance(opened(world, other, "b", 11), CapacityExceeded)
     assert isinstance(opened(world, other, "c", 10), Grant)
@@ -373,14 +383,14 @@ def test_a_call_that_ends_between_two_slices_leaves_nothing(origin: str, end: st
     session = world.attached(pid=2)
     tokens = array("I", range(101))
     opened(world, session, "long", 30)
-    world.cache.append(session.id, Steps(["long"], [0], [100], tokens[:100], [], []))
+    world.cache.calls.append(session.id, Steps(["long"], [0], [100], tokens[:100], [], []))
     if origin == "hit":
-        world.cache.allocate(session.id, [Opening("same", Prompt(tokens), 25)], [])
-        world.cache.append(session.id, Steps(["same"], [0], [100], tokens[:100], [], []))
+        world.cache.calls.allocate(session.id, [Opening("same", Prompt(tokens), 25)], [])
+        world.cache.calls.append(session.id, Steps(["same"], [0], [100], tokens[:100], [], []))
         waited(world)
     asked = "long" if origin == "fork" else Prompt(tokens if origin == "hit" else array("I", [9]))
     before = set(session.sequences)
-    work = world.cache.allocating(session.id, [Opening("b", asked, 27)], [])
+    work = world.cache.calls.allocating(session.id, [Opening("b", asked, 27)], [])
     next(work)
     for _ in range(behind):
         work.send(world.now)
@@ -390,7 +400,7 @@ def test_a_call_that_ends_between_two_slices_leaves_nothing(origin: str, end: st
         work.close()
         assert set(session.sequences) == before
         waited(world)
-        [(_, again)], _ = world.cache.allocate(session.id, [Opening("b", asked, 27)], [])
+        [(_, again)], _ = world.cache.calls.allocate(session.id, [Opening("b", asked, 27)], [])
         assert isinstance(again, Grant) and len(again.pages) == 27
     else:
         if end == "closed":
@@ -412,14 +422,14 @@ def test_a_call_that_ends_between_two_slices_leaves_nothing(origin: str, end: st
 def test_a_sequence_that_expires_between_two_slices_is_told_so() -> None:
     world = World(80)
     session = world.attached()
-    work = world.cache.allocating(session.id, [Opening("a", Prompt(array("I", [1])), 60)], [])
+    work = world.cache.calls.allocating(session.id, [Opening("a", Prompt(array("I", [1])), 60)], [])
     next(work)
     work.send(world.now)
     assert world.cache.expire_sequences(0.0) == 1
     [(_, answer)], _ = slices.finish(work, lambda: world.now)
     assert isinstance(answer, SequenceRemoved)
     world.sound()
-    world.cache.remove(session.id, ["a"])
+    world.cache.calls.remove(session.id, ["a"])
     waited(world)
     [pool] = world.cache.pools
     assert pool.table.free_count == 80
@@ -429,7 +439,7 @@ def test_a_sequence_that_expires_between_two_slices_is_told_so() -> None:
 def test_a_lease_does_not_run_out_in_the_middle_of_a_call() -> None:
     world = World(80)
     session = world.attached()
-    work = world.cache.allocating(session.id, [Opening("a", Prompt(array("I", [1])), 60)], [])
+    work = world.cache.calls.allocating(session.id, [Opening("a", Prompt(array("I", [1])), 60)], [])
     next(work)
     world.now += 1000
     assert world.cache.sweep() == []

@@ -44,7 +44,7 @@ def warm(pages: int = 12, **limits: object) -> tuple[World, Session]:
     world = World(pages, **limits)  # type: ignore[arg-type]
     session = world.attached(ttl_s=600.0)
     run(world, session, "a", PROMPT, 4)
-    world.cache.remove(session.id, ["a"])
+    world.cache.calls.remove(session.id, ["a"])
     return world, session
 
 
@@ -142,7 +142,7 @@ def test_between_slices_the_pool_may_change(monkeypatch: pytest.MonkeyPatch) -> 
     for at in range(30):
         world.cache.evict_pages("pool", 1)
         run(world, other, f"b{at}", [*PROMPT[: at % 13], 90 + at], 4)
-        world.cache.remove(other.id, [f"b{at}"])
+        world.cache.calls.remove(other.id, [f"b{at}"])
         world.sound()
         try:
             next(work)

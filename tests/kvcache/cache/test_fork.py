@@ -42,8 +42,8 @@ def test_the_first_to_grow_copies_and_the_other_keeps_the_page() -> None:
     assert pool.table.holder_count(1) == 1
     assert copies(world, session, "a") == [], "now the parent's alone"
     serve(world, session, growth("a", 6, [8], 2, known=2))
-    assert list(world.cache.get_sequence(session.id, "a")[0].tokens)[-1] == 8
-    assert list(world.cache.get_sequence(session.id, "b")[0].tokens)[-1] == 7
+    assert list(world.cache.calls.get_sequence(session.id, "a")[0].tokens)[-1] == 8
+    assert list(world.cache.calls.get_sequence(session.id, "b")[0].tokens)[-1] == 7
 
 
 def test_nobody_writes_into_a_shared_page() -> None:
@@ -59,7 +59,7 @@ def test_nobody_writes_into_a_shared_page() -> None:
 def test_the_source_outlives_the_parent_until_the_copy_is_made() -> None:
     world, session, pool = forked()
     copies(world, session, "b")
-    world.cache.remove(session.id, ["a"])
+    world.cache.calls.remove(session.id, ["a"])
     world.sound()
     assert pool.table.state(1) is PageState.HELD
     serve(world, session, growth("b", 6, [7], 2, known=2))
@@ -71,7 +71,7 @@ def test_a_fork_of_a_fork_that_has_not_copied_yet_shares_what_is_resident() -> N
     [copy] = copies(world, session, "b")
     grant = serve(world, session, fork("c", "b"))
     assert grant.cached_tokens == 6 and pages(grant) == [0, copy.source[0]], "the target may hold nothing yet"
-    world.cache.remove(session.id, ["a", "b"])
+    world.cache.calls.remove(session.id, ["a", "b"])
     world.sound()
     assert copies(world, session, "c") == [], "the last one has the page to itself"
 
@@ -80,7 +80,7 @@ def test_unsharing_needs_a_page_of_its_own() -> None:
     world, session, _ = forked(total=2)
     with pytest.raises(CapacityExceeded):
         copies(world, session, "b")
-    world.cache.remove(session.id, ["a"])
+    world.cache.calls.remove(session.id, ["a"])
     assert copies(world, session, "b") == []
 
 
@@ -115,7 +115,7 @@ def test_a_quota_counts_shared_pages_for_each_and_is_given_back() -> None:
         serve(world, session, opening("d", [1], 1))
     serve(world, session, growth("b", 6, [7], 2, known=2))
     serve(world, session, opening("d", [1], 1))
-    world.cache.remove(session.id, ["a", "b", "d"])
+    world.cache.calls.remove(session.id, ["a", "b", "d"])
     assert session.held_pages == 0
 
 
@@ -165,7 +165,7 @@ def test_in_one_call_a_fork_finds_what_was_reported_before_it_and_its_parent_get
     world, session, _ = forked()
     serve(world, session, growth("a", 6, [], 2, known=2))
     demands = [growth("a", 6, [7], 2, known=2), fork("c", "a", 2), growth("a", 7, [], 2, known=2)]
-    told, _ = world.cache.allocate(session.id, grouped(demands), [])
+    told, _ = world.cache.calls.allocate(session.id, grouped(demands), [])
     world.sound()
     (child, of_child), (parent, of_parent) = told
     assert (child, parent) == ("c", "a")
@@ -176,18 +176,18 @@ def test_in_one_call_a_fork_finds_what_was_reported_before_it_and_its_parent_get
 
 def test_a_step_is_told_of_a_copy_without_a_new_page() -> None:
     world, session, _ = forked()
-    told, _ = world.cache.allocate(session.id, grouped([growth("b", 6, [], 2, known=2)]), [])
+    told, _ = world.cache.calls.allocate(session.id, grouped([growth("b", 6, [], 2, known=2)]), [])
     [(name, grant)] = told
     assert name == "b" and isinstance(grant, Grant)
     assert (grant.pages, grant.copies) == ([], [Copy(1, (1, 0), (2, 0))])
-    assert world.cache.allocate(session.id, grouped([growth("b", 6, [7], 2, known=2)]), [])[0] == []
+    assert world.cache.calls.allocate(session.id, grouped([growth("b", 6, [7], 2, known=2)]), [])[0] == []
 
 
 def test_an_id_that_is_removed_again_is_remembered_as_if_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "REMEMBERED_REMOVALS", 3)
     world, session, _ = forked()
     for names in (["b"], ["x"], ["y"], ["b"], ["z"]):
-        world.cache.remove(session.id, names)
+        world.cache.calls.remove(session.id, names)
     assert list(session.removed) == ["y", "b", "z"]
 
 

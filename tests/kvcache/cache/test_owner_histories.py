@@ -25,7 +25,7 @@ def state(cache: KvCache) -> object:
         for session in cache._sessions.all()
     ] + [
         (sequence.id, session.handle, list(sequence.tokens), list(sequence.pages), sequence.access_count)
-        for sequence, session in cache.list_sequences(None, 0, 1000)[0]
+        for sequence, session in cache.calls.list_sequences(None, 0, 1000)[0]
     ]
 
 
@@ -34,17 +34,19 @@ def call(cache: KvCache, name: str, session: str, sequence: str, caller: str) ->
     match name:
         case "open":
             opening = Opening(sequence, Prompt(array("I", range(9)), "", None), 3)
-            return cache.allocate(session, [opening], [], caller)[0]
+            return cache.calls.allocate(session, [opening], [], caller)[0]
         case "step":
-            return cache.allocate(session, [Steps([sequence], [0], [4], array("I", range(4)), [3], [3])], [], caller)[0]
+            return cache.calls.allocate(
+                session, [Steps([sequence], [0], [4], array("I", range(4)), [3], [3])], [], caller
+            )[0]
         case "append":
-            return cache.append(session, Steps([sequence], [0], [1], array("I", [0]), [], []), caller)
+            return cache.calls.append(session, Steps([sequence], [0], [1], array("I", [0]), [], []), caller)
         case "remove":
-            return cache.remove(session, [sequence], caller)[0]
+            return cache.calls.remove(session, [sequence], caller)[0]
         case "get":
-            return cache.get_sequence(session, sequence, caller)
+            return cache.calls.get_sequence(session, sequence, caller)
         case "list":
-            return cache.sequences_of(session, 0, 1000, caller)
+            return cache.calls.sequences_of(session, 0, 1000, caller)
         case "renew":
             return cache.renew_session(session, caller)
         case _:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from services.common.errors import ServiceError, SessionExpired, TooManySessions
-from services.kvcache.cache.cache import ATTACH_S, KvCache
+from services.kvcache.cache.admission import ATTACH_S
+from services.kvcache.cache.cache import KvCache
 from services.kvcache.cache.steps import Steps
 from services.kvcache.lease.sessions import Session
 from tests.kvcache.fakes import World
@@ -30,11 +31,11 @@ def attached(world: World, owner: str) -> Session:
 CALLS: dict[str, Callable[[KvCache, str, str], object]] = {
     "attach": lambda cache, session, caller: cache.attach_session(session, bytes(32), caller),
     "renew": lambda cache, session, caller: cache.renew_session(session, caller),
-    "allocate": lambda cache, session, caller: cache.allocate(session, [], ["a"], caller),
-    "append": lambda cache, session, caller: cache.append(session, _steps(), caller),
-    "remove": lambda cache, session, caller: cache.remove(session, ["a"], caller),
-    "get": lambda cache, session, caller: cache.get_sequence(session, "a", caller),
-    "list": lambda cache, session, caller: cache.sequences_of(session, 0, 10, caller),
+    "allocate": lambda cache, session, caller: cache.calls.allocate(session, [], ["a"], caller),
+    "append": lambda cache, session, caller: cache.calls.append(session, _steps(), caller),
+    "remove": lambda cache, session, caller: cache.calls.remove(session, ["a"], caller),
+    "get": lambda cache, session, caller: cache.calls.get_sequence(session, "a", caller),
+    "list": lambda cache, session, caller: cache.calls.sequences_of(session, 0, 10, caller),
 }
 
 
@@ -73,10 +74,10 @@ def test_a_handle_names_a_session_and_is_not_its_id() -> None:
         world.cache.renew_session(session.handle, MINE)
     before = session.deadline
     world.now += 1
-    assert world.cache.list_sequences(session.handle, 0, 10) == ([], False)
+    assert world.cache.calls.list_sequences(session.handle, 0, 10) == ([], False)
     assert session.deadline == before, "looking does not renew"
     with pytest.raises(SessionExpired, match="no session has the handle"):
-        world.cache.list_sequences(session.id, 0, 10)
+        world.cache.calls.list_sequences(session.id, 0, 10)
 
 
 @pytest.mark.parametrize("ttl", [1.0, 600.0])

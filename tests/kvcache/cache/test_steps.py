@@ -74,7 +74,7 @@ def plain(result: Any) -> object:
 
 
 def sent(twin: Twin, call: list[Steps | Opening]) -> list[object]:
-    told, _ = twin.cache.allocate(twin.session.id, call, [])
+    told, _ = twin.cache.calls.allocate(twin.session.id, call, [])
     return [(name, plain(result)) for name, result in told]
 
 
@@ -96,16 +96,18 @@ def test_what_needs_no_decision_is_done_as_all_else(actions: list[Any], quota: i
                 assert sent(one, [fork(child, parent)]) == sent(two, [fork(child, parent)])
             case ("remove", name):
                 for twin in (one, two):
-                    twin.cache.remove(twin.session.id, [name])
+                    twin.cache.calls.remove(twin.session.id, [name])
             case ("steps", steps, True):
                 rows = made(one, steps)
                 by_itself = [told for row in rows for told in sent(two, [in_columns([row])])]
                 assert sent(one, [in_columns(rows)]) == by_itself
             case ("steps", steps, False):
                 rows = made(one, steps)
-                failed = one.cache.append(one.session.id, in_columns(rows, growing=False))
+                failed = one.cache.calls.append(one.session.id, in_columns(rows, growing=False))
                 by_itself = [
-                    told for row in rows for told in two.cache.append(two.session.id, in_columns([row], growing=False))
+                    told
+                    for row in rows
+                    for told in two.cache.calls.append(two.session.id, in_columns([row], growing=False))
                 ]
                 assert [(name, plain(error)) for name, error in failed] == [
                     (name, plain(error)) for name, error in by_itself

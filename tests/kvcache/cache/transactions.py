@@ -242,17 +242,17 @@ def _call(world: World, operation: Operation) -> Answer:
         case Open(pid, max_pages):
             return world.attached(pid=pid, seen=pid is not None and can_be_seen(pid), max_pages=max_pages).id
         case Allocate(name, demands, removed):
-            told, pool = cache.allocate(name, grouped(demands), list(removed))
+            told, pool = cache.calls.allocate(name, grouped(demands), list(removed))
             return Granted(tuple((at, _grant(item)) for at, item in told), pool.headroom.pages)
         case Append(name, steps):
-            failed = cache.append(name, in_columns(steps, growing=False))
+            failed = cache.calls.append(name, in_columns(steps, growing=False))
             return Recorded(tuple((at, Refused.of(error)) for at, error in failed))
         case Remove(name, names):
-            there, pool = cache.remove(name, list(names))
+            there, pool = cache.calls.remove(name, list(names))
             absent = tuple(one for one, was_there in zip(names, there, strict=True) if not was_there)
             return Removed(sum(there), absent, pool.headroom.pages)
         case Get(name, sequence_id):
-            sequence, session = cache.get_sequence(name, sequence_id)
+            sequence, session = cache.calls.get_sequence(name, sequence_id)
             return _table(sequence, cache.pool_of(session))
         case Renew(name):
             return cache.renew_session(name).ttl_s

@@ -80,7 +80,7 @@ class EvictionMachine(RuleBasedStateMachine):
 
     def ended(self, name: str) -> None:
         """Before a sequence is removed: all of its complete pages are promised what it asked for."""
-        sequence, _ = self.world.cache.get_sequence(self.session, name)
+        sequence, _ = self.world.cache.calls.get_sequence(self.session, name)
         retention = self.retentions.pop(name)
         if retention is None:
             return
@@ -105,7 +105,7 @@ class EvictionMachine(RuleBasedStateMachine):
         """No retained page goes while another one could, and none before one that is promised less."""
         table, ranks = self.pool.table, self.ranks()
         generations = {page: table.generation(page) for page in ranks}
-        told, _ = self.world.cache.allocate(self.session, grouped([demand]), [])
+        told, _ = self.world.cache.calls.allocate(self.session, grouped([demand]), [])
         gone = [page for page in ranks if table.generation(page) != generations[page]]
         if gone:
             assert len(table.cached) == table.cached.retained_count, "a retained page went before others"
@@ -118,7 +118,7 @@ class EvictionMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(self.texts)))
 
     def resident(self, name: str) -> list[int]:
-        sequence, _ = self.world.cache.get_sequence(self.session, name)
+        sequence, _ = self.world.cache.calls.get_sequence(self.session, name)
         return list(sequence.tokens)
 
     @rule(
@@ -138,7 +138,7 @@ class EvictionMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 12), more=st.integers(0, 3))
     def run(self, data: st.DataObject, count: int, more: int) -> None:
         name = self.some(data)
-        sequence, _ = self.world.cache.get_sequence(self.session, name)
+        sequence, _ = self.world.cache.calls.get_sequence(self.session, name)
         start, room = len(sequence.tokens), len(sequence.pages) * SIZE
         tokens = self.texts[name][start : min(room, start + count)]
         self.allocate(growth(name, start, tokens, len(sequence.pages) + more, len(sequence.pages)))
@@ -157,7 +157,7 @@ class EvictionMachine(RuleBasedStateMachine):
         name = self.some(data)
         self.ended(name)
         del self.texts[name]
-        assert self.world.cache.remove(self.session, [name])[0] == [True]
+        assert self.world.cache.calls.remove(self.session, [name])[0] == [True]
 
     @rule(most=st.integers(0, PAGES), retained=st.booleans())
     def evict(self, most: int, retained: bool) -> None:

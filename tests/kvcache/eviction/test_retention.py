@@ -225,7 +225,7 @@ class Case:
 
     def ask(self, demand: Opening) -> Grant | ServiceError:
         """What it is granted, or why not."""
-        [(_, result)], _ = self.world.cache.allocate(self.session, [demand], [])
+        [(_, result)], _ = self.world.cache.calls.allocate(self.session, [demand], [])
         return result
 
     def open_at_once(self, text: str, retentions: list[Retention | None], *, write: bool = True) -> list[str]:
@@ -243,11 +243,11 @@ class Case:
     def write(self, name: str, text: str) -> None:
         """Report a text resident, from its start."""
         report = in_columns([Step(name, 0, tuple(self.tokens(text)))], growing=False)
-        assert self.world.cache.append(self.session, report) == []
+        assert self.world.cache.calls.append(self.session, report) == []
 
     def end(self, *names: str) -> None:
         for name in names:
-            self.world.cache.remove(self.session, [name])
+            self.world.cache.calls.remove(self.session, [name])
             self.world.sound()
 
     def run(self, text: str, retention: Retention | None = None) -> None:
@@ -444,7 +444,7 @@ def test_a_lost_session_and_a_fork_keep_what_was_asked_for() -> None:
     case = Case(8)
     parent = case.open("ab", MINUTE)
     assert isinstance(case.ask(fork("child", parent)), Grant)
-    child, _ = case.world.cache.get_sequence(case.session, "child")
+    child, _ = case.world.cache.calls.get_sequence(case.session, "child")
     assert child.retention == MINUTE
     case.end(parent)
     assert case.retained == 0

@@ -23,8 +23,8 @@ def lost(pid: int | None = 5, *, seen: bool = True, **limits: Any) -> tuple[Worl
     """A session lost a moment ago, with one complete page and two that its engine may still write."""
     world = World(10, drain_s=DRAIN_S, **limits)
     session = world.attached(pid=pid, seen=seen)
-    world.cache.allocate(session.id, grouped([opening("a", [1, 2, 3, 4, 5, 6], 3)]), [])
-    world.cache.append(session.id, in_columns([Step("a", 0, (1, 2, 3, 4, 5, 6))], growing=False))
+    world.cache.calls.allocate(session.id, grouped([opening("a", [1, 2, 3, 4, 5, 6], 3)]), [])
+    world.cache.calls.append(session.id, in_columns([Step("a", 0, (1, 2, 3, 4, 5, 6))], growing=False))
     world.now += 11
     assert world.cache.sweep() == [session]
     assert counts(world) == (7, 1, 2), "complete pages stay, unfinished ones wait"
@@ -119,7 +119,7 @@ def test_an_operator_does_not_vouch_for_what_is_alive_nor_for_a_live_session() -
     with pytest.raises(EngineAlive, match="its process 5 is alive"):
         world.cache.release_quarantine(session.handle)
     living = world.attached(pid=6)
-    world.cache.allocate(living.id, grouped([opening("b", [9], 1)]), [])
+    world.cache.calls.allocate(living.id, grouped([opening("b", [9], 1)]), [])
     world.cache.expire_sequences(0.0)
     with pytest.raises(QuarantineUnknown):
         world.cache.release_quarantine(living.handle)
@@ -129,7 +129,7 @@ def test_an_operator_does_not_vouch_for_what_is_alive_nor_for_a_live_session() -
 def test_expired_sequences_wait_for_their_session_and_then_by_the_same_law() -> None:
     world = World(10, drain_s=DRAIN_S, default_ttl_s=600.0)
     session = world.attached(pid=5)
-    world.cache.allocate(session.id, grouped([opening("a", [1], 2), opening("b", [2], 3)]), [])
+    world.cache.calls.allocate(session.id, grouped([opening("a", [1], 2), opening("b", [2], 3)]), [])
     assert world.cache.expire_sequences(0.0) == 2
     pass_time(world, 599)
     assert counts(world) == (5, 0, 5)
@@ -145,7 +145,7 @@ def test_expired_sequences_wait_for_their_session_and_then_by_the_same_law() -> 
 def test_closing_a_live_session_vouches_for_what_had_expired() -> None:
     world = World(10)
     session = world.attached(pid=5)
-    world.cache.allocate(session.id, grouped([opening("a", [1], 2)]), [])
+    world.cache.calls.allocate(session.id, grouped([opening("a", [1], 2)]), [])
     world.cache.expire_sequences(0.0)
     assert counts(world) == (8, 0, 2)
     assert world.cache.close_session(session.id) == 0
@@ -213,7 +213,7 @@ def test_a_process_of_another_user_is_killed_only_if_its_user_was_the_caller(
     world = World(10, drain_s=DRAIN_S, fence=KILL)
     world.processes.uids[5] = owner
     session = world.attached(pid=5, uid=caller)
-    world.cache.allocate(session.id, grouped([opening("a", [1], 1)]), [])
+    world.cache.calls.allocate(session.id, grouped([opening("a", [1], 1)]), [])
     pass_time(world, 11)
     pass_time(world, DRAIN_S)
     assert bool(world.processes.killed) is killed
@@ -223,7 +223,7 @@ def test_a_process_of_another_user_is_killed_only_if_its_user_was_the_caller(
 def test_a_process_that_is_not_the_callers_is_not_taken_for_its(fence_: str) -> None:
     world = World(10, drain_s=DRAIN_S, fence=fence_)
     session = world.attached(pid=5, uid=OWN_UID + 1)
-    world.cache.allocate(session.id, grouped([opening("a", [1], 1)]), [])
+    world.cache.calls.allocate(session.id, grouped([opening("a", [1], 1)]), [])
     assert session.witness is None and session.pid is None
     world.processes.kill(5)
     assert world.cache.sweep() == [], "of the caller's process nothing is known"
@@ -310,7 +310,7 @@ def test_closing_the_cache_lets_go_of_all_processes() -> None:
 def test_sequences_that_expire_share_the_record_of_their_session() -> None:
     world = World(64)
     session = world.attached()
-    world.cache.allocate(session.id, [opening(f"{at}", [at], 1) for at in range(50)], [])
+    world.cache.calls.allocate(session.id, [opening(f"{at}", [at], 1) for at in range(50)], [])
     assert world.cache.expire_sequences(0.0) == 50
     [pool] = world.cache.pools
     assert pool.table.quarantined_count == 50
@@ -325,8 +325,8 @@ def expired(**limits: Any) -> tuple[World, Session]:
     """A live session whose sequence has one complete page and two others, and was ended without it."""
     world = World(10, drain_s=DRAIN_S, default_ttl_s=600.0, **limits)
     session = world.attached(pid=5)
-    world.cache.allocate(session.id, grouped([opening("a", [1, 2, 3, 4, 5, 6], 3)]), [])
-    world.cache.append(session.id, in_columns([Step("a", 0, (1, 2, 3, 4, 5, 6))], growing=False))
+    world.cache.calls.allocate(session.id, grouped([opening("a", [1, 2, 3, 4, 5, 6], 3)]), [])
+    world.cache.calls.append(session.id, in_columns([Step("a", 0, (1, 2, 3, 4, 5, 6))], growing=False))
     assert world.cache.expire_sequences(0.0) == 1
     assert counts(world) == (7, 0, 2)
     return world, session
@@ -337,7 +337,7 @@ def evicted(world: World) -> int:
 
 
 def removed(world: World, session: Session) -> None:
-    world.cache.remove(session.id, ["a"])
+    world.cache.calls.remove(session.id, ["a"])
 
 
 def outlived(world: World, session: Session) -> None:
@@ -372,7 +372,7 @@ def test_of_an_expired_sequence_whose_session_is_lost_only_what_is_written_waits
 def test_others_find_the_prefix_of_an_expired_sequence_and_share_it() -> None:
     world, session = expired()
     other = world.attached(pid=6)
-    [[_, grant]] = world.cache.allocate(other.id, grouped([opening("b", [1, 2, 3, 4, 9], 2)]), [])[0]
+    [[_, grant]] = world.cache.calls.allocate(other.id, grouped([opening("b", [1, 2, 3, 4, 9], 2)]), [])[0]
     assert not isinstance(grant, Exception) and grant.cached_tokens == 4
     removed(world, session)
     assert counts(world) == (8, 0, 0)
@@ -381,20 +381,21 @@ def test_others_find_the_prefix_of_an_expired_sequence_and_share_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "waiting"), [(lambda world, session: world.cache.remove(session.id, ["c"]), 2), (outlived, 3), (gone, 0)]
+    ("end", "waiting"),
+    [(lambda world, session: world.cache.calls.remove(session.id, ["c"]), 2), (outlived, 3), (gone, 0)],
 )
 def test_a_page_that_expired_sequences_share_goes_when_all_are_over(
     end: Callable[[World, Session], object], waiting: int
 ) -> None:
     world, session = expired()
-    world.cache.allocate(session.id, grouped([opening("b", [7, 8], 1)]), [])
-    world.cache.append(session.id, in_columns([Step("b", 0, (7, 8))], growing=False))
-    world.cache.allocate(session.id, grouped([fork("c", "b", 0)]), [])
+    world.cache.calls.allocate(session.id, grouped([opening("b", [7, 8], 1)]), [])
+    world.cache.calls.append(session.id, in_columns([Step("b", 0, (7, 8))], growing=False))
+    world.cache.calls.allocate(session.id, grouped([fork("c", "b", 0)]), [])
     world.now += 1
     world.cache.renew_session(session.id)
     assert counts(world) == (6, 0, 2), "the tail is of both"
     assert world.cache.expire_sequences(0.0) == 2
-    world.cache.remove(session.id, ["b"])
+    world.cache.calls.remove(session.id, ["b"])
     assert counts(world) == (6, 0, 2), "the other may be written"
     end(world, session)
     assert counts(world)[2] == waiting

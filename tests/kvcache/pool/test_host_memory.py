@@ -40,7 +40,7 @@ def report(name: str, start: int, tokens: list[int], pages: int, known: int) -> 
 
 def serve(world: World, session: Session, *demands: Steps | Opening, removed: tuple[str, ...] = ()) -> list[str]:
     """The reason of each answer, empty for a grant."""
-    told, _ = world.cache.allocate(session.id, demands, list(removed))
+    told, _ = world.cache.calls.allocate(session.id, demands, list(removed))
     return [one.reason if isinstance(one, ServiceError) else "" for _, one in told]
 
 
@@ -69,7 +69,7 @@ def pages(eviction: str, page_size: int, retained: bool) -> tuple[World, Callabl
         origin = Prompt(array("I", [1]), retention=retention)
         assert serve(world, session, Opening("a", origin, COUNT)) == [""]
         serve(world, session, report("a", 0, list(range(count)), COUNT, COUNT), removed=())
-        world.cache.remove(session.id, ["a"])
+        world.cache.calls.remove(session.id, ["a"])
         world.scrub(world.cache.pool_of(session))
         assert world.cache.pool_of(session).table.cached_count == COUNT
 
@@ -93,7 +93,7 @@ def sequences() -> tuple[World, Callable[[], object]]:
 
 def removed_ids() -> tuple[World, Callable[[], object]]:
     world, session = opened()
-    return world, lambda: [world.cache.remove(session.id, [f"sequence-{i:06d}"]) and None for i in range(COUNT)]
+    return world, lambda: [world.cache.calls.remove(session.id, [f"sequence-{i:06d}"]) and None for i in range(COUNT)]
 
 
 def entries(page_size: int) -> tuple[World, Callable[[], object]]:
@@ -270,10 +270,10 @@ def test_live_sequences_can_be_removed_and_strange_ids_not_remembered() -> None:
     world.cache.memory.limit = world.cache.memory.used
     before = state(world, session)
     with pytest.raises(HostMemoryExceeded, match="1 removed ids"):
-        world.cache.remove(session.id, ["a", "strange"])
+        world.cache.calls.remove(session.id, ["a", "strange"])
     assert state(world, session) == before
-    assert world.cache.remove(session.id, ["a"])[0] == [True]
-    assert world.cache.remove(session.id, ["a"])[0] == [False]
+    assert world.cache.calls.remove(session.id, ["a"])[0] == [True]
+    assert world.cache.calls.remove(session.id, ["a"])[0] == [False]
     world.sound()
 
 
@@ -288,7 +288,7 @@ def test_nothing_is_left_charged() -> None:
         pool = world.cache.pool_of(session)
         serve(world, session, opening("a", [1], 16, salt="s"), report("a", 0, list(range(64)), 16, 16))
         serve(world, session, Opening("b", "a", 20), Opening("c", "a"), opening("d", list(range(64)), 16, salt="s"))
-        world.cache.remove(session.id, ["a", "strange"])
+        world.cache.calls.remove(session.id, ["a", "strange"])
         assert memory.used > memory.floor + pool.bytes + 5000
         assert world.cache.expire_sequences(0.0) == 3
         world.sound()
@@ -309,9 +309,9 @@ def test_ids_that_a_session_no_longer_remembers_are_given_back(monkeypatch: pyte
     monkeypatch.setattr(sessions, "REMEMBERED_REMOVALS", 3)
     world = World(8)
     session = world.attached()
-    world.cache.remove(session.id, ["a", "b", "c"])
+    world.cache.calls.remove(session.id, ["a", "b", "c"])
     full = world.cache.memory.used
-    world.cache.remove(session.id, ["d", "e", "f", "g"])
+    world.cache.calls.remove(session.id, ["d", "e", "f", "g"])
     assert world.cache.memory.used == full
     world.sound()
 
@@ -334,7 +334,7 @@ def test_room_that_python_keeps_for_what_is_gone_is_given_back(kind: str) -> Non
     serve(world, session, opening("a", [1], 1), report("a", 0, [1, 2, 3], 1, 1))
     for i in range(COUNT):
         serve(world, session, Opening(f"f{i}", "a"))
-    world.cache.remove(session.id, [f"f{i}" for i in range(1, COUNT)])
+    world.cache.calls.remove(session.id, [f"f{i}" for i in range(1, COUNT)])
     table = world.cache.pool_of(session).table
     kept = session.sequences if kind == "sequences" else table._others[0]
     assert len(kept) <= 2 and sys.getsizeof(kept) < 2000
@@ -381,12 +381,12 @@ def test_histories_near_the_limit(acts: list[tuple[object, ...]], room: int) -> 
             serve(world, session, report(name, start, list(range(start, start + count)), held + more, held))
         elif act == "remove":
             try:
-                world.cache.remove(session.id, [name])
+                world.cache.calls.remove(session.id, [name])
             except HostMemoryExceeded:
                 assert name not in session.sequences
         elif act == "forget":
             with contextlib.suppress(HostMemoryExceeded):
-                world.cache.remove(session.id, [f"strange{arguments[0]}"])
+                world.cache.calls.remove(session.id, [f"strange{arguments[0]}"])
         elif act == "evict":
             world.cache.evict_pages("pool", int(name))
         elif act == "expire":

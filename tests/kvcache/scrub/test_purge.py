@@ -59,13 +59,13 @@ def test_pages_published_between_slices_go_as_well(seed: int) -> None:
                 serve(world, session, growth(name, resident[name], [5] * SIZE, 4, known=4))
                 resident[name] += SIZE
             case 1 if int(name) % 2 == 0 and len(resident) > 5:
-                world.cache.remove(session.id, [name])
+                world.cache.calls.remove(session.id, [name])
                 del resident[name]
             case 2:
                 late = f"late {number}"
                 serve(world, session, opening(late, text(1), 4))
                 serve(world, session, growth(late, 0, text(1)[: 3 * SIZE], 4, known=4))
-                world.cache.remove(session.id, [late])
+                world.cache.calls.remove(session.id, [late])
             case _:
                 world.cache.evict_pages("pool", 1)
         world.sound()
@@ -104,7 +104,7 @@ def test_checksums_of_a_page_s_earlier_life_are_worth_nothing() -> None:
     assert known is not None
     due = known.due(8)
     known.learn(due, [7])
-    world.cache.remove(session.id, ["a"])
+    world.cache.calls.remove(session.id, ["a"])
     world.cache.evict_pages("pool", None)
     run(world, session, "b", [1] * SIZE, 1)
     assert known.verify(due, [8]) == [] and known.verified_pages == 0
@@ -118,10 +118,10 @@ def test_a_page_that_the_walk_has_passed_is_published_behind_one_that_it_has_not
     session = world.attached()
     run(world, session, "x", [9], 1)
     run(world, session, "a", [1] * 2 * SIZE, 2)
-    world.cache.remove(session.id, ["x"])
+    world.cache.calls.remove(session.id, ["x"])
     serve(world, session, growth("a", 2 * SIZE, [], 3, known=2))
     pool = world.cache.pool_of(session)
-    assert world.cache.get_sequence(session.id, "a")[0].pages == [1, 2, 0]
+    assert world.cache.calls.get_sequence(session.id, "a")[0].pages == [1, 2, 0]
     pool.index.condemn(1)
     slices = purge(pool, slice_pages=1)
     next(slices)
