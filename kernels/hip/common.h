@@ -41,6 +41,14 @@ typedef unsigned long long u64;
 #define RF_DYNAMIC_SHARED(T, name) extern __shared__ __align__(16) unsigned char rf_shared_[]; T *name = (T *)rf_shared_
 #endif
 
+// Whether a pointer is set before it is needed. If it is null until then, AMD's compiler does not see which memory it
+// points to: each load through it is a flat one, which waits for LDS as well.
+#if defined(RF_CUDA)
+#define RF_POINTERS_FIRST 0
+#else
+#define RF_POINTERS_FIRST 1
+#endif
+
 // --- waves: every lane of the wave must call these -------------------------------------------------------------------
 
 #if defined(RF_CUDA)

@@ -204,7 +204,8 @@ RF_INLINE void products(
     place.first = wave % split * RF_WAVE + lane;
     place.step = split * RF_WAVE;
     place.packs = inputs / COUNT;
-    const Bits *x = nullptr;
+    const Bits *x = RF_POINTERS_FIRST ? prepare.made() : nullptr;
+    bool prepared = false;
     for (i32 begin = blockIdx.x * together; begin < pairs; begin += gridDim.x * together) {
         const i32 pair = begin + wave / split;
 #pragma unroll
@@ -212,7 +213,11 @@ RF_INLINE void products(
             place.rows[p] = (const u8 *)(weight + (i64)result.weight_row(min(pair, pairs - 1), p) * inputs);
         Fetched fetched;
         fetched.fetch(place, place.first);
-        if (!x) x = prepare();
+        if (RF_POINTERS_FIRST ? !prepared : !x) {
+            prepare.make();
+            prepared = true;
+            x = prepare.made();
+        }
         Totals totals;
         totals.clear();
         for (i32 from = place.first; from < place.packs; from += AHEAD * place.step) {
@@ -231,17 +236,16 @@ RF_INLINE void products(
 
 struct Given {
     const Bits *x;
-    RF_INLINE const Bits *operator()() const { return x; }
+    RF_INLINE const Bits *made() const { return x; }
+    RF_INLINE void make() const {}
 };
 struct Normed {
     const Bits *x, *residual, *weight;
     Bits *sum, *normed;
     i32 rows, inputs;
     float eps;
-    RF_INLINE const Bits *operator()() const {
-        normalise(x, residual, weight, sum, normed, rows, inputs, eps);
-        return normed;
-    }
+    RF_INLINE const Bits *made() const { return normed; }
+    RF_INLINE void make() const { normalise(x, residual, weight, sum, normed, rows, inputs, eps); }
 };
 
 // x: [rows, inputs], rows at most RF_ROWS. weight: [outputs, inputs]. out: [rows, outputs].

@@ -36,11 +36,29 @@ RF_INLINE Part load_part(const Bits *head, int at) {
     return part;
 }
 
-// Loads it and adds the projection's bias, which may be null.
-RF_INLINE Part load_part(const Bits *head, const Bits *bias, int at) {
+// The projection's bias of a head, or null.
+#if RF_POINTERS_FIRST
+struct Bias {
+    const Bits *all;
+    i64 offset;
+    RF_INLINE Bias(const Bits *bias, i32 head) : all(bias), offset((i64)head * DIM) {}
+    RF_INLINE operator const Bits *() const { return all; }
+    RF_INLINE const Bits *numbers() const { return all + offset; }
+};
+#else
+struct Bias {
+    const Bits *own;
+    RF_INLINE Bias(const Bits *bias, i32 head) : own(bias ? bias + (i64)head * DIM : bias) {}
+    RF_INLINE operator const Bits *() const { return own; }
+    RF_INLINE const Bits *numbers() const { return own; }
+};
+#endif
+
+// Loads it and adds its bias.
+RF_INLINE Part load_part(const Bits *head, const Bias &bias, int at) {
     Part part = load_part(head, at);
     if (bias) {
-        const Part added = load_part(bias, at);
+        const Part added = load_part(bias.numbers(), at);
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             part.first[i] += added.first[i];
@@ -109,7 +127,7 @@ RF_KERNEL rope_write(
     const bool active = at < HALF && (SCALED ? which < 0 : which < 2);
 
     Part part;
-    const Bits *added = bias ? bias + (i64)head * DIM : bias;
+    const Bias added(bias, head);
     if (active) part = load_part(qkv + (token * (q_heads + 2 * kv_heads) + head) * DIM, added, at);
     if (q_weight) norm_part(part, which < 0 ? q_weight : k_weight, at, active && which < 1, eps);
     if (!active) return;
@@ -160,7 +178,7 @@ RF_KERNEL write_int8(
     float *scale = scales + ((i64)layer * 2 + which) * kv_heads + kv_head;
     const i32 written = slot[begin];
     const i32 head = q_heads + blockIdx.y;
-    const Bits *added = bias ? bias + (i64)head * DIM : bias;
+    const Bias added(bias, head);
 
     Part part;
     // Two passes: to find the largest, then to store. All threads make the same number of iterations.

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from tests.simulators.amdgpu import GPUS, disassembly, loops, mnemonics, objectfile
 from tests.simulators.amdgpu.disassembly import Instruction
 from tests.simulators.amdgpu.objectfile import Kernel
 
-#: Loads and stores by an address of which the compiler cannot say that it is global memory's: each waits for LDS, too.
-#: These are known, by source, kernel and what it is compiled with; a number may only become smaller.
-FLAT: dict[str, dict[str, int]] = {
-    # Rows that there are not are read at a null pointer's place, which hides where the others are.
-    "gemv": {"RF_ROWS=1": 4, "RF_ROWS=4": 16, "RF_ROWS=2": 8},
-    # The same of the second half of a head that is no whole number of units.
-    "rope": {"RF_HEAD_DIM=80": 2},
-}
 #: Waves that a SIMD must have registers for, by source: on CDNA (of 8) and on RDNA (of 16).
 WAVES_PER_SIMD: dict[str, tuple[int, int]] = {
     "activation": (8, 16),
@@ -40,7 +31,7 @@ def waves_per_simd(kernel: Kernel) -> int:
     return min(16, 1536 // (-(-kernel.vectors // 24) * 24))
 
 
-def faults(source: str, defines: Mapping[str, str], path: Path) -> list[str]:
+def faults(source: str, path: Path) -> list[str]:
     """Say what is wrong with the code object at ``path``, made of kernels/``source``.hip for one of `GPUS`."""
     code = objectfile.read(path.read_bytes())
     instructions = disassembly.disassembled(path)
@@ -48,7 +39,11 @@ def faults(source: str, defines: Mapping[str, str], path: Path) -> list[str]:
     found = [f"{name} is not in mnemonics.txt, so that no test has it" for name in sorted(unlisted)]
     for kernel in code.kernels.values():
         own = [one for one in instructions if kernel.entry <= one.pc < kernel.entry + kernel.size]
-        found += [f"{kernel.name}: {fault}" for fault in [*loops.faults(own), *_flat(source, defines, own)]]
+        found += [f"{kernel.name}: {fault}" for fault in [*loops.faults(own), *_flat(own)]]
+        if kernel.spilled or kernel.private_bytes:
+            found.append(
+                f"{kernel.name}: {kernel.spilled} registers spilled, {kernel.private_bytes} bytes of private memory"
+            )
         least = WAVES_PER_SIMD[source][0 if kernel.lanes == 64 else 1]
         if waves_per_simd(kernel) < least:
             found.append(
@@ -58,14 +53,9 @@ def faults(source: str, defines: Mapping[str, str], path: Path) -> list[str]:
     return [f"{code.gpu}: {one}" for one in found]
 
 
-def _flat(source: str, defines: Mapping[str, str], own: list[Instruction]) -> list[str]:
-    count = sum(one.mnemonic.startswith("flat_") for one in own)
-    known = [
-        most for define, most in FLAT.get(source, {}).items() if define in (f"{a}={b}" for a, b in defines.items())
-    ]
-    if count > max(known, default=0):
-        return [f"{count} flat instructions, of {max(known, default=0)} that are known"]
-    return []
+def _flat(own: list[Instruction]) -> list[str]:
+    """Loads and stores by an address of which the compiler cannot say that it is global memory's wait for LDS, too."""
+    return [f"0x{one.pc:x}: {one.text}: a flat instruction" for one in own if one.mnemonic.startswith("flat_")]
 
 
-__all__ = ["FLAT", "GPUS", "faults", "waves_per_simd"]
+__all__ = ["GPUS", "faults", "waves_per_simd"]

@@ -80,7 +80,7 @@ def test_every_variant_compiles_for_amd(
         assert kernels, f"{gpu}: no kernel"
         found += [fault for kernel in kernels for fault in faults(kernel, gpu)]
         if gpu in machine_code.GPUS:
-            found += machine_code.faults(name, defines, toolchain.code(text, defines, gpu))
+            found += machine_code.faults(name, toolchain.code(text, defines, gpu))
     assert found == []
 
 
@@ -145,23 +145,41 @@ def test_the_sampler_that_hung_is_found(toolchain: Toolchain) -> None:
     """Without its last barrier the loop of `narrow` is an inner one on AMD, which only one thread leaves."""
     text = without_barrier(source.read("sampling"))
     for gpu in machine_code.GPUS:
-        found = machine_code.faults("sampling", {}, toolchain.code(text, {"RF_TYPE": "F32"}, gpu))
+        found = machine_code.faults("sampling", toolchain.code(text, {"RF_TYPE": "F32"}, gpu))
         assert any("sample_tokens: the loop at" in fault and "one by one" in fault for fault in found), (gpu, found)
 
 
+FLAT = """#include "common.h"
+// defines: NONE=1
+RF_KERNEL waits(const float *x, float *y, i32 n) {
+    __shared__ float s[64];
+    const float *from = nullptr;
+    for (int i = 0; i < n; i++) {
+        if (!from) s[threadIdx.x] = y[threadIdx.x], from = x;
+        y[i] += from[threadIdx.x + i] + s[63 - threadIdx.x];
+    }
+}
+"""
+
+
 def test_what_machine_code_must_not_be_is_found(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, defines = source.read("gemv"), {"RF_TYPE": "BF16", "RF_ROWS": "1"}
-    path = toolchain.code(text, defines, "gfx942")
-    assert machine_code.faults("gemv", defines, path) == []
-    monkeypatch.setitem(machine_code.FLAT, "gemv", {"RF_ROWS=1": 3})
-    monkeypatch.setitem(machine_code.WAVES_PER_SIMD, "gemv", (9, 9))
     listed = dict(mnemonics.listed())
     monkeypatch.setattr(
-        mnemonics, "listed", lambda: {name: gpus for name, gpus in listed.items() if "flat" not in name}
+        mnemonics, "listed", lambda: {name: gpus for name, gpus in listed.items() if "global_store" not in name}
     )
-    found = machine_code.faults("gemv", defines, path)
-    for words in ("4 flat instructions, of 3", "waves per SIMD, of 9", "flat_load_dwordx4 is not in mnemonics.txt"):
-        assert any(words in fault for fault in found), words
+    for gpu in machine_code.GPUS:
+        path = toolchain.code(source.inlined(FLAT, "flat.hip"), {}, gpu)
+        monkeypatch.setitem(machine_code.WAVES_PER_SIMD, "flat", (9, 17))
+        found = machine_code.faults("flat", path)
+        for words in ("flat_load_", "waves per SIMD, of", "is not in mnemonics.txt"):
+            assert any(words in fault for fault in found), (words, found)
+
+
+@pytest.mark.parametrize("device", machine_code.GPUS)
+@pytest.mark.parametrize(("name", "number", "defines"), VARIANTS)
+def test_machine_code(toolchain: Toolchain, device: str, name: str, number: int, defines: dict[str, str]) -> None:
+    """Every variant for every GPU: what the tests above leave to turns."""
+    assert machine_code.faults(name, toolchain.code(source.read(name), defines, device)) == []
 
 
 def test_what_does_not_compile_is_told(toolchain: Toolchain) -> None:
