@@ -261,6 +261,9 @@ class NoArena:
     def admit(self, owner: str) -> None:
         """Nobody else is here."""
 
+    def dismiss(self, owner: str) -> None:
+        """Nobody else is here."""
+
     def canary_offset(self, slot: int) -> int:
         """Nowhere."""
         return 0

@@ -77,6 +77,9 @@ class _NoArena:
     def admit(self, owner: str) -> None:
         """Nobody else is here."""
 
+    def dismiss(self, owner: str) -> None:
+        """Nobody else is here."""
+
     def canary_offset(self, slot: int) -> int:
         """Overrides."""
         return 0

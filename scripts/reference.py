@@ -51,6 +51,8 @@ def settings_page() -> str:
     sections = [
         f"# Settings\n\n{_MADE} from the services' declarations. How flags, variables and the file of `--config` go\n"
         "together is in [daemon.md](daemon.md#settings). In defaults UID is the user's number, HOST the host's name.\n"
+        "What can change while a service runs does at [SIGHUP](connections.md#reading-settings-again); the rest needs\n"
+        "a restart.\n"
     ]
     for title, config, program in (
         ("The daemon", kvcache.Config, kvcache.PROGRAM),

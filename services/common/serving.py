@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import ipaddress
 import os
-import secrets
 import signal
 import socket
-import stat
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +20,17 @@ import structlog
 import uvloop
 from grpc_health.v1 import health, health_pb2_grpc
 
-from services.common.access.acl import admit, open_way
+from services.common.access.acl import open_way
 from services.common.access.identity import Identity
 from services.common.access.in_flight import InFlight
 from services.common.access.tokens import Tokens
 from services.common.call_stats import CallStats
-from services.common.edge import descriptors, keepalive
+from services.common.edge import descriptors, keepalive, unix_sockets
 from services.common.edge.health import LIVENESS, NOT_SERVING, SERVING, Health
 from services.common.edge.message_limit import MessageLimit, MessageLimits
-from services.common.edge.paths import make_directory
 from services.common.edge.reflection import Reflection
 from services.common.edge.tls import Certificates, Tls
+from services.common.edge.unix_sockets import guest_socket
 from services.common.errors import InvalidConfiguration
 from services.common.rpc import Identify, Readable, bearing, certified, unproven
 
@@ -136,8 +133,8 @@ class Serving:
 
     Every way in has a grpc.aio server of its own, which knows who comes that way: the unix sockets, where only this
     uid (and root) may connect; one more beside each for every uid of ``guests``, `guest_socket`, where only that uid
-    may; and TCP, where a certificate shows it or nothing does. They share the servicers, and ``in_flight``. Each has at
-    most ``max_connections`` connections, and closes further ones.
+    may; and TCP, where a certificate shows it or nothing does. Guests come and go: ``admit``, ``dismiss``. They share
+    the servicers, and ``in_flight``. Each has at most ``max_connections`` connections, and closes further ones.
     Readiness, the health of the service's name and of the whole server, is NOT_SERVING until ``ready()``, and for good
     from ``leave()`` on. Liveness is SERVING from the start until ``dead()``. ``drain()`` lets calls in flight end.
     ``limits`` are those of the service's messages; of far larger ones gRPC itself refuses to read the rest.
@@ -157,7 +154,8 @@ class Serving:
         tokens: Tokens | None = None,
     ) -> None:
         check_exposure(listeners, tls, insecure, tokens=tokens is not None)
-        self._guests = guests
+        self._first_guests = guests
+        self._guests: dict[int, grpc.aio.Server] = {}
         self._in_flight = in_flight or InFlight()
         self._tokens = tokens
         self._service = service
@@ -168,7 +166,8 @@ class Serving:
         self._limits = limits
         self._health = Health()
         self._leaving = False
-        self._paths: list[tuple[Path, int]] = []
+        self._paths: list[tuple[Path, int, int | None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._servers: list[grpc.aio.Server] = []
         self._registered: list[tuple[Callable[[Any], None], CallStats]] = []
         self.bound: list[str] = []
@@ -192,8 +191,8 @@ class Serving:
             else:
                 remote = remote or self._server(self._with_tokens(certified if mutual else unproven, required=True))
                 self.bound.append(_bind_tcp(remote, listener, self._certificates))
-        for uid in self._guests:
-            self._bind_guest(Identity.of_uid(uid), uid)
+        for uid in self._first_guests:
+            self._bind_guest(uid)
         for server in self._servers:
             await server.start()
 
@@ -220,26 +219,51 @@ class Serving:
             register(Readable(server, calls, self._limits, identify, self._in_flight))
         return server
 
-    def _bind_guest(self, guest: Identity, uid: int) -> None:
+    @property
+    def guests(self) -> list[int]:
+        """The uids that have a socket of their own."""
+        return sorted(self._guests)
+
+    def admit(self, guests: Collection[int]) -> None:
+        """Serve more uids, each on a socket of its own beside each unix socket.
+
+        Raises InvalidConfiguration: it serves none of the new ones then, and those in ``guests`` are to be dismissed.
+        """
+        new = sorted(set(guests) - set(self._guests))
+        for uid in new:
+            self._bind_guest(uid)
+        for uid in new:
+            if uid in self._guests:
+                self._begin(self._guests[uid].start())
+
+    def dismiss(self, guests: Collection[int], grace_s: float) -> None:
+        """Take uids their sockets, at once; calls in flight have ``grace_s`` seconds to end."""
+        for uid in guests:
+            server = self._guests.pop(uid)
+            self._servers.remove(server)
+            for path, inode, _ in [one for one in self._paths if one[2] == uid]:
+                unix_sockets.unlink(path, inode)
+                self.bound.remove(f"unix:{path}")
+            self._paths = [one for one in self._paths if one[2] != uid]
+            self._begin(server.stop(grace_s))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _bind_guest(self, uid: int) -> None:
+        guest = Identity.of_uid(uid)
         paths = [listener.path for listener in self._listeners if listener.path is not None]
-        server = self._server(lambda context: guest) if paths else None
+        if not paths:
+            return
+        self._guests[uid] = server = self._server(lambda context: guest)
         for path in paths:
-            if server is not None:
-                open_way(path.parent, uid, "--listen")
-                self.bound.append(self._bind_unix(server, guest_socket(path, uid), uid))
+            open_way(path.parent, uid, "--listen")
+            self.bound.append(self._bind_unix(server, guest_socket(path, uid), uid))
 
     def _bind_unix(self, server: grpc.aio.Server, path: Path, guest: int | None = None) -> str:
-        try:
-            make_directory(path.parent, "--listen")
-            with _alone_in(path.parent):
-                _check_ours(path)
-                if _answers(path):
-                    raise InvalidConfiguration(
-                        f"--listen unix:{path}: another server is listening there", field="--listen"
-                    )
-                self._paths.append((path, _bind_and_move(server, path, guest)))
-        except (OSError, RuntimeError) as error:
-            raise InvalidConfiguration(f"--listen unix:{path}: cannot bind: {error}", field="--listen") from error
+        self._paths.append((path, unix_sockets.bind(server, path, guest), guest))
         return f"unix:{path}"
 
     def _set_ready(self, ready: bool) -> None:
@@ -274,11 +298,8 @@ class Serving:
         self.leave()
         self._health.end()
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
-        for path, inode in self._paths:
-            # Unlink only our own socket: another server may have bound the path since.
-            with contextlib.suppress(OSError):
-                if path.lstat().st_ino == inode:
-                    path.unlink()
+        for path, inode, _ in self._paths:
+            unix_sockets.unlink(path, inode)
 
 
 def _bind_tcp(server: grpc.aio.Server, listener: Listener, certificates: Certificates | None) -> str:
@@ -292,27 +313,6 @@ def _bind_tcp(server: grpc.aio.Server, listener: Listener, certificates: Certifi
         doubt = "" if certificates is None else "; check the TLS files"
         raise InvalidConfiguration(f"--listen {listener}: cannot bind{doubt}", field="--listen") from error
     return str(Listener(host=listener.host, port=port))
-
-
-def guest_socket(path: Path, uid: int) -> Path:
-    """The socket beside ``path`` where another user comes in: ``kvcache.1000.sock`` beside ``kvcache.sock``."""
-    return path.with_name(f"{path.stem}.{uid}{path.suffix}")
-
-
-def _bind_and_move(server: grpc.aio.Server, path: Path, guest: int | None) -> int:
-    # gRPC unlinks whatever is at its path, when it binds and again when it stops, even the socket of a server that has
-    # taken over the path in between. So bind to a unique path, then rename.
-    unnamed = path.with_name(f".{secrets.token_hex(4)}")
-    previous = os.umask(0o177)
-    try:
-        server.add_insecure_port(f"unix:{unnamed}")
-    finally:
-        os.umask(previous)
-    inode = unnamed.lstat().st_ino
-    if guest is not None:
-        admit(unnamed, guest)
-    unnamed.rename(path)
-    return inode
 
 
 def _check_bindable(listener: Listener) -> None:
@@ -343,42 +343,6 @@ def _check_bindable(listener: Listener) -> None:
             bindable = True
     if refused is not None and not bindable:
         raise InvalidConfiguration(f"{where}: cannot bind: {refused.strerror}", field="--listen") from refused
-
-
-@contextlib.contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Hold a lock on a directory, so that one server at a time checks and binds sockets in it."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _check_ours(path: Path) -> None:
-    """Raise InvalidConfiguration unless nothing is at the path, or a socket of this user, which may be replaced."""
-    with contextlib.suppress(FileNotFoundError):
-        found = path.lstat()
-        if not stat.S_ISSOCK(found.st_mode):
-            raise InvalidConfiguration(f"--listen unix:{path}: exists and is not a socket", field="--listen")
-        if found.st_uid != os.geteuid():
-            raise InvalidConfiguration(
-                f"--listen unix:{path}: there is a socket of uid {found.st_uid}", field="--listen"
-            )
-
-
-def _answers(path: Path) -> bool:
-    """Whether a server is listening at the path. Raises OSError if that cannot be determined."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        except BlockingIOError:
-            return True  # its backlog is full
-    return True
 
 
 def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]], hangup: Callable[[], None]) -> None:

@@ -308,7 +308,9 @@ class Config(Listening):
         return Policy(Identity.of_uid(os.geteuid()), self.allow, INCLUDES)
 
     #: The fields that can change while the engine runs.
-    LIVE: ClassVar[frozenset[str]] = LIVE | {"lame_duck_s", "generation_ttl_s", "generation_count", "generation_memory"}
+    LIVE: ClassVar[frozenset[str]] = LIVE | {
+        *("allow", "lame_duck_s", "generation_ttl_s", "generation_count", "generation_memory"),
+    }
 
     @property
     def asynchronous(self) -> bool:

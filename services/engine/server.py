@@ -76,11 +76,10 @@ class Engine:
         self._sleep = sleep
         self.streams = Streams()
         self.generations = GenerationRegistry(config.retention)
-        self._policy = config.policy
         self.servicer = EngineServicer(
             self.streams,
             self.generations,
-            self._policy,
+            config.policy,
             self.begin_drain,
             throttle=Throttle(config.messages_per_s),
         )
@@ -103,7 +102,7 @@ class Engine:
             insecure=config.insecure,
             limits=LIMITS,
             max_connections=config.max_connections,
-            guests=self._policy.guests,
+            guests=config.policy.guests,
             tokens=Tokens(config.tokens) if config.tokens is not None else None,
         )
         self._source: PageSource | None = None  # until the engine's thread takes it over
@@ -266,10 +265,15 @@ class Engine:
 
     def reload(self, read: Callable[[], Config]) -> None:
         """Take up the settings that ``read`` returns, as far as they can change, and certificates that have changed."""
-        self.config = reread(self.config, read, Config.LIVE)
+        self.config = reread(self.config, read, Config.LIVE, self._prepare)
         configure_logging(self.config.log_level)
         self.generations.retention = self.config.retention
+        self.servicer.policy = policy = self.config.policy
+        self._serving.dismiss(set(self._serving.guests) - set(policy.guests), self.config.grace_s)
         self._serving.reload()
+
+    def _prepare(self, config: Config) -> None:
+        self._serving.admit(config.policy.guests)
 
     def begin_drain(self) -> asyncio.Future[None]:
         """Set readiness to NOT_SERVING at once, and ``lame_duck_s`` seconds later reject new and waiting requests.

@@ -246,11 +246,9 @@ class Config(Listening):
 
     #: The fields that can change while the daemon runs.
     LIVE: ClassVar[frozenset[str]] = LIVE | {
-        "session_ttl_s",
-        "drain_s",
-        "cache_ttl_s",
-        "max_sequences",
-        "sequence_ttl_s",
+        *("allow", "identity_sessions", "identity_unattached", "identity_pools", "identity_calls", "identity_share"),
+        *("memory", "host_memory", "pool_pages", "max_sequences"),
+        *("session_ttl_s", "drain_s", "fence", "cache_ttl_s", "sequence_ttl_s", "verify_share"),
     }
 
     @property

@@ -17,6 +17,7 @@ from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common.access.acl import open_way
 from services.common.access.identity import Identity
 from services.common.access.in_flight import InFlight
+from services.common.access.policy import Policy
 from services.common.call_stats import CallStats
 from services.common.edge.reloading import reread
 from services.common.errors import GpuError, InvalidConfiguration
@@ -95,7 +96,9 @@ class Daemon:
         self.scrubber = Scrubber(self.cache, work)
         self.calls = CallStats()
         self.watch = LoopWatch(clock, self.calls)
+        self._gpus = gpus
         self._policy = config.policy
+        self._in_flight = InFlight(config.identity_calls)
         self._servicer = KvCacheServicer(
             self.cache,
             self.scrubber,
@@ -111,7 +114,7 @@ class Daemon:
             insecure=config.insecure,
             max_connections=config.max_connections,
             guests=self._policy.guests,
-            in_flight=InFlight(config.identity_calls),
+            in_flight=self._in_flight,
             limits=LIMITS,
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -141,9 +144,7 @@ class Daemon:
         if self.config.device != GPU:
             for name in prepare_directory(self.config.arena_dir):
                 log.info("stale_arena_removed", name=name)
-            for uid in self._policy.guests:
-                if self._policy.has(Identity.of_uid(uid), ENGINE):
-                    open_way(self.config.arena_dir, uid, "--arena-dir")
+            self._open_arenas(self._policy)
             check_directory(self.config.arena_dir, self.config.limits.budget_bytes, Room.of(self.config.arena_dir))
         self._serving.add(
             functools.partial(kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server, self._servicer), self.calls
@@ -164,11 +165,54 @@ class Daemon:
         self._serving.ready()
 
     def reload(self, read: Callable[[], Config]) -> None:
-        """Take up the settings that ``read`` returns, as far as they can change, and certificates that have changed."""
-        self.config = reread(self.config, read, Config.LIVE)
+        """Take up the settings that ``read`` returns, as far as they can change, and certificates that have changed.
+
+        An identity that has lost the role `ENGINE` has its calls refused from now on, and so its sessions end with
+        their leases, as those of engines that are gone: until then it may rely on the pages that it reads.
+        """
+        self.config = reread(self.config, read, Config.LIVE, self._prepare)
         configure_logging(self.config.log_level)
-        self.cache.limits = self.config.limits
+        self.cache.take_up(self.config.limits)
+        self._in_flight.most = self.config.identity_calls
+        before, self._policy = self._policy, self.config.policy
+        self._servicer.set_policy(self._policy)
+        self._revoke({one.text for one in before.holders(ENGINE)} - {one.text for one in self._policy.holders(ENGINE)})
+        self._dismiss_guests()
         self._serving.reload()
+
+    def _prepare(self, config: Config) -> None:
+        """What may fail of taking up settings. Raises InvalidConfiguration, and has changed nothing then."""
+        self.cache.check_limits(config.limits)
+        if config.memory != self.config.memory:
+            if self._gpus is None:
+                check_directory(config.arena_dir, config.memory, Room.of(config.arena_dir))
+            else:
+                check_gpus(self._gpus, config.memory)
+        self._open_arenas(config.policy)
+        self._serving.admit(config.policy.guests)
+
+    def _open_arenas(self, policy: Policy) -> None:
+        """Let other users' engines reach the arenas. Raises InvalidConfiguration."""
+        for uid in policy.guests:
+            if self._gpus is None and policy.has(Identity.of_uid(uid), ENGINE):
+                open_way(self.config.arena_dir, uid, "--arena-dir")
+
+    def _revoke(self, lost: set[str]) -> None:
+        """Let identities that have lost the role `ENGINE` map no arena any more."""
+        for session in self.cache.live_sessions():
+            if session.owner in lost:
+                log.warning("session_without_role", session=session.handle, owner=session.owner)
+        for pool in self.cache.pools:
+            for owner in lost:
+                try:
+                    pool.arena.dismiss(owner)
+                except OSError as error:
+                    log.error("arena_not_shut", pool=pool.id, owner=owner, detail=error.strerror)
+
+    def _dismiss_guests(self) -> None:
+        """Take users without a role their sockets, when they have no more sessions to close."""
+        gone = [uid for uid in self._serving.guests if uid not in self._policy.guests]
+        self._serving.dismiss([uid for uid in gone if not self.cache.knows(f"uid:{uid}")], self.config.grace_s)
 
     async def stop(self, grace_s: float) -> None:
         """Drain, then free all memory."""
@@ -197,6 +241,7 @@ class Daemon:
                         client=session.client_name,
                         owner=session.owner,
                     )
+                self._dismiss_guests()
             except Exception:
                 # A failed sweep must not stop the sweeper: leases would never expire again.
                 log.exception("sweep_failed")

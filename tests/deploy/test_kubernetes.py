@@ -10,7 +10,7 @@ import pytest
 
 from services import healthcheck
 from services.common.edge.health import LIVENESS
-from services.common.serving import guest_socket
+from services.common.edge.unix_sockets import guest_socket
 from services.engine.api.servicer import SERVICE as ENGINE
 from services.engine.cli import COMMANDS, drain
 from services.engine.config import Config as EngineConfig

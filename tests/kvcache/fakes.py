@@ -39,6 +39,9 @@ class FakeArena:
     def admit(self, owner: str) -> None:
         self.admitted.append(owner)
 
+    def dismiss(self, owner: str) -> None:
+        self.admitted = [one for one in self.admitted if one != owner]
+
     def canary_offset(self, slot: int) -> int:
         return slot
 

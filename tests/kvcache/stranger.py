@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -54,6 +55,7 @@ class Stranger:
 
     def __init__(self, uid: int, address: str) -> None:
         self.identity = Identity.of_uid(uid)
+        self._uid = uid
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.kvcache.stranger", str(uid), address],
             cwd=ROOT,
@@ -61,6 +63,19 @@ class Stranger:
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def start_time(self) -> int:
+        return int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+    def may_open(self, path: Path) -> bool:
+        """Whether a process of this user can open a file for writing."""
+        script = f"import os\nos.setgroups([])\nos.setresuid(*[{self._uid}] * 3)\nopen({str(path)!r}, 'r+b')"
+        return subprocess.run([sys.executable, "-c", script], stderr=subprocess.DEVNULL, timeout=60).returncode == 0
 
     def ask(self, method: str, **body: Any) -> dict[str, Any]:
         """One call."""

@@ -24,7 +24,7 @@ from google.protobuf import json_format
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
-from services.common.serving import guest_socket
+from services.common.edge.unix_sockets import guest_socket
 from services.healthcheck import wait_serving
 from tests.kvcache.conftest import LAYOUT_PB
 from tests.kvcache.stranger import Stranger

@@ -33,6 +33,16 @@ def admit(path: Path, uid: int) -> None:
         os.chown(path, uid, -1, follow_symlinks=False)
 
 
+def dismiss(path: Path, uid: int) -> None:
+    """Take back what ``admit`` gave. What the user has open stays open. Raises OSError."""
+    if path.lstat().st_uid == uid:
+        os.chown(path, os.geteuid(), -1, follow_symlinks=False)
+        return
+    entries = _entries(path)
+    if entries.pop((_USER, uid), None) is not None:
+        _write(path, entries)
+
+
 def open_way(directory: Path, uid: int, flag: str) -> None:
     """Let a user pass through a directory of this user, without listing it or writing to it.
 
@@ -75,6 +85,10 @@ def _passes(directory: Path, uid: int) -> bool:
 def _add(path: Path, uid: int, rights: int) -> None:
     entries = _entries(path)
     entries[_USER, uid] = entries.get((_USER, uid), 0) | rights
+    _write(path, entries)
+
+
+def _write(path: Path, entries: dict[tuple[int, int], int]) -> None:
     # The mask bounds what named users and the group have; the group itself keeps what it had.
     mask = 0
     for (tag, _), has in entries.items():

@@ -69,7 +69,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         wall: Callable[[], float] = time.time,
         throttle: Throttle | None = None,
     ) -> None:
-        self._policy = policy
+        self.policy = policy
         self._begin_drain = begin_drain
         self.streams = streams
         self.generations = generations
@@ -99,7 +99,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     def _whose(self) -> str | None:
         """Whose requests the caller may name; None for everybody's."""
         caller = CALLER.get()
-        return None if caller == self._policy.owner else caller.text
+        return None if caller == self.policy.owner else caller.text
 
     def _deadline(self, context: Any) -> float | None:
         left = context.time_remaining()
@@ -351,7 +351,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     @maps_errors
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         """See the proto. A drain goes on when its caller is gone."""
-        self._policy.require(NEEDED["Drain"])
+        self.policy.require(NEEDED["Drain"])
         self._model()
         rejecting = self._begin_drain()
         if request.wait:

@@ -39,8 +39,9 @@ log = structlog.get_logger()
 class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     """The service, over one cache that this event loop owns.
 
-    ``policy`` says who may do what, and by default that this user may do all. ``owner_of`` is the uid of a process,
-    None if it cannot be seen. With ``shared_pools`` engines of all identities that name one pool have it in common.
+    ``policy`` says who may do what, until ``set_policy``, and by default that this user may do all. ``owner_of`` is the
+    uid of a process, None if it cannot be seen. With ``shared_pools`` engines of all identities that name one pool have
+    it in common.
     """
 
     def __init__(
@@ -62,6 +63,12 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         self._draining = False
         self._watchers: set[asyncio.Event] = set()
         self._fsck = asyncio.Lock()  # one at a time: each has copies of its own
+
+    def set_policy(self, policy: Policy) -> None:
+        """Go by another policy from the next call on. Streams of those who may not see them any more end."""
+        self._policy = policy
+        for watcher in self._watchers:
+            watcher.set()
 
     def drain(self) -> None:
         """End the streams, which would end with the process otherwise: their readers should look elsewhere."""
@@ -149,8 +156,10 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
 
     @maps_errors
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Any) -> pb.CloseSessionResponse:
-        """See the proto."""
-        caller = self._policy.require(NEEDED["CloseSession"])
+        """See the proto. Who has a session may close it, whatever roles it has lost: its word frees the pages."""
+        caller = CALLER.get().text
+        if not self._cache.may_close(request.session_id, caller):
+            self._policy.require(NEEDED["CloseSession"])
         session = self._cache.live_session(request.session_id, caller)
         count = self._cache.close_session(request.session_id, caller)
         if session is not None:
@@ -340,7 +349,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         """See the proto."""
         tokens = request.include_tokens
-        self._policy.require(OPERATOR if tokens else NEEDED["WatchEvents"])
+        role = OPERATOR if tokens else NEEDED["WatchEvents"]
+        self._policy.require(role)
         ring, epoch = self._cache.events, self._cache.epoch
         number, why = request.after_sequence_number, pb.RESET_REASON_UNSPECIFIED
         if not request.HasField("after_sequence_number"):
@@ -354,6 +364,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             while True:
                 if self._draining:
                     raise Draining("the daemon is shutting down")
+                self._policy.require(role)
                 changed.clear()
                 gap, events = ring.after(number)
                 if why or gap:

@@ -90,6 +90,9 @@ class DeviceArena:
     def admit(self, owner: str) -> None:
         """Nothing to do: whoever is told the handle can open it."""
 
+    def dismiss(self, owner: str) -> None:
+        """Nothing to do: whoever was told the handle can open it still."""
+
     def canary_offset(self, slot: int) -> int:
         """Byte offset of a canary slot."""
         return self._canaries + slot * CANARY_SLOT_BYTES

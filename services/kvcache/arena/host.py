@@ -16,7 +16,7 @@ import zlib
 from pathlib import Path
 
 from rocmforge.client.transport.paths import open_file
-from services.common.access.acl import admit
+from services.common.access import acl
 from services.common.access.identity import Identity
 from services.common.edge.paths import make_directory
 from services.common.errors import ExceedsBudget, InvalidConfiguration
@@ -86,12 +86,19 @@ class FileArena:
         if uid in (None, 0, os.geteuid()) or uid in self._admitted:
             return
         try:
-            admit(self._path, uid)
+            acl.admit(self._path, uid)
         except OSError as error:
             raise InvalidConfiguration(
                 f"{owner} cannot be let into the arena {self._path}: {error.strerror}", identity=owner
             ) from error
         self._admitted.add(uid)
+
+    def dismiss(self, owner: str) -> None:
+        """Take back what ``admit`` gave; a mapping that there is stays."""
+        uid = Identity.parse(owner).uid if owner else None
+        if uid in self._admitted:
+            acl.dismiss(self._path, uid)
+            self._admitted.discard(uid)
 
     def canary_offset(self, slot: int) -> int:
         """Byte offset of a canary slot."""

@@ -98,6 +98,21 @@ class KvCache:
         #: Called when a session has attached or has ended.
         self.on_sessions: Callable[[], None] = lambda: None
 
+    def check_limits(self, limits: Limits) -> None:
+        """Whether ``take_up`` can. Raises InvalidConfiguration."""
+        self.memory.check_limit(limits.host_memory)
+
+    def take_up(self, limits: Limits) -> None:
+        """Go by other limits from now on, which were checked. What there is stays, also beyond them."""
+        self.limits = limits
+        self.memory.set_limit(limits.host_memory)
+        self.pools.set_limits(
+            limits.budget_bytes, Allotment(limits.identity_pools, limits.identity_share), limits.pool_pages
+        )
+        self.quarantine.set_fence(limits.drain_s, limits.fence)
+        for session in self._sessions.all():
+            session.max_sequences = limits.max_sequences
+
     # --- sessions ---
 
     def open_session(self, client_name: str, pool_id: str, layout: Layout, **options: Any) -> Session:
@@ -205,6 +220,14 @@ class KvCache:
         session.let_go()
         self.on_sessions()
         return len(sequences)
+
+    def may_close(self, session_id: str, caller: str) -> bool:
+        """Whether the caller has a session with this id, live or lost."""
+        return self._sessions.find(session_id, caller) is not None or self.quarantine.has(session_id, caller)
+
+    def knows(self, caller: str) -> bool:
+        """Whether the caller has any session, live or lost."""
+        return bool(self._sessions.of(caller)) or self.quarantine.holds_of(caller)
 
     def release_quarantine(self, handle: str) -> int:
         """Free the pages of a lost session whose engine the caller knows to be gone, though the daemon cannot see it;

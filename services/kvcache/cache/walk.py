@@ -56,9 +56,9 @@ def _walk_pools(pools: Pools) -> Iterator[str | None]:
             yield None if violation is None else f"pool {pool.id}: {violation}"
     for device in {device_of(pool) for pool in pools}:
         size = sum(pool.arena.size_bytes for pool in pools if device_of(pool) == device)
-        if size > pools.budget_bytes:
+        if size > pools.ceiling:
             where = "the host" if device is None else f"GPU {device}"
-            yield f"the arenas of {where} have {size} bytes, the budget is {pools.budget_bytes}"
+            yield f"the arenas of {where} have {size} bytes, the budget is {pools.ceiling}"
 
 
 def _check_account(cache: KvCache) -> Iterator[str]:
@@ -66,8 +66,8 @@ def _check_account(cache: KvCache) -> Iterator[str]:
     memory, sessions = cache.memory, cache.live_sessions()
     charged = memory.floor + cache.pools.charged_apart + sum(pool.charged() for pool in cache.pools)
     charged += sum(session.held_pages * session.entry_bytes + session.ids_bytes for session in sessions)
-    if memory.used > memory.limit:
-        yield f"{memory.used} bytes of host memory are charged, of {memory.limit}"
+    if memory.used > memory.ceiling:
+        yield f"{memory.used} bytes of host memory are charged, of {memory.ceiling}"
     if charged != memory.used:
         yield f"{memory.used} bytes of host memory are charged, what there is costs {charged}"
 

@@ -100,10 +100,23 @@ class Quarantine:
     """
 
     def __init__(self, drain_s: float, fence: str = WAIT) -> None:
-        self._drain_s = drain_s
-        self._kills = fence == KILL
+        self.set_fence(drain_s, fence)
         self._records: dict[str, Record] = {}
         self.killed = 0
+
+    def set_fence(self, drain_s: float, fence: str) -> None:
+        """Go by these from the next sweep on, for those that are lost already too."""
+        self._drain_s = drain_s
+        self._kills = fence == KILL
+
+    def has(self, session_id: str, owner: str) -> bool:
+        """Whether an identity has a session with this id here."""
+        record = self._records.get(session_id)
+        return record is not None and record.session.owner == owner
+
+    def holds_of(self, owner: str) -> bool:
+        """Whether anything of an identity is here."""
+        return any(record.session.owner == owner for record in self._records.values())
 
     def __len__(self) -> int:
         """Lost sessions."""

@@ -33,6 +33,9 @@ class Arena(Protocol):
     def admit(self, owner: str) -> None:
         """Let an identity map the memory: a user of this machine, other than the daemon's, cannot open its files."""
 
+    def dismiss(self, owner: str) -> None:
+        """Let an identity map the memory no more. Raises OSError. A mapping that there is stays."""
+
     def canary_offset(self, slot: int) -> int:
         """Byte offset of a canary slot."""
 

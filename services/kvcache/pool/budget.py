@@ -51,8 +51,8 @@ class Allotment:
 
 
 class Pools:
-    """Pools by name. The arenas in one memory (the host's, or a GPU's) never exceed ``budget_bytes`` in total, which is
-    checked before anything is allocated.
+    """Pools by name. No arena is made by which those in one memory (the host's, or a GPU's) would exceed
+    ``budget_bytes`` in total, which is checked before anything is allocated.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Pools:
         """``memory`` is charged for what the daemon keeps of the pools, ``debts`` has what they give up in slices."""
         self._debts = Debts() if debts is None else debts
         self._memory = HostMemory() if memory is None else memory
-        self.budget_bytes = budget_bytes
-        self._allotment = allotment
-        self._default_pages = default_pages
+        #: The largest budget there was: arenas stay when it is lowered.
+        self.ceiling = 0
+        self.set_limits(budget_bytes, allotment, default_pages)
         self._canary_slots = canary_slots
         self._make_arena = make_arena
         self._chain = chain
@@ -92,6 +92,13 @@ class Pools:
         self.dropped = 0
         #: What is charged for pools that are being made, and for those that are being dropped.
         self.charged_apart = 0
+
+    def set_limits(self, budget_bytes: int, allotment: Allotment, default_pages: int | None) -> None:
+        """Go by these limits from now on: what there is stays, and is refused more beyond them."""
+        self.budget_bytes = budget_bytes
+        self.ceiling = max(self.ceiling, budget_bytes)
+        self._allotment = allotment
+        self._default_pages = default_pages
 
     def __iter__(self) -> Iterator[Pool]:
         return iter(self._by_id.values())

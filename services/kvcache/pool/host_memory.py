@@ -97,10 +97,12 @@ class HostMemory:
     ``used`` is public to the few places where a call would show; whoever adds to it has asked ``check`` before.
     """
 
-    __slots__ = ("floor", "limit", "refused", "used")
+    __slots__ = ("ceiling", "floor", "limit", "refused", "used")
 
     def __init__(self, limit: int = sys.maxsize) -> None:
         self.limit = limit
+        #: The largest limit there was: what was charged stays charged when the limit is lowered.
+        self.ceiling = limit
         self.used = 0
         #: The part of ``used`` that is charged for as long as the daemon runs.
         self.floor = 0
@@ -118,9 +120,22 @@ class HostMemory:
         self.floor = floor
         self.used += floor
 
+    def check_limit(self, limit: int) -> None:
+        """Whether there can be another limit. Raises InvalidConfiguration if less than is charged for good."""
+        if self.floor > limit:
+            raise InvalidConfiguration(
+                f"{FLAG} is {limit} bytes; the events and sessions that this daemon was started for need {self.floor}",
+                field=FLAG,
+            )
+
+    def set_limit(self, limit: int) -> None:
+        """Go by another limit, which was checked. Below what is charged it refuses all, until enough is given back."""
+        self.limit = limit
+        self.ceiling = max(self.ceiling, limit)
+
     def pages_within(self, page_size: int) -> int:
         """How many pages a pool gets that asks for no number: half of the budget is left for its sequences."""
-        return (self.limit - self.floor - POOL) // 2 // (PAGE + TOKEN * page_size)
+        return max(0, self.limit - self.floor - POOL) // 2 // (PAGE + TOKEN * page_size)
 
     def check(self, wanted: int, what: str, *, field: str = "", spare: int = 0) -> None:
         """Whether ``wanted`` bytes more can be charged, with ``spare`` of those charged given back. Raises

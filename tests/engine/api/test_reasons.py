@@ -234,11 +234,11 @@ def too_much_said(engine: Engine) -> ServiceError:
 @contextlib.contextmanager
 def another_owner(engine: Engine) -> Iterator[None]:
     servicer = engine.engine.servicer
-    policy, servicer._policy = servicer._policy, Policy(Identity.of_uid(os.geteuid() + 1), (), INCLUDES)
+    policy, servicer.policy = servicer.policy, Policy(Identity.of_uid(os.geteuid() + 1), (), INCLUDES)
     try:
         yield
     finally:
-        servicer._policy = policy
+        servicer.policy = policy
 
 
 #: (rpc, what provokes it, status code, reason)

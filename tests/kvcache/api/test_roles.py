@@ -17,8 +17,8 @@ from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
 from services.common.access.identity import CALLER, Identity
 from services.common.access.policy import Policy
+from services.common.edge.unix_sockets import guest_socket
 from services.common.errors import RoleMissing, ServiceError
-from services.common.serving import guest_socket
 from services.kvcache.api.roles import ENGINE, INCLUDES, NEEDED, OPERATOR, VIEWER, role_allowance
 from tests.kvcache.conftest import LAYOUT_PB, Running
 
