@@ -1,7 +1,7 @@
 # Newcomers, developers and .ci/run use the same targets. `make` without one lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: images release test-compose atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery buf chaos clients fuzz first-light help setup protos protos-bundle reference release-protos run up down smollm2 soak test test-fast test-gpu test-isa test-vllm lint lint-style lint-types lint-protos bench-step tools clean
+.PHONY: images release test-compose atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery buf chaos clients fuzz first-light help setup protos protos-bundle reference release-protos run up down smollm2 soak test test-fast test-gpu test-isa test-vllm lint lint-style lint-types lint-protos bench-step bench-tracing tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -184,6 +184,9 @@ bench-cache: setup ## Time the daemon's calls against a bare echo, and a page as
 
 bench-metrics: setup ## Time what metrics add to a step, and a scrape
 	@$(PY) -m benchmarks.metrics
+
+bench-tracing: setup ## Time what OpenTelemetry traces add to a request
+	@$(PY) -m benchmarks.tracing
 
 bench-kernels: setup ## Time every kernel on this machine's GPU against a plain copy
 	@$(PY) -m benchmarks.kernels

@@ -1,6 +1,7 @@
 """Prints what an image installs, a requirement a line: ``requirements.py VARIANT``, for the Dockerfile.
 
-These are the dependencies of both wheels and the extra of the variant, without what the Dockerfile installs by itself.
+These are the dependencies of both wheels, the extra of the variant and what traces need, without what the Dockerfile
+installs by itself.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ APART = ("rocmforge-client", "tokenizers")
 
 def requirements(projects: list[dict[str, Any]], variant: str) -> list[str]:
     """The requirements of a variant: cpu, or an extra of the first project. Raises KeyError for an unknown one."""
-    extra = [] if variant == "cpu" else projects[0]["optional-dependencies"][variant]
-    wanted = [line for project in projects for line in project["dependencies"]] + extra
+    extras = projects[0]["optional-dependencies"]
+    wanted = [line for project in projects for line in project["dependencies"]] + extras["otel"]
+    wanted += [] if variant == "cpu" else extras[variant]
     return sorted({line for line in wanted if not line.startswith(APART)})
 
 

@@ -11,7 +11,8 @@ from services.common.edge.tls import Tls
 from services.common.errors import InvalidConfiguration
 from services.common.serving import LOG_LEVELS, Listener, check_exposure
 from services.common.settings import setting
-from services.common.values import Kind, one_of, seconds, switch, whole
+from services.common.tracing import collector
+from services.common.values import Kind, one_of, seconds, share, switch, whole
 
 address = Kind(Listener.parse, "unix:/path or host:port")
 file_path = Kind(Path, "path")
@@ -57,6 +58,19 @@ class Listening:
         "serve Prometheus metrics on host:port, without TLS; default: off",
         metavar="ADDR",
     )
+    otlp_endpoint: str | None = setting(
+        collector.endpoint,
+        None,
+        "send OpenTelemetry traces to the OTLP/gRPC collector at http://host:port, or https://host:port; needs the "
+        "extra `otel`; default: off",
+        metavar="URL",
+    )
+    trace_ratio: float = setting(
+        share,
+        0.01,
+        "share of calls to trace, 0 to 1, of those whose caller has not decided: a traceparent's sampled flag decides",
+        metavar="X",
+    )
     grace_s: float = setting(
         seconds(0, 3600),
         25.0,
@@ -84,7 +98,8 @@ class Listening:
         """Reject addresses that other hosts can reach without mutual TLS, or TLS and ``tokens``. Raises
         InvalidConfiguration.
         """
-        check_exposure(self.listeners, self.tls, self.insecure, self.metrics, tokens=tokens)
+        clear = collector.in_clear(self.otlp_endpoint) if self.otlp_endpoint is not None else ""
+        check_exposure(self.listeners, self.tls, self.insecure, self.metrics, tokens=tokens, collector=clear)
 
 
 #: The fields of `Listening` that can change while a service runs.

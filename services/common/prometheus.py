@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from socketserver import TCPServer
-from typing import Any
+from typing import Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler
 
 import structlog
@@ -33,6 +33,18 @@ MAX_CALLERS = 32
 
 #: Values by the values of their labels.
 Rows = Mapping[tuple[str, ...], float]
+
+
+class Traced(Protocol):
+    """Counts of the spans of traces: those that a collector took, and the others."""
+
+    @property
+    def sent(self) -> int:
+        """Taken by the collector."""
+
+    @property
+    def dropped(self) -> int:
+        """Never sent, or not taken."""
 
 
 class Endpoint:
@@ -181,6 +193,11 @@ class Families:
             buckets = [(floatToGoString(bound), count) for bound, count in distribution.cumulative()]
             family.add_metric((*self._values, *values), buckets, distribution.sum)
         self.metrics.append(family)
+
+    def spans(self, traced: Traced) -> None:
+        """Add the spans of traces, by what became of them."""
+        rows: Rows = {("sent",): traced.sent, ("dropped",): traced.dropped}
+        self.counters("trace_spans_total", "Spans of traces, by what became of them.", ("result",), rows)
 
     def calls(self, name: str, help: str, calls: CallStats) -> None:
         """Add RPCs as two families: counts by method and status code, and durations in seconds by method."""

@@ -31,6 +31,7 @@ from services.common.access.tokens import Tokens
 from services.common.call_stats import CallStats
 from services.common.edge.message_limit import MessageLimit, MessageLimits
 from services.common.errors import BY_REASON, FieldInvalid, Internal, ServiceError, Unauthenticated
+from services.common.tracing.span import SPAN, Span, Tracing
 
 log = structlog.get_logger()
 
@@ -124,25 +125,41 @@ class Refused:
 
 
 def _counted(
-    name: str, handler: grpc.RpcMethodHandler, calls: CallStats, identify: Identify, in_flight: InFlight
+    service: str,
+    name: str,
+    handler: grpc.RpcMethodHandler,
+    calls: CallStats,
+    identify: Identify,
+    in_flight: InFlight,
+    tracing: Tracing | None,
 ) -> grpc.RpcMethodHandler:
-    """The handler with its calls counted, and `CALLER` set while one is served.
+    """The handler with its calls counted and traced, and `CALLER` and `SPAN` set while one is served.
 
     A call cancelled by its caller, or past its deadline, is CANCELLED.
     """
+    method = f"{service}/{name}"
 
-    def ended(context: Any, began: float, code: str | None) -> None:
+    def begun(context: Any) -> Span | None:
+        if tracing is None:
+            return None
+        span = tracing.serve(method, context.invocation_metadata() or ())
+        SPAN.set(span)
+        return span
+
+    def ended(context: Any, began: float, code: str | None, span: Span | None) -> None:
         told = context.code() or 0
         code = code or _NAMES.get(told if isinstance(told, int) else told.value[0], "UNKNOWN")
         took = time.monotonic() - began
         calls.done(name, code, took)
+        if span is not None and tracing is not None:
+            tracing.end(span, code)
         log.debug("rpc", method=name, code=code, seconds=round(took, 6))
 
     if handler.response_streaming:
         streams = handler.unary_stream
 
         async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            began, code = time.monotonic(), None
+            began, code, span = time.monotonic(), None, begun(context)
             caller = identify(context)
             CALLER.set(caller)
             refusal = in_flight.begin(caller)
@@ -156,7 +173,7 @@ def _counted(
             finally:
                 if refusal is None:
                     in_flight.end(caller)
-                ended(context, began, code)
+                ended(context, began, code, span)
                 del context  # as in ``_abort``
                 await responses.aclose()
 
@@ -164,7 +181,7 @@ def _counted(
     answers = handler.unary_unary
 
     async def unary(request: Any, context: Any) -> Any:
-        began, code = time.monotonic(), None
+        began, code, span = time.monotonic(), None, begun(context)
         caller = identify(context)
         CALLER.set(caller)
         refusal = in_flight.begin(caller)
@@ -176,7 +193,7 @@ def _counted(
         finally:
             if refusal is None:
                 in_flight.end(caller)
-            ended(context, began, code)
+            ended(context, began, code, span)
             del context  # as in ``_abort``
 
     return handler._replace(unary_unary=unary)
@@ -216,7 +233,7 @@ def unproven(context: Any) -> Identity:
 class Readable:
     """Wraps a server while a servicer is added to it, so that messages beyond their method's limit, and unparsable
     ones, reach the servicer's methods as `Unreadable` instead of failing with UNKNOWN inside gRPC. ``calls`` counts the
-    calls served, `CALLER` says by whom, and ``in_flight`` limits them.
+    calls served, `CALLER` says by whom, ``in_flight`` limits them, and ``tracing`` begins the spans of those sampled.
     """
 
     def __init__(
@@ -226,7 +243,9 @@ class Readable:
         limits: MessageLimits,
         identify: Identify = unproven,
         in_flight: InFlight | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self._server = server
         self._calls = calls
         self._limits = limits
@@ -241,11 +260,13 @@ class Readable:
         """Forwards to the server, with the handlers wrapped."""
         served = {
             name: _counted(
+                service,
                 name,
                 _checked(service, name, handler, self._limits.of(name)),
                 self._calls,
                 self._identify,
                 self._in_flight,
+                self._tracing,
             )
             for name, handler in handlers.items()
         }

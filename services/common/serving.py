@@ -33,6 +33,7 @@ from services.common.edge.tls import Certificates, Tls
 from services.common.edge.unix_sockets import guest_socket
 from services.common.errors import InvalidConfiguration
 from services.common.rpc import Identify, Readable, bearing, certified, unproven
+from services.common.tracing.span import Tracing
 
 log = structlog.get_logger()
 
@@ -106,11 +107,18 @@ def check_exposure(
     metrics: Listener | None = None,
     *,
     tokens: bool = False,
+    collector: str = "",
 ) -> None:
     """Refuse to listen beyond this host without mutual TLS, or TLS and ``tokens``, unless ``insecure`` is set.
 
-    Metrics are always served without TLS. Raises InvalidConfiguration.
+    Metrics are always served without TLS. ``collector`` is the host that traces are sent to without TLS. Raises
+    InvalidConfiguration.
     """
+    if collector and not Listener(host=collector).local_only and not insecure:
+        raise InvalidConfiguration(
+            f"--otlp-endpoint: traces would go to {collector} without TLS, which requires --insecure; use https",
+            field="--otlp-endpoint",
+        )
     if metrics is not None and not metrics.local_only and not insecure:
         raise InvalidConfiguration(
             f"--metrics {metrics}: reachable from other hosts without TLS, which requires --insecure",
@@ -137,7 +145,8 @@ class Serving:
     the servicers, and ``in_flight``. Each has at most ``max_connections`` connections, and closes further ones.
     Readiness, the health of the service's name and of the whole server, is NOT_SERVING until ``ready()``, and for good
     from ``leave()`` on. Liveness is SERVING from the start until ``dead()``. ``drain()`` lets calls in flight end.
-    ``limits`` are those of the service's messages; of far larger ones gRPC itself refuses to read the rest.
+    ``limits`` are those of the service's messages; of far larger ones gRPC itself refuses to read the rest. ``tracing``
+    begins the spans of its calls.
     """
 
     def __init__(
@@ -152,10 +161,12 @@ class Serving:
         in_flight: InFlight | None = None,
         limits: MessageLimits = _DEFAULT_LIMITS,
         tokens: Tokens | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         check_exposure(listeners, tls, insecure, tokens=tokens is not None)
         self._first_guests = guests
         self._guests: dict[int, grpc.aio.Server] = {}
+        self._tracing = tracing
         self._in_flight = in_flight or InFlight()
         self._tokens = tokens
         self._service = service
@@ -216,7 +227,7 @@ class Serving:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         Reflection((self._service, health.SERVICE_NAME)).add_to(server)
         for register, calls in self._registered:
-            register(Readable(server, calls, self._limits, identify, self._in_flight))
+            register(Readable(server, calls, self._limits, identify, self._in_flight, self._tracing))
         return server
 
     @property

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from services.common.call_stats import CallStats
 from services.common.histogram import Histogram
-from services.common.prometheus import Families, Rows
+from services.common.prometheus import Families, Rows, Traced
 from services.engine.api.served import Served
 from services.engine.delivery.registry import GenerationRegistry
 from services.engine.scheduling.loop import EngineLoop
@@ -43,6 +43,11 @@ class EngineMetrics(Collector):
         self._made_calls = made_calls
         self._draining = draining
         self._served: Served | None = None
+        self._traced: Traced | None = None
+
+    def trace(self, traced: Traced | None) -> None:
+        """Add the metrics of traces, if there are any."""
+        self._traced = traced
 
     def serve(self, served: Served) -> None:
         """Add the metrics that need a loaded model, which are nearly all of them."""
@@ -55,6 +60,8 @@ class EngineMetrics(Collector):
         families.gauge("draining", "1 while the engine drains and rejects new requests.", self._draining())
         families.gauge("generations_retained", "Finished submitted generations kept.", self._generations.retained)
         families.gauge("generation_bytes", "Bytes of the output of submitted generations.", self._generations.bytes)
+        if self._traced is not None:
+            families.spans(self._traced)
         families.calls("rpc", "Calls that the engine served", self._served_calls)
         families.calls("kvcache_rpc", "Calls that the engine made to the KV-cache daemon", self._made_calls)
         if self._served is not None:

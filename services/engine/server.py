@@ -20,6 +20,7 @@ from services.common.edge.reloading import reread
 from services.common.errors import Draining, InvalidConfiguration, ModelInvalid, ServiceError
 from services.common.prometheus import Endpoint
 from services.common.serving import Serving, configure_logging
+from services.common.tracing.collector import tracing_to
 from services.engine.api.limits import LIMITS
 from services.engine.api.served import Served
 from services.engine.api.servicer import SERVICE, EngineServicer
@@ -36,12 +37,14 @@ from services.engine.model.runner import Runner
 from services.engine.pages.daemon import GrpcPageSource
 from services.engine.pages.local import LocalPageSource
 from services.engine.pages.source import PageSource
+from services.engine.pages.traced import TracedExchanges
 from services.engine.sampling.params import Drawer, SamplingParams, sample
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import EngineLoop, StepRunner
 from services.engine.text.chat import Chat
 from services.engine.text.tokenizer import Tokenizer
 from services.launch import typed
+from services.version import VERSION
 
 log = structlog.get_logger()
 
@@ -91,6 +94,14 @@ class Engine:
             lambda: self.servicer.draining,
             vllm_names=config.metrics_names == VLLM,
         )
+        self.tracing = tracing_to(
+            config.otlp_endpoint,
+            config.trace_ratio,
+            service_name="rocmforge-engine",
+            service_version=VERSION,
+            service_instance_id=config.engine_name,
+        )
+        self.metrics.trace(self.tracing)
         self._endpoint = Endpoint(config.metrics, self.metrics) if config.metrics is not None else None
         self.loop: EngineLoop | None = None
         self.pool_id = ""
@@ -104,6 +115,7 @@ class Engine:
             max_connections=config.max_connections,
             guests=config.policy.guests,
             tokens=Tokens(config.tokens) if config.tokens is not None else None,
+            tracing=self.tracing,
         )
         self._source: PageSource | None = None  # until the engine's thread takes it over
         self._thread: threading.Thread | None = None
@@ -164,6 +176,7 @@ class Engine:
             config.limits,
             outbox,
             launch=runner.launch if config.asynchronous and isinstance(runner, Runner) else None,
+            exchange=TracedExchanges(source) if self.tracing and isinstance(source, GrpcPageSource) else None,
             patience_s=config.patience_s,
             unready_after_s=config.unready_after_s,
             on_serving=on_serving,
@@ -296,6 +309,7 @@ class Engine:
     async def stop(self, grace_s: float) -> None:
         """Drain, give running requests ``grace_s`` seconds to finish, abort the rest, and release everything."""
         await self.begin_drain()
+        until = asyncio.get_running_loop().time() + grace_s
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.streams.until_none(), grace_s)
         if self.streams:
@@ -309,6 +323,8 @@ class Engine:
             await asyncio.to_thread(self._source.close)
         # The thread's last events are queued on the event loop by now; the calls need a moment to send them.
         await self._serving.drain(1.0)
+        if self.tracing is not None:
+            await self.tracing.stop(max(1.0, until - asyncio.get_running_loop().time()))
         for task in self._tasks:
             task.cancel()
         if self._endpoint is not None:

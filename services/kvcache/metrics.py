@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.call_stats import CallStats
-from services.common.prometheus import Families, Rows
+from services.common.prometheus import Families, Rows, Traced
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.kvevents.publisher import KvEventPublisher
 from services.kvcache.lease.quarantine import Fence
@@ -32,7 +32,9 @@ class KvCacheMetrics(Collector):
         watch: LoopWatch,
         loop: asyncio.AbstractEventLoop,
         kv_events: KvEventPublisher | None,
+        traced: Traced | None,
     ) -> None:
+        self._traced = traced
         self._cache = cache
         self._kv_events = kv_events
         self._calls = calls
@@ -70,6 +72,8 @@ class KvCacheMetrics(Collector):
         families.histogram("loop_held_seconds", "How much too late the event loop came back.", self._watch.held)
         families.gauge("loop_held_seconds_max", "The longest that the event loop was held.", self._watch.longest_s)
         families.calls("rpc", "Calls served by the daemon", self._calls)
+        if self._traced is not None:
+            families.spans(self._traced)
         events = self._kv_events
         families.counter("kv_event_batches_total", "Batches of KV events published.", events.published if events else 0)
         families.counter("kv_event_replays_total", "Replays of KV events served.", events.replayed if events else 0)

@@ -23,6 +23,7 @@ from services.common.edge.reloading import reread
 from services.common.errors import GpuError, InvalidConfiguration
 from services.common.prometheus import Endpoint
 from services.common.serving import Serving, configure_logging
+from services.common.tracing.collector import tracing_to
 from services.kvcache.api.limits import LIMITS
 from services.kvcache.api.roles import ENGINE
 from services.kvcache.api.servicer import SERVICE, KvCacheServicer
@@ -40,6 +41,7 @@ from services.kvcache.pool.layout import Layout
 from services.kvcache.presence import LoopWatch, PresentClock
 from services.kvcache.scrub.scrubber import Scrubber
 from services.kvcache.slices import Slices
+from services.version import VERSION
 
 log = structlog.get_logger()
 
@@ -97,6 +99,13 @@ class Daemon:
         self.calls = CallStats()
         self.watch = LoopWatch(clock, self.calls)
         self._gpus = gpus
+        self.tracing = tracing_to(
+            config.otlp_endpoint,
+            config.trace_ratio,
+            service_name="rocmforge-kvcache",
+            service_version=VERSION,
+            service_instance_id=f"{self.epoch:016x}",
+        )
         self._policy = config.policy
         self._in_flight = InFlight(config.identity_calls)
         self._servicer = KvCacheServicer(
@@ -116,6 +125,7 @@ class Daemon:
             guests=self._policy.guests,
             in_flight=self._in_flight,
             limits=LIMITS,
+            tracing=self.tracing,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._endpoint: Endpoint | None = None
@@ -153,7 +163,8 @@ class Daemon:
         if self.kv_events is not None:
             self.kv_events.start()
         if self.config.metrics is not None:
-            collector = KvCacheMetrics(self.cache, self.calls, self.watch, asyncio.get_running_loop(), self.kv_events)
+            loop = asyncio.get_running_loop()
+            collector = KvCacheMetrics(self.cache, self.calls, self.watch, loop, self.kv_events, self.tracing)
             self._endpoint = Endpoint(self.config.metrics, collector)
             await asyncio.to_thread(self._endpoint.start)
         self._tasks = [
@@ -217,7 +228,10 @@ class Daemon:
     async def stop(self, grace_s: float) -> None:
         """Drain, then free all memory."""
         self._servicer.drain()
+        until = asyncio.get_running_loop().time() + grace_s
         await self._serving.drain(grace_s)
+        if self.tracing is not None:
+            await self.tracing.stop(max(1.0, until - asyncio.get_running_loop().time()))
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.stop)
         for task in self._tasks:

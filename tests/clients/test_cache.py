@@ -382,9 +382,9 @@ def losing(source: KvCache, replies: int) -> list[pb.AllocatePagesRequest]:
     """Lose the next replies; collects what was sent."""
     send, sent = source.send, list[pb.AllocatePagesRequest]()
 
-    def lossy(parts: Any, lease: Any) -> Any:
+    def lossy(parts: Any, lease: Any, traceparent: str) -> Any:
         sent.extend(request for request, _ in parts)
-        future = send(parts, lease)
+        future = send(parts, lease, traceparent)
         return Lossy(future) if len(sent) <= replies else future
 
     source.send = lossy  # type: ignore[method-assign]

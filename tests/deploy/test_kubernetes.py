@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
@@ -228,6 +229,15 @@ def test_policies_and_budgets_are_for_what_there_is(overlay: str) -> None:
         selector = policies[name]["podSelector"].get("matchLabels")
         chosen = [one for one in workloads(overlay) if selector is None or selects(selector, one.labels)]
         assert chosen and all(port["port"] in ports_of(one) for port in rule["ports"] for one in chosen)
+    collectors = {one.config.otlp_endpoint for one in workloads(overlay)}
+    assert len(collectors) == 1, "one trace goes to one collector"
+    for collector in collectors - {None}:
+        to, dns = policies["traces"]["egress"]
+        assert [port["port"] for port in to["ports"]] == [urlsplit(str(collector)).port]
+        [peer] = to["to"]
+        assert peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] in str(collector)
+        assert {port["port"] for port in dns["ports"]} == {53} and dns["to"]
+    assert ("traces" in policies) == (collectors != {None})
     [priority] = of_kind(overlay, "PriorityClass")
     assert daemon(overlay).pod["priorityClassName"] == priority["metadata"]["name"]
 

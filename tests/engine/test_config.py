@@ -72,6 +72,12 @@ def test_a_file_sets_what_neither_flags_nor_the_environment_do(tmp_path: Path) -
         ("--kvcache", "10.0.0.1:50052", "on this host"),
         ("--listen", "0.0.0.0:1", "--insecure"),
         ("--metrics", "0.0.0.0:1", "--insecure"),
+        ("--otlp-endpoint", "collector:4317", "http://host:port"),
+        ("--otlp-endpoint", "http://collector", "http://host:port"),
+        ("--otlp-endpoint", "http://collector:4317/v1/traces", "http://host:port"),
+        ("--otlp-endpoint", "http://me:secret@collector:4317", "http://host:port"),
+        ("--otlp-endpoint", "http://collector:4317", "without TLS, which requires --insecure"),
+        ("--trace-ratio", "1.5", "0 to 1"),
         ("--metrics", "unix:/run/m.sock", "expected host:port with a port of 0 to 65535"),
         ("--metrics", "unix:9464", "expected host:port with a port of 0 to 65535"),
         ("--metrics", ":9464", "expected host:port with a port of 0 to 65535"),
@@ -96,6 +102,8 @@ def test_metrics_are_off_or_where_they_are_told_to_be(tmp_path: Path) -> None:
     config = Config.read(["--config", str(file)], {})
     assert str(config.metrics) == "127.0.0.1:9464" and config.limits.priority_step_s == 2.5
     assert str(Config.read(["--metrics", "0.0.0.0:0", "--insecure"], {}).metrics) == "0.0.0.0:0"
+    for endpoint in ("http://127.0.0.1:4317", "http://[::1]:4317", "https://collector:4317"):
+        assert Config.read(["--otlp-endpoint", endpoint], {}).otlp_endpoint == endpoint
 
 
 @pytest.mark.parametrize("address", ["local", "unix:/run/x.sock", "127.0.0.1:50052", "localhost:1", "[::1]:5"])

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 #: Pure Python: told the time, handed bytes; they run and are tested without gRPC and without arrays. Folders and files.
 DOMAIN = (
     *("services.common.errors", "services.common.histogram", "services.common.call_stats"),
-    "services.common.access.identity",
+    *("services.common.access.identity", "services.common.tracing.span"),
     *("rocmforge.client.errors", "rocmforge.client.demands", "rocmforge.client.layout"),
     *(f"services.kvcache.{room}" for room in ("cache", "pool", "lease", "eviction")),
     *(f"services.engine.{room}" for room in ("scheduling", "delivery")),
@@ -31,7 +31,7 @@ DOMAIN = (
 NOT_IN_DOMAIN = (
     *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "numpy", "cupy", "torch"),
     *("rocmforge.kvcache", "rocmforge.engine"),
-    "prometheus_client",
+    *("prometheus_client", "opentelemetry"),
 )
 
 #: What may import generated code: where messages come in and go out.
@@ -375,6 +375,7 @@ def test_nothing_is_pickled() -> None:
         (impure, "services.kvcache.pool.pages.page_table", "import numpy as np"),
         (impure, "services.engine.scheduling.scheduler", "from google.protobuf import any_pb2"),
         (impure, "services.common.errors", "import grpc.aio"),
+        (impure, "services.engine.delivery.traces", "from opentelemetry import trace"),
         (generated_inside, "services.engine.model.decoder", "from rocmforge.engine.v1 import engine_pb2"),
         (generated_inside, "rocmforge.client.lease", "from rocmforge.kvcache.v1 import kvcache_pb2"),
         (borrowed, "rocmforge.client.lease", "from services.common import rpc"),

@@ -55,12 +55,8 @@ def unknown_words(text: str) -> set[str]:
 
 
 def unknown_reasons(text: str) -> set[str]:
-    return (
-        set(re.findall(r"`([A-Z]+(?:_[A-Z]+)+)`", text))
-        - set(BY_REASON)
-        - NO_REASONS
-        - {f"{engine.PROGRAM.prefix}_PORT"}
-    )
+    found = set(re.findall(r"`([A-Z]+(?:_[A-Z]+)+)`", text)) - {f"{engine.PROGRAM.prefix}_PORT"}
+    return {name for name in found - set(BY_REASON) - NO_REASONS if not name.startswith("OTEL_")}
 
 
 @PAGES

@@ -34,6 +34,7 @@ from services.engine.api.responses import (
 )
 from services.engine.api.roles import NEEDED
 from services.engine.api.served import Served
+from services.engine.api.tracing import traced_request
 from services.engine.delivery.generation import Generation
 from services.engine.delivery.registry import GenerationRegistry
 from services.engine.delivery.streams import Bundle, Listener, Stream, Streams
@@ -115,6 +116,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._check_open()
         if asked.request_id in self.generations:
             raise RequestExists(f"a submitted generation has the id {asked.request_id!r}", field="request_id")
+        self.streams.check_free(asked.request_id)
+        asked, listener = traced_request(served.model_id, message, asked, listener)
         self.streams.open(asked.request_id, listener, 1 + len(asked.others), CALLER.get().text)
         served.loop.submit(asked)
         return asked
@@ -196,16 +199,19 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 # The same request may have arrived concurrently. No await from here to the submission.
                 generation = self.generations.again(asked.request_id, mark, owner)
                 if generation is None:
-                    generation = self._submit(served, asked, mark, retention_s, owner)
+                    generation = self._submit(served, request.request, asked, mark, retention_s, owner)
             await generation.accepted()
         return pb.SubmitGenerationResponse(generation=self._shown(generation))
 
-    def _submit(self, served: Served, asked: Request, mark: bytes, retention_s: float | None, owner: str) -> Generation:
+    def _submit(
+        self, served: Served, message: Any, asked: Request, mark: bytes, retention_s: float | None, owner: str
+    ) -> Generation:
         self._check_open()
         self.streams.check_free(asked.request_id)
         samples = 1 + len(asked.others)
         generation = self.generations.open(asked.request_id, mark, asked.sampling.seed, retention_s, samples, owner)
-        self.streams.open(asked.request_id, generation, samples, owner)
+        asked, listener = traced_request(served.model_id, message, asked, generation)
+        self.streams.open(asked.request_id, listener, samples, owner)
         served.loop.submit(asked)
         return generation
 

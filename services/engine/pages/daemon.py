@@ -113,9 +113,9 @@ class GrpcPageSource:
         """Whether the lease has not expired and lasts, with a safety margin."""
         return self._cache.may_write()
 
-    def exchange(self, demands: Items[Demand], removed: Items[str]) -> Exchange:
-        """Start a step call. Raises SessionExpired without a session."""
-        return self._cache.start_step(demands, removed)
+    def exchange(self, demands: Items[Demand], removed: Items[str], traceparent: str = "") -> Exchange:
+        """Start a step call, with a W3C trace context. Raises SessionExpired without a session."""
+        return self._cache.start_step(demands, removed, traceparent=traceparent)
 
     def reopen(self) -> None:
         """See `KvCache.reopen`: no step may be in flight, and no view of the old memory may be kept."""

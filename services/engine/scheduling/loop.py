@@ -21,7 +21,8 @@ from typing import Protocol
 import structlog
 
 from services.common.errors import DeadlineExceeded, Internal, KvCacheDown, ServiceError, SessionExpired
-from services.engine.pages.source import Exchange, PageCopy, PageSource
+from services.common.tracing.span import Span
+from services.engine.pages.source import Demand, Exchange, PageCopy, PageSource
 from services.engine.sampling.result import Result
 from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
@@ -68,6 +69,7 @@ class EngineLoop:
     seconds without one, or at the end of the patience if that comes first. ``on_failed`` is called after an unexpected
     failure, from which the engine does not recover.
     ``launch`` makes steps asynchronous: it queues a step behind those in flight, which ``runner.run`` no longer does.
+    ``exchange`` is what makes the source's exchanges if they are traced, with the spans of the requests they are for.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class EngineLoop:
         outbox: Callable[[list[Event]], None],
         *,
         launch: Callable[[Items[Chunk]], Flight] | None = None,
+        exchange: Callable[[Items[Demand], Items[str], Items[Span]], Exchange] | None = None,
         patience_s: float = 60.0,
         unready_after_s: float = 5.0,
         on_serving: Callable[[bool], None] = lambda serving: None,
@@ -86,6 +89,7 @@ class EngineLoop:
     ) -> None:
         self._runner = runner
         self._launch_step = launch
+        self._traced_exchange = exchange
         self._flight: _Launched | None = None  # between two rounds: the one step in flight
         self._busy_s = 0.0  # of this round: launching steps and waiting for them
         self._source = source
@@ -344,7 +348,9 @@ class EngineLoop:
         if not (demands or removed or not self._proven):
             return None
         self.totals.page_calls += 1
-        return self._source.exchange(demands, removed)
+        if self._traced_exchange is None:
+            return self._source.exchange(demands, removed)
+        return self._traced_exchange(demands, removed, self.scheduler.traces())
 
     def _collect(self, exchange: Exchange) -> float:
         """Wait for an exchange and apply its grants. Returns the seconds both took."""

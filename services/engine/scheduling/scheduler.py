@@ -38,6 +38,7 @@ from services.common.errors import (
     SequenceUnknown,
     ServiceError,
 )
+from services.common.tracing.span import Span
 from services.engine.pages.source import Demand, Grant, Opening, PageCopy
 from services.engine.sampling.result import Choice, Computed, Draw, Result
 from services.engine.scheduling.admission import GROWTH_PAGES, Admission, Limits
@@ -260,6 +261,14 @@ class Scheduler:
         demands = [*urgent, *((self._demand(sequence, 0), sequence) for sequence in along), *forks, *openings]
         self._sent = (demands, removed)
         return [demand for demand, _ in demands], removed
+
+    def traces(self) -> list[Span]:
+        """Returns the spans of the sampled requests that the last ``demands()`` are for, each once."""
+        demands, removed = self._sent
+        gone = (self.leaving.get(source_id) or self._released.get(source_id) for source_id in removed)
+        spans = [sequence.request.trace for _, sequence in demands]
+        spans += [sequence.request.trace for sequence in gone if sequence is not None]
+        return list({id(span): span for span in spans if span is not None}.values())
 
     def _joining(self, returning: Items[Items[int]]) -> tuple[list[tuple[Demand, Sequence]], ...]:
         """Returns the demands of forks and of other waiting requests to open now, once ``returning`` is released."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from services.common.errors import ServiceError
+from services.common.tracing.span import Span
 from services.engine.pages.source import Retention
 from services.engine.sampling.result import Choice
 
@@ -100,6 +101,7 @@ class Request:
 
     Times are seconds of the engine's clock; the request ends at ``deadline``, finished or not. ``others`` are further
     samples of the same prompt, numbered from 1 by ``sample``. They differ from the first in sampling and text only.
+    ``trace`` is its span, if it is sampled for tracing.
     """
 
     request_id: str
@@ -114,6 +116,7 @@ class Request:
     priority: int = 0
     sample: int = 0
     others: tuple[Request, ...] = ()
+    trace: Span | None = None
 
 
 @dataclass(slots=True, eq=False)

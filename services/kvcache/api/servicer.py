@@ -18,6 +18,7 @@ from services.common import rpc
 from services.common.access.identity import CALLER, Identity
 from services.common.access.policy import Policy
 from services.common.errors import Draining, FieldInvalid
+from services.common.tracing.span import SPAN, Value
 from services.kvcache.api import messages
 from services.kvcache.api.roles import ENGINE, INCLUDES, NEEDED, OPERATOR
 from services.kvcache.cache.cache import KvCache
@@ -174,6 +175,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         removed = messages.read_ids(request.remove_sequence_ids, "remove_sequence_ids")
         if hits := await self._slices.run(self._cache.hits_to_verify(request.session_id, demands, caller)):
             await self._scrubber.verify_hits(hits)
+        if (span := SPAN.get()) is not None:
+            span.set(_traced(self._cache.live_session(request.session_id, caller)))
         work = self._cache.calls.allocating(request.session_id, demands, removed, caller)
         told, pool = await self._slices.run(work, order=request.session_id)
         if (unclean := pool.table.unclean) is not None and unclean.granted:
@@ -406,6 +409,13 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             access_count=sequence.access_count,
             retention=messages.retention_message(sequence.retention),
         )
+
+
+def _traced(session: Session | None) -> dict[str, Value]:
+    """The attributes of a span of a session's call; its id is a secret."""
+    if session is None:
+        return {}
+    return {"rocmforge.session": session.handle, "rocmforge.pool": session.pool_id}
 
 
 def _named(session: Session) -> dict[str, str]:

@@ -264,7 +264,7 @@ def test_nothing_of_a_refused_request_outlives_its_call(name: str) -> None:
     handler = grpc.unary_unary_rpc_method_handler(getattr(Servicer(), name))
     if name == "streams":
         handler = grpc.unary_stream_rpc_method_handler(getattr(Servicer(), name))
-    counted = rpc._counted(name, handler, CallStats(), rpc.unproven, InFlight())
+    counted = rpc._counted("a.Service", name, handler, CallStats(), rpc.unproven, InFlight(), None)
     request, context = Body(), Context()
     gone, its_call = weakref.ref(request), weakref.ref(context)
 

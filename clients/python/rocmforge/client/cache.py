@@ -31,7 +31,7 @@ from rocmforge.client.messages import demand_messages, grants, in_parts, opening
 from rocmforge.client.options import OnCall, Options
 from rocmforge.client.step import Answer, Attempt, Part, Step, error_of
 from rocmforge.client.transport.channel import channel_to
-from rocmforge.client.transport.connection import Connection
+from rocmforge.client.transport.connection import Connection, Metadata
 from rocmforge.client.transport.paths import check_socket
 from rocmforge.client.transport.tls import ClientTls
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
@@ -199,11 +199,12 @@ class KvCache:
         """Make a step call and wait for it: `start_step` and `Step.result` in one."""
         return self.start_step(demands, removed).result()
 
-    def start_step(self, demands: Items[Demand], removed: Items[str] = ()) -> Step:
+    def start_step(self, demands: Items[Demand], removed: Items[str] = (), *, traceparent: str = "") -> Step:
         """Send one AllocatePages, or several, one after the other, when the prompts are too long for one.
 
         The ``removed`` sequences go first: no step in flight may use their pages. Then the ``demands`` are served in
-        order. Does not block: a thread of its own makes the call. Raises SessionExpired without a session.
+        order. Does not block: a thread of its own makes the call. ``traceparent`` is a W3C trace context, which the
+        daemon's spans of the call continue. Raises SessionExpired without a session.
         """
         session = self._live()
         parts: list[Part] = [
@@ -211,11 +212,12 @@ class KvCache:
             for some in in_parts(demands)
         ]
         parts[0][0].remove_sequence_ids.extend(removed)
-        return Step(self, session.lease, parts)
+        return Step(self, session.lease, parts, traceparent)
 
-    def send(self, parts: list[Part], lease: Lease) -> Attempt[Answer]:
+    def send(self, parts: list[Part], lease: Lease, traceparent: str) -> Attempt[Answer]:
         """Start one attempt at the calls of a step; what is answered to all of them is its result."""
-        return Attempt(self._caller, partial(self._answered, parts, call_s(lease)))
+        metadata = (("traceparent", traceparent),) if traceparent else None
+        return Attempt(self._caller, partial(self._answered, parts, call_s(lease), metadata))
 
     def now(self) -> float:
         """The clock that leases are measured with."""
@@ -338,18 +340,18 @@ class KvCache:
         except grpc.RpcError as failure:
             raise error_of(failure, self.target) from failure
 
-    def _answered(self, parts: list[Part], timeout_s: float) -> Answer:
+    def _answered(self, parts: list[Part], timeout_s: float, metadata: Metadata | None) -> Answer:
         granted: list[Grant] = []
         for request, demands in parts:
-            reply = self._timed("AllocatePages", request, timeout_s)
+            reply = self._timed("AllocatePages", request, timeout_s, metadata)
             granted += grants(reply, demands)  # made here, a step runs meanwhile
         self._available_pages = reply.available_pages
         return Answer(reply.epoch, granted)
 
-    def _timed(self, method: str, request: Any, timeout_s: float) -> Any:
+    def _timed(self, method: str, request: Any, timeout_s: float, metadata: Metadata | None = None) -> Any:
         began, code = self._clock(), "UNKNOWN"
         try:
-            reply = self._connection.call(method, request, timeout_s)
+            reply = self._connection.call(method, request, timeout_s, metadata)
             code = "OK"
             return reply
         except grpc.RpcError as failure:

@@ -68,20 +68,20 @@ class Sending(Protocol):
     def now(self) -> float:
         """The clock that leases are measured with."""
 
-    def send(self, parts: list[Part], lease: Lease) -> Answering[Answer]:
+    def send(self, parts: list[Part], lease: Lease, traceparent: str) -> Answering[Answer]:
         """Start one attempt at all parts."""
 
 
 class Step:
     """A step call under way. Sent again as it is when nobody answers: a replay changes nothing more."""
 
-    def __init__(self, sending: Sending, lease: Lease, parts: list[Part]) -> None:
-        self._sending, self._lease, self._parts = sending, lease, parts
+    def __init__(self, sending: Sending, lease: Lease, parts: list[Part], traceparent: str = "") -> None:
+        self._sending, self._lease, self._parts, self._traceparent = sending, lease, parts, traceparent
         self._send()
 
     def _send(self) -> None:
         self._sent_at = self._sending.now()
-        self._attempt = self._sending.send(self._parts, self._lease)
+        self._attempt = self._sending.send(self._parts, self._lease, self._traceparent)
 
     def result(self) -> list[Grant]:
         """Wait for the grants, one per demand, in order. What one sequence is refused is the ``error`` of its grant.

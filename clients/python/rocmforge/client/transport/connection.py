@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
 from rocmforge.client.errors import InvalidConfiguration
 from rocmforge.client.events import LOGGED, EventLog
+
+#: What is sent with a call, by lower-case key.
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class Connection:
         channel = self._connect()
         return _Channel(channel, self._stub_of(channel))
 
-    def call(self, method: str, request: Any, timeout_s: float) -> Any:
+    def call(self, method: str, request: Any, timeout_s: float, metadata: Metadata | None = None) -> Any:
         """Call a unary method; returns its reply. Raises grpc.RpcError.
 
         When it is not answered in time, the next call has a channel of its own. Calls of other threads that are under
@@ -62,7 +65,7 @@ class Connection:
         while True:
             current = self._current
             try:
-                return getattr(current.stub, method)(request, timeout=timeout_s)
+                return getattr(current.stub, method)(request, timeout=timeout_s, metadata=metadata)
             except ValueError:
                 if current is self._current:  # closed for good
                     raise
