@@ -118,9 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--model", type=Path, default=ROOT / "models/shakespeare", metavar="DIR", help="model folder")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "tests/models/reference_logits.npz", metavar="FILE", help="file to write"
-    )
+    out = ROOT / "tests/models/references/reference_logits.npz"
+    parser.add_argument("--out", type=Path, default=out, metavar="FILE", help="file to write")
     flags = parser.parse_args(arguments)
     if not (flags.model / "model.safetensors").is_file():
         parser.error(f"argument --model: no model.safetensors in {flags.model}")

@@ -15,11 +15,11 @@ import grpc
 
 from rocmforge.engine.v1 import engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
-from tests.chaos.calls import Calls
+from tests.chaos.load.calls import Calls
+from tests.chaos.load.wire import Wire
+from tests.chaos.load.workload import MODEL
 from tests.chaos.schedule import DAEMON, DRAIN_S, ENGINES, TTL_S, WIRES
 from tests.chaos.verdict import Verdict
-from tests.chaos.wire import Wire
-from tests.chaos.workload import MODEL
 from tests.processes import Service
 
 #: So few that requests are preempted and pages evicted.

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rocmforge.engine.v1 import engine_pb2
-from tests.chaos.clients import Clients
 from tests.chaos.cluster import Cluster, uses
+from tests.chaos.load.clients import Clients
+from tests.chaos.load.stranger import Stranger
+from tests.chaos.load.workload import requests, undisturbed
 from tests.chaos.observer import Observer, Series
 from tests.chaos.schedule import KINDS, WIRES, Fault
-from tests.chaos.stranger import Stranger
 from tests.chaos.verdict import Expected, Verdict
-from tests.chaos.workload import requests, undisturbed
 
 REQUESTS = 48
 WORKERS = 8

@@ -13,14 +13,14 @@ import pytest
 
 from rocmforge.engine.v1 import engine_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2
-from tests.chaos.calls import Calls
-from tests.chaos.clients import Told
+from tests.chaos.load.calls import Calls
+from tests.chaos.load.clients import Told
+from tests.chaos.load.wire import Wire
+from tests.chaos.load.workload import requests
 from tests.chaos.observer import GROWTH_BYTES, Series, leak, unbalanced
 from tests.chaos.report import plot
 from tests.chaos.schedule import KINDS, faults
 from tests.chaos.verdict import HISTORY, Verdict, difference
-from tests.chaos.wire import Wire
-from tests.chaos.workload import requests
 
 # --- the schedule -----------------------------------------------------------------------------------------------------
 

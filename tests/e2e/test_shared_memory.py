@@ -17,7 +17,7 @@ from rocmforge.kvcache.v1 import kvcache_pb2
 from tests.e2e.conftest import MODEL, Pair
 from tests.gated import gated
 from tests.generation import collect, request
-from tests.models.plain_forward import forward
+from tests.models.references.plain_forward import forward
 from tests.processes import Service, engine, kvcache
 
 PROMPT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\nFirst Citizen:\nYou"

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from rocmforge.engine.v1 import engine_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from tests.generation import request
-from tests.kvcache.messages import fork, opening, report, step
+from tests.kvcache.clients.messages import fork, opening, report, step
 from tests.models.checkpoints import llama_config, random_tensors, write_checkpoint
 from tests.models.gguf_files import write_gguf
 

@@ -19,11 +19,11 @@ import pytest
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
-from tests.kvcache.cache.known_sequence import Ledger
-from tests.kvcache.calls import Tally
-from tests.kvcache.load import PAGES, POOL, Client
-from tests.kvcache.watchdog import Watchdog
-from tests.kvcache.watcher import Watcher
+from tests.kvcache.cache.stateful.known_sequence import Ledger
+from tests.kvcache.clients.calls import Tally
+from tests.kvcache.clients.load import PAGES, POOL, Client
+from tests.kvcache.clients.watchdog import Watchdog
+from tests.kvcache.clients.watcher import Watcher
 from tests.processes import kvcache
 
 CLIENTS = 32

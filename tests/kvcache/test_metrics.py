@@ -24,8 +24,8 @@ from services.common.prometheus import Endpoint
 from services.common.serving import Listener
 from services.kvcache.config import Config
 from services.kvcache.metrics import PREFIX
+from tests.kvcache.clients.messages import opening, report
 from tests.kvcache.conftest import Running, identity_of
-from tests.kvcache.messages import opening, report
 from tests.kvcache.ongpus import OnGpus
 from tests.scraping import NOTHING, Scrape, read, scrape, until
 

@@ -16,8 +16,8 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common.call_stats import CallStats
 from services.kvcache.presence import AWAY_S, HELD_S, PULSE_S, LoopWatch, PresentClock
+from tests.kvcache.clients.messages import opening, report
 from tests.kvcache.conftest import Running, attached
-from tests.kvcache.messages import opening, report
 from tests.processes import Service, kvcache
 
 

@@ -26,8 +26,8 @@ from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
 from services.common.edge.unix_sockets import guest_socket
 from services.healthcheck import wait_serving
+from tests.kvcache.clients.stranger import Stranger
 from tests.kvcache.conftest import LAYOUT_PB
-from tests.kvcache.stranger import Stranger
 from tests.processes import ROOT, START_S, Service, kvcache
 
 TENANT, RIVAL, VIEWER, NOBODY = 3000, 3001, 3002, 3999
@@ -247,7 +247,8 @@ def test_where_another_user_cannot_come_the_daemon_says_so_and_stops() -> None:
     assert f"--arena-dir {shut}/a: uid 3000 cannot be let in, because it may not pass through {shut}" in done.stderr
 
 
-#: A daemon that is no root: what it imports, it imports before it gives root up, as tests/kvcache/stranger.py does.
+#: A daemon that is no root: what it imports, it imports before it gives root up, as
+#: tests/kvcache/clients/stranger.py does.
 UNPRIVILEGED = """
 import os, sys
 from services.kvcache.__main__ import main

@@ -10,8 +10,8 @@ import pytest
 
 from services.engine.model.batch import Row
 from services.engine.model.decoder import Model
-from tests.models import plain_forward
 from tests.models.checkpoints import llama_config, random_tensors, write_checkpoint
+from tests.models.references import plain_forward
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gqa 4:2": {},

@@ -22,7 +22,6 @@ from services.engine.scheduling.loop import EngineLoop
 from services.engine.scheduling.sequence import FinishReason, Request, Sequence, Stopping
 from tests.engine.checkpoint.test_config import read
 from tests.engine.fakes import Clock, PlainText
-from tests.models import plain_forward
 from tests.models.checkpoints import write_checkpoint
 from tests.models.families import (
     FAMILIES,
@@ -36,6 +35,7 @@ from tests.models.families import (
     long_prompt_of,
     prompt_of,
 )
+from tests.models.references import plain_forward
 from tests.models.ropes import ROPES
 
 PAGE_SIZE = 16
@@ -44,7 +44,7 @@ GREEDY = SamplingParams(temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
 
 @pytest.fixture(scope="module")
 def references() -> Iterator[dict[str, NDArray]]:
-    with np.load(Path(__file__).with_name("references.npz")) as file:
+    with np.load(Path(__file__).with_name("references") / "references.npz") as file:
         yield {name: file[name] for name in file.files}
 
 

@@ -16,10 +16,10 @@ from services.engine.checkpoint.rope import Linear
 from services.engine.model.batch import Row
 from services.engine.model.checkpoint import Checkpoint
 from services.engine.model.decoder import Model
-from tests.models import plain_forward
 from tests.models.checkpoints import llama_config, random_tensors, write_checkpoint
 from tests.models.families import FAMILIES, PROMPT_TOKENS, SEEDS, family_tensors, prompt_of
 from tests.models.gguf_files import write_gguf
+from tests.models.references import plain_forward
 
 LLAMA = FAMILIES["llama2"]
 TENSORS = family_tensors(LLAMA, 0)
@@ -36,7 +36,7 @@ def logits_of(model: Model, ids: list[int]) -> NDArray[np.float32]:
 def test_every_family_equals_transformers(tmp_path: Path, family: str) -> None:
     config = FAMILIES[family]
     write_gguf(tmp_path / "it.gguf", config, family_tensors(config, SEEDS[family]))
-    with np.load(Path(__file__).with_name("references.npz")) as references:
+    with np.load(Path(__file__).with_name("references") / "references.npz") as references:
         expected = references[f"{family}_logits"][-1]
     assert np.abs(logits_of(Model.load(tmp_path / "it.gguf"), prompt_of(SEEDS[family])) - expected).max() <= 1e-4
 

@@ -18,9 +18,9 @@ from services.common.errors import ModelInvalid
 from services.engine.model.batch import Row
 from services.engine.model.checkpoint import Checkpoint
 from services.engine.model.decoder import Model
-from tests.models import plain_forward
 from tests.models.checkpoints import llama_config, random_tensors, write_checkpoint
 from tests.models.gguf_files import write_gguf
+from tests.models.references import plain_forward
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = llama_config()

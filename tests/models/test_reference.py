@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from services.engine.model.batch import Row
 from services.engine.model.decoder import Model
 from services.engine.text.tokenizer import Tokenizer
-from tests.models import plain_forward
+from tests.models.references import plain_forward
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "models/shakespeare"
@@ -28,7 +28,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[dict[str, NDArray]]:
-    with np.load(Path(__file__).with_name("reference_logits.npz")) as file:
+    with np.load(Path(__file__).with_name("references") / "reference_logits.npz") as file:
         yield {name: file[name] for name in file.files}
 
 

@@ -23,7 +23,16 @@ from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from services.engine.model.checkpoint import Checkpoint
 from services.engine.text.tokenizer import Tokenizer
 from tests.generation import collect
-from tests.models.smollm2 import CHATS, EXCERPT, LOGPROBS, MODEL, MOST_TOKENS, REFERENCES, TEXTS, random_texts
+from tests.models.references.smollm2 import (
+    CHATS,
+    EXCERPT,
+    LOGPROBS,
+    MODEL,
+    MOST_TOKENS,
+    REFERENCES,
+    TEXTS,
+    random_texts,
+)
 from tests.processes import ROOT, Service, engine, kvcache
 
 pytestmark = [

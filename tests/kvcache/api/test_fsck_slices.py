@@ -20,9 +20,9 @@ from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from services.kvcache.cache.walk import walk
 from tests.kvcache.cache.demands import growth, opening
-from tests.kvcache.cache.machine import CacheMachine, Direct, Unanswered, examples, new_world
+from tests.kvcache.cache.stateful.machine import CacheMachine, Direct, Unanswered, examples, new_world
+from tests.kvcache.cache.stateful.transactions import Answer, Operation
 from tests.kvcache.cache.test_cache import run, serve
-from tests.kvcache.cache.transactions import Answer, Operation
 from tests.kvcache.fakes import World
 from tests.processes import kvcache
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from tests.kvcache.api.wire import Loop, Wire
-from tests.kvcache.cache.intents import (
+from tests.kvcache.cache.stateful.intents import (
     ForkSequence,
     Intent,
     LookAt,
@@ -33,8 +33,8 @@ from tests.kvcache.cache.intents import (
     steps,
     which,
 )
-from tests.kvcache.cache.machine import CacheMachine, Unanswered, examples, new_world
-from tests.kvcache.cache.transactions import Answer, Operation
+from tests.kvcache.cache.stateful.machine import CacheMachine, Unanswered, examples, new_world
+from tests.kvcache.cache.stateful.transactions import Answer, Operation
 
 
 @pytest.fixture

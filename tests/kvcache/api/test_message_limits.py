@@ -31,9 +31,9 @@ from services.kvcache.api.messages import MAX_ITEMS
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from services.kvcache.eviction.retention import Retention
+from tests.kvcache.clients.messages import opening, step
 from tests.kvcache.conftest import Running
 from tests.kvcache.fakes import World
-from tests.kvcache.messages import opening, step
 from tests.processes import Service, kvcache
 
 SERVICE = "/rocmforge.kvcache.v1.KvCacheService"

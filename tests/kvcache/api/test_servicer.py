@@ -19,9 +19,9 @@ from google.protobuf import duration_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
 from services.common.errors import ServiceError
-from tests.kvcache.cache.transactions import handle_of
+from tests.kvcache.cache.stateful.transactions import handle_of
+from tests.kvcache.clients.messages import fork, opening, report, step
 from tests.kvcache.conftest import LAYOUT_PB, Running, myself
-from tests.kvcache.messages import fork, opening, report, step
 
 PROTO = Path(__file__).parents[3] / "protos/rocmforge/kvcache/v1/kvcache.proto"
 

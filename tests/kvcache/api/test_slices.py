@@ -18,9 +18,9 @@ from services.kvcache.api import messages
 from services.kvcache.pool.index.events import MAX_LINKS
 from services.kvcache.slices import Slices
 from tests.kvcache.cache.test_cache import run
+from tests.kvcache.clients.messages import opening, report
 from tests.kvcache.conftest import Running
 from tests.kvcache.fakes import World
-from tests.kvcache.messages import opening, report
 
 
 def counted(steps: int, begun: list[int]) -> Generator[None, None, str]:

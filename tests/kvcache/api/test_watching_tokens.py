@@ -10,8 +10,8 @@ import pytest
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.kvcache.api import messages
 from services.kvcache.pool.index.chain_hash import blake2b_chain, root_hash
+from tests.kvcache.clients.messages import opening, step
 from tests.kvcache.conftest import Running
-from tests.kvcache.messages import opening, step
 
 
 def publish(running: Running, session: str, name: str, tokens: list[int]) -> None:

@@ -31,8 +31,8 @@ from services.kvcache.cache.opening import Opening
 from services.kvcache.cache.steps import Steps
 from services.kvcache.scrub.scrubber import Scrubber
 from tests.kvcache.cache.demands import grouped, in_columns
-from tests.kvcache.cache.machine import UNANSWERED, Unanswered
-from tests.kvcache.cache.transactions import (
+from tests.kvcache.cache.stateful.machine import UNANSWERED, Unanswered
+from tests.kvcache.cache.stateful.transactions import (
     Allocate,
     Answer,
     Append,

@@ -26,8 +26,8 @@ from services.kvcache.config import Config
 from services.kvcache.pool.budget import CANARY_SLOT_BYTES
 from services.kvcache.server import Daemon
 from tests.fakegpu import OUT_OF_MEMORY, Machine
+from tests.kvcache.clients.messages import opening
 from tests.kvcache.conftest import LAYOUT_PB
-from tests.kvcache.messages import opening
 from tests.kvcache.ongpus import CANARIES, PAGE, OnGpus
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kvcache.cache.machine import CacheMachine, Direct, examples, new_world
+from tests.kvcache.cache.stateful.machine import CacheMachine, Direct, examples, new_world
 
 
 class DirectMachine(CacheMachine):

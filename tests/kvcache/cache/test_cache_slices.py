@@ -22,8 +22,8 @@ from services.kvcache.pool.index.events import EventRing
 from services.kvcache.pool.index.prefix_cache import PrefixCache
 from services.kvcache.pool.pages.page_table import PageTable
 from services.kvcache.slices import Result, Work
-from tests.kvcache.cache.machine import CacheMachine, Direct, Unanswered, examples, new_world
-from tests.kvcache.cache.transactions import Answer, Operation
+from tests.kvcache.cache.stateful.machine import CacheMachine, Direct, Unanswered, examples, new_world
+from tests.kvcache.cache.stateful.transactions import Answer, Operation
 from tests.kvcache.fakes import World
 
 

@@ -19,7 +19,7 @@ from services.common import rpc
 from tests.kvcache.api.wire import Loop, Wire
 from tests.kvcache.cache import demands
 from tests.kvcache.cache.demands import Step
-from tests.kvcache.cache.transactions import (
+from tests.kvcache.cache.stateful.transactions import (
     Allocate,
     Append,
     Close,

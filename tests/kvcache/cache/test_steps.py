@@ -16,8 +16,8 @@ from services.common.errors import ServiceError
 from services.kvcache.cache.opening import Opening
 from services.kvcache.cache.steps import Steps
 from services.kvcache.cache.walk import check
-from tests.kvcache import messages
 from tests.kvcache.cache.demands import Step, fork, in_columns, opening
+from tests.kvcache.clients import messages
 from tests.kvcache.conftest import Running
 from tests.kvcache.fakes import World
 

@@ -17,9 +17,9 @@ from services.common.errors import InvalidConfiguration
 from services.kvcache.config import Config
 from services.kvcache.kvevents import chains, journal
 from services.kvcache.kvevents.publisher import KvEventPublisher
+from tests.kvcache.clients.messages import opening, step
 from tests.kvcache.conftest import Running
 from tests.kvcache.kvevents.reader import Block, Reader
-from tests.kvcache.messages import opening, step
 
 FLAGS = ("--kv-events", "127.0.0.1:0", "--kv-events-replay", "127.0.0.1:0")
 Blocks = dict[str, dict[int, Block]]

@@ -18,8 +18,8 @@ from services.common import rpc
 from services.common.errors import GpuError
 from services.kvcache.arena.access import Access
 from services.kvcache.scrub import scrubber
+from tests.kvcache.clients.messages import opening, report
 from tests.kvcache.conftest import Running
-from tests.kvcache.messages import opening, report
 from tests.kvcache.ongpus import PAGE, OnGpus, read_checksums
 
 PROMPT = list(range(1, 14))  # three whole pages and a token

@@ -12,9 +12,9 @@ import pytest
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
-from tests.kvcache.cache.machine import CacheMachine, Direct, examples, new_world
+from tests.kvcache.cache.stateful.machine import CacheMachine, Direct, examples, new_world
+from tests.kvcache.clients.messages import opening, report
 from tests.kvcache.conftest import Running
-from tests.kvcache.messages import opening, report
 from tests.kvcache.ongpus import PAGE, OnGpus
 
 PROMPT = list(range(1, 10))  # two whole pages and a token

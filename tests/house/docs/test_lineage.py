@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "lineage.md"
 
 IDS = [
@@ -78,7 +78,10 @@ def test_every_place_and_test_is_there() -> None:
     assert [fault for row in rows() for fault in faults(row)] == []
 
 
-GOOD = "| K01 a | b | `services/common/errors.py#ModelInvalid` | `tests/house/test_lineage.py::test_each_fault` | why |"
+GOOD = (
+    "| K01 a | b | `services/common/errors.py#ModelInvalid` "
+    "| `tests/house/docs/test_lineage.py::test_each_fault` | why |"
+)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +90,7 @@ GOOD = "| K01 a | b | `services/common/errors.py#ModelInvalid` | `tests/house/te
         ("why", "", "an empty one"),
         ("| b ", "", "4 cells"),
         ("`services/common/errors.py#ModelInvalid`", "nowhere", "names no place"),
-        ("`tests/house/test_lineage.py::test_each_fault`", "none", "names no test"),
+        ("`tests/house/docs/test_lineage.py::test_each_fault`", "none", "names no test"),
         ("#ModelInvalid", "#ModelInval", "no place ModelInval"),
         ("#ModelInvalid", "", "is no place"),
         ("errors.py#ModelInvalid", "faults.py#ModelInvalid", "no services/common/faults.py"),
@@ -98,7 +101,7 @@ GOOD = "| K01 a | b | `services/common/errors.py#ModelInvalid` | `tests/house/te
         ),
         ("::test_each_fault", "::test_each", "no test test_each"),
         ("::test_each_fault", "::faults", "no test faults"),
-        ("tests/house/test_lineage.py", "services/common/errors.py", "is no test"),
+        ("tests/house/docs/test_lineage.py", "services/common/errors.py", "is no test"),
     ],
 )
 def test_each_fault(old: str, new: str, words: str) -> None:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.house.test_lineage import ROOT, names
+from tests.house.docs.test_lineage import ROOT, names
 
 PAGE = ROOT / "docs" / "threats.md"
 
@@ -37,8 +37,8 @@ def test_each_promise_names_its_tests() -> None:
     "row",
     [
         "| all | Nobody gets in. | |",
-        "| all | Nobody gets in. | `tests/house/test_threats.py` |",
-        "| all | Nobody gets in. | `tests/house/test_threats.py::test_no_such` |",
+        "| all | Nobody gets in. | `tests/house/docs/test_threats.py` |",
+        "| all | Nobody gets in. | `tests/house/docs/test_threats.py::test_no_such` |",
         "| all | Nobody gets in. | `tests/house/no_such_file.py::test_it` |",
     ],
 )

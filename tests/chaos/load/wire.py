@@ -1,7 +1,7 @@
 """A proxy of bytes between two unix sockets, in which bytes are late, stand still, or go nowhere.
 
 Bytes of an HTTP/2 connection cannot be lost or doubled one by one, since the kernel delivers them in order or not at
-all. So that is done to whole calls (`tests.chaos.calls`), and here to whole connections.
+all. So that is done to whole calls (`tests.chaos.load.calls`), and here to whole connections.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from services.common import errors
 from services.engine.scheduling.retry_after import LEAST_S, MOST_S
 from services.version import VERSION
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def table(page: str) -> set[tuple[str, str, str, str]]:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from services.kvcache.cache.opening import Opening
 from services.kvcache.eviction.retention import Retention
 from tests.kvcache.cache.demands import Step, fork, opening
-from tests.kvcache.cache.model import SIZE, Key, Model, ModelSequence
-from tests.kvcache.cache.transactions import (
+from tests.kvcache.cache.stateful.model import SIZE, Key, Model, ModelSequence
+from tests.kvcache.cache.stateful.transactions import (
     Allocate,
     Append,
     Close,
@@ -35,7 +35,7 @@ from tests.kvcache.cache.transactions import (
 )
 
 if TYPE_CHECKING:
-    from tests.kvcache.cache.machine import CacheMachine
+    from tests.kvcache.cache.stateful.machine import CacheMachine
 
 #: Prompts are prefixes of these, so that sequences meet, part, and compute the same prefix at the same time.
 TEXTS = [[0] * 40, [0] * 4 + [1] * 36, [0, 0, 1, 1] * 10]

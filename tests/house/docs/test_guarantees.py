@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.house.test_lineage import ROOT, names
+from tests.house.docs.test_lineage import ROOT, names
 
 PAGE = ROOT / "docs" / "guarantees.md"
 HEAD = ["promise", "held by", "cost"]
@@ -48,7 +48,7 @@ def test_no_promise_is_made_twice() -> None:
     assert len(promises) == len(set(promises))
 
 
-GOOD = "| A promise | `tests/house/test_guarantees.py::test_each_fault` | none |"
+GOOD = "| A promise | `tests/house/docs/test_guarantees.py::test_each_fault` | none |"
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ GOOD = "| A promise | `tests/house/test_guarantees.py::test_each_fault` | none |
     [
         (" | none", "", "2 cells"),
         ("none", "", "an empty one"),
-        ("`tests/house/test_guarantees.py::test_each_fault`", "some", "names no test"),
+        ("`tests/house/docs/test_guarantees.py::test_each_fault`", "some", "names no test"),
         ("::test_each_fault", "::test_every_fault", "no test test_every_fault"),
         ("::test_each_fault", "::faults", "no test faults"),
         ("::test_each_fault", "", "has no test"),
-        ("test_guarantees.py", "test_promises.py", "no file of tests tests/house/test_promises.py"),
-        ("tests/house/test_guarantees.py", "Makefile", "no file of tests Makefile"),
+        ("test_guarantees.py", "test_promises.py", "no file of tests tests/house/docs/test_promises.py"),
+        ("tests/house/docs/test_guarantees.py", "Makefile", "no file of tests Makefile"),
     ],
 )
 def test_each_fault(old: str, new: str, words: str) -> None:

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="var-annotated"
 """Write what other implementations make of SmolLM2-135M-Instruct's file, for the engine to be compared with.
 
-    python -m tests.models.make_smollm2 build/models/SmolLM2-135M-Instruct.Q4_1.gguf
+    python -m tests.models.references.make_smollm2 build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 
 Tokens are llama.cpp's. Chats are rendered, and everything is computed, by `transformers`, which widens the file's
 numbers: float32, on the CPU. It writes `smollm2.json`,
@@ -34,7 +34,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tests.models.smollm2 import CHATS, EXCERPT, LOGPROBS, MOST_TOKENS, REFERENCES, TEXTS, random_texts
+from tests.models.references.smollm2 import CHATS, EXCERPT, LOGPROBS, MOST_TOKENS, REFERENCES, TEXTS, random_texts
 
 
 @torch.no_grad()

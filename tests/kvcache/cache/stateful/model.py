@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from services.kvcache.cache.opening import Opening
 from services.kvcache.eviction.retention import Retention
 from tests.kvcache.cache.demands import Step
-from tests.kvcache.cache.transactions import (
+from tests.kvcache.cache.stateful.transactions import (
     Allocate,
     Answer,
     Append,

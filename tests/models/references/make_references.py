@@ -1,7 +1,7 @@
 # mypy: disable-error-code="arg-type"
 """Write what `transformers` computes for the checkpoints of `families.py`, for the engine to be compared with.
 
-    python -m tests.models.make_references references.npz
+    python -m tests.models.references.make_references references.npz
 
 In float32, on the CPU. For each family:
 

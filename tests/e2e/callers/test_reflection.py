@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from tests import tools
+from tests.e2e.callers.test_grpcurl import CACHE, ENGINE, messages
 from tests.e2e.conftest import Pair
-from tests.e2e.test_grpcurl import CACHE, ENGINE, messages
 
 BODY = json.dumps({"prompt": {"text": "ROMEO:"}, "stopping": {"maxTokens": 2, "ignoreEos": True}})
 

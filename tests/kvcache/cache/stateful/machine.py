@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from services.kvcache.cache.opening import Opening
 from services.kvcache.cache.walk import check
-from tests.kvcache.cache.intents import (
+from tests.kvcache.cache.stateful.intents import (
     TEXTS,
     Do,
     Intent,
@@ -40,8 +40,18 @@ from tests.kvcache.cache.intents import (
     steps,
     times,
 )
-from tests.kvcache.cache.model import CACHE_TTL_S, DRAIN_S, MOST_RETAINED, PAGES, SIZE, TTL_S, Key, Model, ModelSequence
-from tests.kvcache.cache.transactions import (
+from tests.kvcache.cache.stateful.model import (
+    CACHE_TTL_S,
+    DRAIN_S,
+    MOST_RETAINED,
+    PAGES,
+    SIZE,
+    TTL_S,
+    Key,
+    Model,
+    ModelSequence,
+)
+from tests.kvcache.cache.stateful.transactions import (
     Allocate,
     Answer,
     Append,

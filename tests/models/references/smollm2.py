@@ -10,7 +10,7 @@ from scripts.smollm2 import FOLDER, NAME
 MODEL = FOLDER / NAME
 REFERENCES = Path(__file__).with_name("smollm2.json")
 LOGPROBS = Path(__file__).with_name("smollm2.npz")
-_LICENSE = Path(__file__).parents[2].joinpath("LICENSE").read_text(encoding="utf-8")
+_LICENSE = Path(__file__).parents[3].joinpath("LICENSE").read_text(encoding="utf-8")
 
 #: Tokens of an answer at most, and of one to the longest prompt, where each costs more.
 GREEDY_TOKENS, FEWER_TOKENS = 64, 24

@@ -11,8 +11,8 @@ import pytest
 
 from rocmforge.engine.v1 import engine_pb2
 from tests import tools
+from tests.e2e.callers.test_grpcurl import messages
 from tests.e2e.conftest import Pair
-from tests.e2e.test_grpcurl import messages
 from tests.processes import ROOT
 
 ADDRESS = "127.0.0.1:50051"

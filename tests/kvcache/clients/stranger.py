@@ -1,4 +1,4 @@
-"""``python -m tests.kvcache.stranger UID ADDRESS``: a client of the daemon that is another user.
+"""``python -m tests.kvcache.clients.stranger UID ADDRESS``: a client of the daemon that is another user.
 
 Each line of its input is a method and a request in JSON, each line of its output the response, or the code, the reason
 and the message of the error. What it needs is imported before it gives root up: the interpreter's files may be root's.
@@ -57,7 +57,7 @@ class Stranger:
         self.identity = Identity.of_uid(uid)
         self._uid = uid
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kvcache.stranger", str(uid), address],
+            [sys.executable, "-m", "tests.kvcache.clients.stranger", str(uid), address],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

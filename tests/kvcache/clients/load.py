@@ -16,10 +16,10 @@ from typing import Any
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
 from services.common.errors import ServiceError
-from tests.kvcache.cache.known_sequence import HALF, PAGE, SLOT, KnownSequence, Ledger, report_of, steps_of
-from tests.kvcache.calls import GivenUp, Line, Tally
+from tests.kvcache.cache.stateful.known_sequence import HALF, PAGE, SLOT, KnownSequence, Ledger, report_of, steps_of
+from tests.kvcache.clients.calls import GivenUp, Line, Tally
+from tests.kvcache.clients.messages import fork
 from tests.kvcache.conftest import LAYOUT_PB
-from tests.kvcache.messages import fork
 
 POOL = "load"
 PAGES = 160
