@@ -96,12 +96,12 @@ def cut(
     # The pieces of a tile are equal, except that the last may be shorter, or empty and left out.
     size = -(-keys // (pieces * ITEM_KEYS)) * ITEM_KEYS
     pieces = -(-keys // size)
-    told = pieces, size, tiles.row, tiles.first, tiles.queries
+    arrays = pieces, size, tiles.row, tiles.first, tiles.queries
     if len(keys) < _MANY:
         # For few tiles, the layout stays the same over many steps that add a key to each.
-        laid = _laid_before(partial_rows, *[array.tobytes() for array in told])
+        laid = _laid_before(partial_rows, *[array.tobytes() for array in arrays])
     else:
-        laid = _laid(partial_rows, *told)
+        laid = _laid(partial_rows, *arrays)
     begin, end = laid.columns[2], np.minimum(laid.columns[3], keys[laid.of])
     order = (begin - end).argsort(kind="stable")
     items = laid.columns.take(order, axis=1)
@@ -129,8 +129,8 @@ def _laid(partial_rows: int, pieces: I64, size: I64, row: I64, first: I64, queri
 
 
 @functools.lru_cache(maxsize=64)
-def _laid_before(partial_rows: int, *told: bytes) -> _Laid:
-    return _laid(partial_rows, *(np.frombuffer(array, np.int64) for array in told))
+def _laid_before(partial_rows: int, *arrays: bytes) -> _Laid:
+    return _laid(partial_rows, *(np.frombuffer(array, np.int64) for array in arrays))
 
 
 def _pieces(keys: I64, heads: int, processors: int, cost: Cost) -> I64 | None:

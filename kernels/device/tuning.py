@@ -65,13 +65,13 @@ class Tuning:
 
     def as_json(self, arch: str) -> str:
         """The file."""
-        told = {
+        document = {
             "format": FORMAT,
             "arch": arch,
             "attention": [dict(zip(_ATTENTION, (*key, *value), strict=True)) for key, value in self.attention.items()],
             "products": [dict(zip(_PRODUCT, (*key, value), strict=True)) for key, value in self.products.items()],
         }
-        return json.dumps(told, indent=1) + "\n"
+        return json.dumps(document, indent=1) + "\n"
 
 
 #: Of a GPU that was not tuned.
@@ -95,26 +95,26 @@ def read(path: Path, arch: str) -> Tuning:
     if len(text) > MOST_BYTES:
         raise TuningError(f"{path}: has more than {MOST_BYTES} bytes")
     try:
-        told = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TuningError(f"{path}: is not JSON: {error}") from error
     try:
-        return parsed(told, arch)
+        return parsed(document, arch)
     except TuningError as error:
         raise TuningError(f"{path}: {error}") from None
 
 
-def parsed(told: Any, arch: str) -> Tuning:
+def parsed(document: Any, arch: str) -> Tuning:
     """Check what a file holds. Raises TuningError."""
-    if not isinstance(told, dict):
+    if not isinstance(document, dict):
         raise TuningError("must be an object")
-    _only(told, ("format", "arch", "attention", "products"), "")
-    if told.get("format") != FORMAT:
-        raise TuningError(f"format is {told.get('format')!r}; it must be {FORMAT}")
-    if told.get("arch") != arch:
-        raise TuningError(f"arch is {told.get('arch')!r}; this GPU is {arch}")
+    _only(document, ("format", "arch", "attention", "products"), "")
+    if document.get("format") != FORMAT:
+        raise TuningError(f"format is {document.get('format')!r}; it must be {FORMAT}")
+    if document.get("arch") != arch:
+        raise TuningError(f"arch is {document.get('arch')!r}; this GPU is {arch}")
     attention, products = {}, {}
-    for name, entry in _entries(told, "attention", _ATTENTION):
+    for name, entry in _entries(document, "attention", _ATTENTION):
         for field_, allowed in (("dtype", _TYPES), ("kv_dtype", _KV_TYPES)):
             if entry[field_] not in allowed:
                 raise TuningError(f"{name}.{field_} is {entry[field_]!r}; it must be one of {', '.join(allowed)}")
@@ -126,14 +126,14 @@ def parsed(told: Any, arch: str) -> Tuning:
         key = entry["dtype"], entry["kv_dtype"], head_dim, group
         blocks = _number(entry, "decode_blocks", name)
         attention[key] = entry["prefill_matrix"], entry["decode_matrix"], blocks
-    for name, entry in _entries(told, "products", _PRODUCT):
+    for name, entry in _entries(document, "products", _PRODUCT):
         rows, inputs, outputs, itemsize, blocks = (_number(entry, field_, name) for field_ in _PRODUCT)
         products[rows, inputs, outputs, itemsize] = blocks
     return Tuning(attention, products)
 
 
-def _entries(told: dict[str, Any], name: str, fields: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
-    entries = told.get(name, [])
+def _entries(document: dict[str, Any], name: str, fields: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
+    entries = document.get(name, [])
     if not isinstance(entries, list):
         raise TuningError(f"{name} must be a list")
     found = []
@@ -148,8 +148,8 @@ def _entries(told: dict[str, Any], name: str, fields: tuple[str, ...]) -> list[t
     return found
 
 
-def _only(told: dict[str, Any], fields: tuple[str, ...], where: str) -> None:
-    if unknown := sorted(told.keys() - set(fields)):
+def _only(document: dict[str, Any], fields: tuple[str, ...], where: str) -> None:
+    if unknown := sorted(document.keys() - set(fields)):
         raise TuningError(f"{where}{unknown[0]}: no such field; there are {', '.join(fields)}")
 
 

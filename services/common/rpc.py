@@ -147,8 +147,8 @@ def _counted(
         return span
 
     def ended(context: Any, began: float, code: str | None, span: Span | None) -> None:
-        told = context.code() or 0
-        code = code or _NAMES.get(told if isinstance(told, int) else told.value[0], "UNKNOWN")
+        status_set = context.code() or 0
+        code = code or _NAMES.get(status_set if isinstance(status_set, int) else status_set.value[0], "UNKNOWN")
         took = time.monotonic() - began
         calls.done(name, code, took)
         if span is not None and tracing is not None:

@@ -107,7 +107,7 @@ def table(config: type, program: Program) -> list[Row]:
             one.name,
             one.flag,
             program.variable(one.name),
-            f"{one.kind.told}; repeatable" if one.many else one.kind.told,
+            f"{one.kind.summary}; repeatable" if one.many else one.kind.summary,
             _shown(one),
             one.help,
         )

@@ -18,12 +18,12 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``parse`` converts text and raises ValueError or InvalidConfiguration, saying what it expected; ``told``
+    """``parse`` converts text and raises ValueError or InvalidConfiguration, saying what it expected; ``summary``
     describes the kind in tables; ``types`` are the types that a settings file may use.
     """
 
     parse: Callable[[str], Any]
-    told: str
+    summary: str
     types: tuple[type, ...] = (str,)
 
     def __call__(self, text: str) -> Any:

@@ -94,8 +94,8 @@ def _bounded(check: Check, limit_s: float) -> Finding:
 
 def as_json(name: str, finding: Finding) -> str:
     """One JSON object: ``check``, ``status`` (ok, warning, failed, skipped), ``found`` and ``change``."""
-    told = {"check": name, "status": finding.status.value.lower(), "found": finding.found, "change": finding.change}
-    return json.dumps(told, ensure_ascii=False)
+    record = {"check": name, "status": finding.status.value.lower(), "found": finding.found, "change": finding.change}
+    return json.dumps(record, ensure_ascii=False)
 
 
 def as_lines(name: str, finding: Finding) -> str:

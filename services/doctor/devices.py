@@ -101,18 +101,18 @@ def visible_devices(machine: Machine, needed: bool, peer: int | None) -> Finding
         if own != other:
             return fault(
                 needed,
-                f"here {_told(own)}; in process {peer} {_told(other)}",
+                f"here {_listed(own)}; in process {peer} {_listed(other)}",
                 "start both with the same values: a handle names its GPU by its ordinal in the exporting process",
             )
     if "ROCR_VISIBLE_DEVICES" in own and "HIP_VISIBLE_DEVICES" in own:
         return warning(
-            f"{_told(own)}: the second selects among the GPUs that the first leaves",
+            f"{_listed(own)}: the second selects among the GPUs that the first leaves",
             "set one of the two, for both services",
         )
-    return ok(_told(own))
+    return ok(_listed(own))
 
 
-def _told(variables: dict[str, str]) -> str:
+def _listed(variables: dict[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in variables.items()) or "no variable hides a GPU"
 
 
@@ -126,7 +126,7 @@ def ipc_mode(machine: Machine, stack: Stack, needed: bool) -> Finding:
     if value in ("", "0"):
         return ok(f"HSA_ENABLE_IPC_MODE_LEGACY is {value or 'unset'}")
     archs = {gpu.arch for gpu in stack.gpus}
-    told, change = f"HSA_ENABLE_IPC_MODE_LEGACY is {value}", "unset HSA_ENABLE_IPC_MODE_LEGACY, or set it to 0"
+    summary, change = f"HSA_ENABLE_IPC_MODE_LEGACY is {value}", "unset HSA_ENABLE_IPC_MODE_LEGACY, or set it to 0"
     if any(arch.startswith(("gfx11", "gfx12")) for arch in archs):
-        return fault(needed, f"{told}, and {', '.join(sorted(archs))} cannot share memory that way", change)
-    return warning(f"{told}: RDNA3 and RDNA4 cannot share memory that way", change)
+        return fault(needed, f"{summary}, and {', '.join(sorted(archs))} cannot share memory that way", change)
+    return warning(f"{summary}: RDNA3 and RDNA4 cannot share memory that way", change)

@@ -36,13 +36,13 @@ def namespaces(machine: Machine, peer: int | None, needs_gpu: bool) -> Finding:
     apart = [kind for kind in KINDS if own[kind] != other[kind]]
     if not apart:
         return ok(f"process {peer} shares {', '.join(KINDS)}")
-    told = "; ".join(f"{kind}: {own[kind]} here, {other[kind]} there" for kind in apart)
+    difference = "; ".join(f"{kind}: {own[kind]} here, {other[kind]} there" for kind in apart)
     if needs_gpu:
-        return failed(told, _COMPOSE)
+        return failed(difference, _COMPOSE)
     if "pid" in apart:
         return warning(
-            told,
+            difference,
             "share the pid namespace: otherwise the daemon cannot see that an engine was killed, and keeps its "
             "incomplete pages in quarantine until somebody releases them",
         )
-    return ok(f"{told}; sharing host memory does not depend on them")
+    return ok(f"{difference}; sharing host memory does not depend on them")

@@ -23,16 +23,16 @@ def shared_memory(machine: Machine, folder: Path, budget: int) -> Finding:
     free, total = machine.space(str(existing))
     if not total:
         return ok(f"{folder}: its file system reports no size; --memory is {budget >> 20} MiB")
-    told = f"{folder}: {free >> 20} MiB free of {total >> 20}, --memory is {budget >> 20} MiB"
+    summary = f"{folder}: {free >> 20} MiB free of {total >> 20}, --memory is {budget >> 20} MiB"
     if budget > total:
         return failed(
-            told,
+            summary,
             "lower --memory, or enlarge the file system: `shm_size` or a tmpfs volume's `size=` in docker compose, "
             "`mount -o remount,size=...` on a host",
         )
     if budget > free:
-        return warning(told, "lower --memory, or free space; ignore this if the space is a running daemon's arena")
-    return ok(told)
+        return warning(summary, "lower --memory, or free space; ignore this if the space is a running daemon's arena")
+    return ok(summary)
 
 
 def open_files(machine: Machine, connections: int) -> Finding:

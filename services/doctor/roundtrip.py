@@ -123,13 +123,13 @@ def own(kind: str, where: str) -> str:
         except subprocess.TimeoutExpired:
             return f"the process that opens the memory did not exit within {OPENER_S:g} s"
         try:
-            told = json.loads(opener.stdout)
+            answer = json.loads(opener.stdout)
         except ValueError:
             last = (opener.stderr.strip().splitlines() or ["no output"])[-1]
             return f"the process that opens the memory exited with status {opener.returncode}: {last}"
-        if told["error"]:
-            return str(told["error"])
-        if bytes.fromhex(told["seen"]) != canary:
+        if answer["error"]:
+            return str(answer["error"])
+        if bytes.fromhex(answer["seen"]) != canary:
             return "the other process sees different memory: it did not read what was written"
         if read(_CANARY, _CANARY) != _complement(canary):
             return "what the other process wrote did not arrive: the mapping is not shared"
@@ -170,19 +170,19 @@ def _complement(data: bytes) -> bytes:
 
 def main(kind: str, where: str) -> None:
     """Run one side and print its result as JSON."""
-    told = {"error": "", "seen": ""}
+    answer = {"error": "", "seen": ""}
     try:
         if kind == "open-file":
-            told["seen"] = open_file(where).hex()
+            answer["seen"] = open_file(where).hex()
         elif kind == "open-gpu":
-            told["seen"] = open_device(where).hex()
+            answer["seen"] = open_device(where).hex()
         else:
-            told["error"] = own(kind, where)
+            answer["error"] = own(kind, where)
     except ServiceError as error:
-        told["error"] = error.message
+        answer["error"] = error.message
     except (OSError, MemoryError) as error:
-        told["error"] = str(error)
-    print(json.dumps(told), flush=True)
+        answer["error"] = str(error)
+    print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

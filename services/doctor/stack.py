@@ -58,8 +58,8 @@ def ask(machine: Machine, limit_s: float = PROBE_S) -> Stack:
     if ran.status is None:
         return Stack(error=f"importing CuPy and counting GPUs took longer than {limit_s:g} s; the driver may hang")
     try:
-        told: dict[str, Any] = json.loads(ran.output)
-        return Stack(**{**told, "gpus": tuple(GpuFacts(**gpu) for gpu in told.get("gpus", ()))})
+        facts: dict[str, Any] = json.loads(ran.output)
+        return Stack(**{**facts, "gpus": tuple(GpuFacts(**gpu) for gpu in facts.get("gpus", ()))})
     except (ValueError, TypeError):
         last = (ran.errors.strip().splitlines() or ["no output"])[-1]
         return Stack(error=f"a process that imports CuPy and counts GPUs exited with status {ran.status}: {last}")
@@ -163,10 +163,10 @@ def device_memory(stack: Stack, budget: int | None, needed: bool) -> Finding:
     """Whether each GPU has room for a budget in bytes; without a budget, reports the memory."""
     if not stack.gpus:
         return skipped("no GPU")
-    told = "; ".join(f"GPU {gpu.ordinal}: {gpu.free >> 20} MiB free of {gpu.total >> 20}" for gpu in stack.gpus)
+    summary = "; ".join(f"GPU {gpu.ordinal}: {gpu.free >> 20} MiB free of {gpu.total >> 20}" for gpu in stack.gpus)
     if budget is None or not needed:
-        return ok(told)
-    wanted = f"--memory is {budget >> 20} MiB on each; {told}"
+        return ok(summary)
+    wanted = f"--memory is {budget >> 20} MiB on each; {summary}"
     if any(budget > gpu.total for gpu in stack.gpus):
         return failed(wanted, "lower --memory: weights and activations need room on the GPU too")
     if any(budget > gpu.free for gpu in stack.gpus):

@@ -50,14 +50,14 @@ class Health(health_pb2_grpc.HealthServicer):
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The status of one name, and each time that it has changed; SERVICE_UNKNOWN for one that is not here."""
-        changed, told = asyncio.Event(), None
+        changed, sent = asyncio.Event(), None
         self._watchers.add(changed)
         try:
             while True:
                 changed.clear()
                 status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-                if status != told:
-                    told = status
+                if status != sent:
+                    sent = status
                     yield health_pb2.HealthCheckResponse(status=status)
                 elif self._over:
                     return

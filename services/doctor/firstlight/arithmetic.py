@@ -170,7 +170,7 @@ class Checks:
         return float(error) if error > BOUNDS["bf16"] else 0.0
 
 
-def attention(told: step.Told, asked: step.Asked) -> None:
+def attention(report: step.Report, asked: step.Asked) -> None:
     """Decode and prefill of each type, with matrix units and without."""
     import cupy
 
@@ -191,16 +191,16 @@ def attention(told: step.Told, asked: step.Asked) -> None:
         for group, dim in shapes if asked.timed else [(2, 64)]:
             geometry = Geometry(group, 1, dim, PAGE, 1, dtype, kv_dtype)
             name = f"attention, {dtype} with pages of {kv_dtype}, groups of {group}, heads of {dim}"
-            told.begin(f"{name}, matrix units")
+            report.begin(f"{name}, matrix units")
             verdict = selftest.tested(device, geometry, gpu)
             if verdict.state == "wrong":
                 error = verdict.kernels[verdict.wrong]
-                told.failed(
+                report.failed(
                     f"{name}: {verdict.wrong} with matrix units is wrong by {error:.2g}; engines will not use them"
                 )
             elif verdict.state == "used":
-                told.passed(f"{name}: right with matrix units")
-            told.begin(f"{name}, scalar")
+                report.passed(f"{name}: right with matrix units")
+            report.begin(f"{name}, scalar")
             scalar = replace(gpu, matrix=NO_MATRIX)
             bound = selftest.BOUNDS.get(dtype, 1e-4) if kv_dtype != "INT8" else selftest.BOUNDS["BF16"]
             errors = {
@@ -209,14 +209,14 @@ def attention(told: step.Told, asked: step.Asked) -> None:
                 "prefill": selftest.error_of(device, geometry, scalar, 40, False),
             }
             worst = max(errors, key=lambda kernel: errors[kernel] if errors[kernel] == errors[kernel] else np.inf)
-            told.check(
+            report.check(
                 errors[worst] <= bound,
                 f"{name}: right with the scalar kernels",
                 f"{name}: {worst} with the scalar kernel is wrong by {errors[worst]:.2g}, rounding: {bound:g}",
             )
 
 
-def sampling(told: step.Told, asked: step.Asked) -> None:
+def sampling(report: step.Report, asked: step.Asked) -> None:
     """Every filter: the very tokens that NumPy draws."""
     import cupy
 
@@ -237,32 +237,32 @@ def sampling(told: step.Told, asked: step.Asked) -> None:
         "top-k, top-p and log probabilities": {"top_k": 1000, "top_p": 0.99, "logprobs": 5},
     }
     for name, given in filters.items():
-        told.begin(f"sampling, {name}")
+        report.begin(f"sampling, {name}")
         batch = Batch.of([settings(seed=row, **given) for row in range(rows)], list(range(rows)))
         wanted = reference.sample(logits, batch)
         found = sampler.sample(cupy.asarray(logits), batch)
         wrong = int(np.count_nonzero(found.tokens != wanted.tokens))
-        told.check(
+        report.check(
             not wrong,
             f"sampling, {name}: NumPy's tokens",
             f"sampling, {name}: {wrong} of {rows} tokens are not NumPy's",
         )
 
 
-def body(told: step.Told, asked: step.Asked) -> None:
+def body(report: step.Report, asked: step.Asked) -> None:
     """Compare."""
     for dtype in ("f32", "f16", "bf16") if asked.timed else ("f32",):
         checks = Checks(asked, dtype)
         for name, check in checks.all():
-            told.begin(f"{name}, {dtype}")
+            report.begin(f"{name}, {dtype}")
             error = check()
-            told.check(
+            report.check(
                 error <= BOUNDS[dtype],
                 f"{name}, {dtype}: right",
                 f"{name}, {dtype}: wrong by {error:.2g}, at most {BOUNDS[dtype]:g} is rounding",
             )
-    attention(told, asked)
-    sampling(told, asked)
+    attention(report, asked)
+    sampling(report, asked)
 
 
 if __name__ == "__main__":

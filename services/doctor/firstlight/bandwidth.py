@@ -82,7 +82,7 @@ def size_of(asked: step.Asked) -> int:
     return asked.of(2 << 30, 1 << 30, 1 << 18)
 
 
-def body(told: step.Told, asked: step.Asked) -> None:
+def body(report: step.Report, asked: step.Asked) -> None:
     """Measure."""
     import cupy
 
@@ -95,29 +95,29 @@ def body(told: step.Told, asked: step.Asked) -> None:
         reads = Reads(asked, source, target)
         rates = {}
         for name in ("copy", "read"):
-            told.begin(name)
+            report.begin(name)
             rates[name] = reads.rate(name)
             if asked.timed:
-                told.number(name, f"{name} of {size >> 20} MiB", round(rates[name] / 1e12, 3), "TB/s")
-        told.begin("read of another process's memory")
+                report.number(name, f"{name} of {size >> 20} MiB", round(rates[name] / 1e12, 3), "TB/s")
+        report.begin("read of another process's memory")
         words = launch.python("services.doctor.firstlight.bandwidth", asked.size, str(asked.gpu))
         done = subprocess.run(
             [*words, gpu.export(source).hex()], capture_output=True, text=True, stdin=subprocess.DEVNULL
         )
         if done.returncode:
-            told.failed("the process that was to read mapped memory failed: " + (done.stderr.strip() or "silently"))
+            report.failed("the process that was to read mapped memory failed: " + (done.stderr.strip() or "silently"))
             return
         mapped = float(json.loads(done.stdout.splitlines()[-1]))
     finally:
         gpu.free(source)
         gpu.free(target)
     properties = cupy.cuda.runtime.getDeviceProperties(asked.gpu)
-    told.facts(compute_units=int(properties["multiProcessorCount"]), wave=int(properties["warpSize"]))
+    report.facts(compute_units=int(properties["multiProcessorCount"]), wave=int(properties["warpSize"]))
     if not (asked.timed or step.injected("slow-memory")):
-        told.skipped("no time means anything here")
+        report.skipped("no time means anything here")
         return
-    told.number("", "read of memory that another process owns", round(mapped / 1e12, 3), "TB/s")
-    told.check(
+    report.number("", "read of memory that another process owns", round(mapped / 1e12, 3), "TB/s")
+    report.check(
         mapped >= MAPPED * rates["read"],
         f"memory that another process owns is read at {mapped / rates['read']:.0%} of the speed of one's own",
         f"memory that another process owns is slow: it is read at {mapped / rates['read']:.0%} of the speed of one's "
@@ -126,10 +126,10 @@ def body(told: step.Told, asked: step.Asked) -> None:
     name = properties["name"].decode() if isinstance(properties["name"], bytes) else str(properties["name"])
     card = figures.card(name)
     if card is None:
-        told.skipped("what the maker of this card states of its memory is not known here")
+        report.skipped("what the maker of this card states of its memory is not known here")
         return
     share = rates["read"] / card.tbps / 1e12
-    told.check(
+    report.check(
         share >= figures.SLOW,
         f"reads reach {share:.0%} of the {card.tbps:g} TB/s that the card's maker states",
         f"the memory is slow: reads reach {share:.0%} of the {card.tbps:g} TB/s that the card's maker states; look for "

@@ -8,7 +8,7 @@ from services.doctor.firstlight import bandwidth, step
 from services.doctor.firstlight.tuner import Bench, cases
 
 
-def body(told: step.Told, asked: step.Asked) -> None:
+def body(report: step.Report, asked: step.Asked) -> None:
     """Measure."""
     import cupy
 
@@ -23,10 +23,10 @@ def body(told: step.Told, asked: step.Asked) -> None:
     tuned = tuning.NOTHING
     if path.exists():
         tuned = tuning.read(path, target(asked.gpu))
-        told.passed(f"the tuning file is one that an engine takes: {len(tuned.attention)} shapes of attention")
+        report.passed(f"the tuning file is one that an engine takes: {len(tuned.attention)} shapes of attention")
     else:
-        told.skipped("there is no tuning file: the kernels' own choices are measured")
-    told.begin("read")
+        report.skipped("there is no tuning file: the kernels' own choices are measured")
+    report.begin("read")
     size = bandwidth.size_of(asked)
     source, out = gpu.allocate(size), gpu.allocate(1 << 12)
     cupy.cuda.runtime.memset(source, 0, size)
@@ -34,23 +34,23 @@ def body(told: step.Told, asked: step.Asked) -> None:
     gpu.free(source)
     gpu.free(out)
     for case in cases(asked):
-        told.begin(case.key)
+        report.begin(case.key)
         bench = Bench(case, asked)
         chosen = tuned.gpu(this_gpu(), "BF16", case.kv_dtype, case.head_dim, case.group)
         verdict = selftest.tested(selftest.CupyDevice(module.load), bench.geometry, chosen)
         took = bench.seconds(verdict.gpu, asked.of(15, 5, 1))
         if not asked.timed:
-            told.passed(f"{case.key} runs as tuned")
+            report.passed(f"{case.key} runs as tuned")
             continue
         if case.new == 1:
             rate = bench.kv_bytes / took
-            told.number(case.key, f"{case.key}: 64 rows of 4096 keys", round(rate / 1e12, 3), "TB/s")
-            told.passed(f"{case.key} reads at {rate / ceiling:.0%} of what memory can be read at")
+            report.number(case.key, f"{case.key}: 64 rows of 4096 keys", round(rate / 1e12, 3), "TB/s")
+            report.passed(f"{case.key} reads at {rate / ceiling:.0%} of what memory can be read at")
         else:
             rate = bench.operations / took / 1e12
             how = "matrix units" if verdict.state == "used" else "scalar"
             key = "prefill-matrix" if verdict.state == "used" else "prefill-scalar"
-            told.number(key, f"prefill of 2048 behind 6144, as tuned: {how}", round(rate, 1), "TFLOP/s")
+            report.number(key, f"prefill of 2048 behind 6144, as tuned: {how}", round(rate, 1), "TFLOP/s")
         del bench
         cupy.get_default_memory_pool().free_all_blocks()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Measured on one H200, by key of `step.Told.number`: TB/s, or TFLOP/s of prefill.
+#: Measured on one H200, by key of `step.Report.number`: TB/s, or TFLOP/s of prefill.
 H200 = {
     "copy": 4.089,
     "read": 4.59,

@@ -19,23 +19,23 @@ PROMPT = "ROMEO:\nBut soft, what light through yonder window breaks?"
 START_S = 200.0
 
 
-def body(told: step.Told, asked: step.Asked) -> None:
+def body(report: step.Report, asked: step.Asked) -> None:
     """Generate."""
     tokens = asked.of(128, 64, 4)
     texts: dict[str, str] = {}
     gpu = ("--device", "gpu", "--gpu", str(asked.gpu), "--dtype", "f32")
     runs = [("the CPU", ()), ("the GPU", gpu), ("the GPU without replay", (*gpu, "--replay", "off"))]
     for name, flags in runs:
-        told.begin(f"generating on {name}")
+        report.begin(f"generating on {name}")
         try:
             texts[name] = generated(flags, tokens)
         except (ChildProcessError, TimeoutError, subprocess.SubprocessError) as error:
-            told.failed(f"generating on {name}: {error}")
+            report.failed(f"generating on {name}: {error}")
             return
     for name, text in texts.items():
         if name != "the CPU":
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, texts["the CPU"], strict=False)))
-            told.check(
+            report.check(
                 text == texts["the CPU"] and bool(text),
                 f"{tokens} greedy tokens of the bundled model on {name} are those of the CPU",
                 f"greedy tokens of the bundled model on {name} differ from the CPU's after {same} characters",

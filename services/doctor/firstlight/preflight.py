@@ -12,10 +12,10 @@ from services.doctor.firstlight import step
 from services.doctor.machine import Machine
 
 
-def body(told: step.Told, asked: step.Asked) -> None:
+def body(report: step.Report, asked: step.Asked) -> None:
     """Look."""
     machine = Machine(os.environ)
-    told.begin("importing CuPy and counting GPUs")
+    report.begin("importing CuPy and counting GPUs")
     found = stack.ask(machine)
     checks = [
         Check("GPU device nodes", lambda: devices.device_nodes(machine, found, True)),
@@ -30,18 +30,18 @@ def body(told: step.Told, asked: step.Asked) -> None:
     ]
     try:
         for name, finding in check.run(checks):
-            told.begin(name)
+            report.begin(name)
             sentence = f"{name}: {finding.found}" + (f" -> {finding.change}" if finding.change else "")
             if finding.status is Status.FAILED:
-                told.failed(sentence)
+                report.failed(sentence)
             elif finding.status is Status.SKIPPED:
-                told.skipped(sentence)
+                report.skipped(sentence)
             else:
-                told.passed(sentence)
+                report.passed(sentence)
     finally:
         machine.kill_children()
     gpu = next((gpu for gpu in found.gpus if gpu.ordinal == asked.gpu), None)
-    told.facts(
+    report.facts(
         gpu=gpu.name if gpu else "",
         architecture=gpu.arch if gpu else "",
         memory_MiB=gpu.total >> 20 if gpu else 0,

@@ -10,7 +10,7 @@ from services.doctor.firstlight import step
 HIDDEN, INNER, ROUNDS = 256, 512, 6
 
 
-def body(told: step.Told, asked: step.Asked) -> None:
+def body(report: step.Report, asked: step.Asked) -> None:
     """Compare."""
     import cupy
     import numpy as np
@@ -30,7 +30,7 @@ def body(told: step.Told, asked: step.Asked) -> None:
     if not cupy.cuda.runtime.is_hip:
         kinds["graphs"] = Graphs()
     for name, replays in kinds.items():
-        told.begin(name)
+        report.begin(name)
         # Rows for our own products, and for the library's.
         for rows in (1, 24):
             x = ops.weight(rng.standard_normal((rows, HIDDEN), np.float32), "f32")
@@ -45,13 +45,13 @@ def body(told: step.Told, asked: step.Asked) -> None:
                 wanted = cupy.asnumpy(compute())
                 found = cupy.asnumpy(replays.run(("first light", rows), compute))
                 differ += int(np.count_nonzero(wanted.view(np.uint32) != found.view(np.uint32)))
-            if not told.check(
+            if not report.check(
                 not differ,
                 f"{name}: {ROUNDS} steps of {rows} rows give the bits of steps that are launched one by one",
                 f"{name}: {differ} numbers of {ROUNDS} steps of {rows} rows differ from steps launched one by one",
             ):
                 return
-        told.check(
+        report.check(
             replays.replayed > 0, f"{name}: {replays.replayed} steps were replayed", f"{name}: nothing was replayed"
         )
 

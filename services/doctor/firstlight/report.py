@@ -59,7 +59,7 @@ def numbers(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 def as_json(outcomes: Sequence[Outcome], size: str) -> str:
     """The file to attach to an issue."""
-    told = {
+    document = {
         "format": FORMAT,
         "size": size,
         "machine": _each(facts(outcomes)),
@@ -74,7 +74,7 @@ def as_json(outcomes: Sequence[Outcome], size: str) -> str:
         ],
         "numbers": _each(numbers(outcomes)),
     }
-    return json.dumps(told, indent=1) + "\n"
+    return json.dumps(document, indent=1) + "\n"
 
 
 def _each(value: Any) -> Any:

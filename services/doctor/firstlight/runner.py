@@ -109,11 +109,11 @@ def _run(
             except queue.Empty:
                 outcome.state = "hung"
                 what = f" ({doing})" if doing else ""
-                told = (
+                reason = (
                     f"no end within {limit_s:g} s{what}: it was killed, and the GPU may need a reset before it is used"
                 )
-                outcome.found.append(("failed", told))
-                say(f"    {'HUNG':<8} {told}")
+                outcome.found.append(("failed", reason))
+                say(f"    {'HUNG':<8} {reason}")
                 break
             if line is None:
                 break
@@ -131,20 +131,20 @@ def _run(
 def _take(outcome: Outcome, line: str, say: Callable[[str], None]) -> str:
     """Take what a step said. Returns what it has begun, if that is what it said."""
     try:
-        told = json.loads(line)
-        kind = told["kind"]
+        entry = json.loads(line)
+        kind = entry["kind"]
     except (ValueError, KeyError, TypeError):
         return ""  # a library's chatter
     if kind == "begin":
-        return str(told["what"])
+        return str(entry["what"])
     if kind == "facts":
-        outcome.facts |= told["facts"]
+        outcome.facts |= entry["facts"]
     elif kind == "number":
-        outcome.numbers.append({name: told[name] for name in ("key", "name", "value", "unit")})
-        say(f"    {told['value']:>10.4g} {told['unit']:<10} {told['name']}")
+        outcome.numbers.append({name: entry[name] for name in ("key", "name", "value", "unit")})
+        say(f"    {entry['value']:>10.4g} {entry['unit']:<10} {entry['name']}")
     elif kind in ("passed", "failed", "skipped"):
-        outcome.found.append((kind, str(told["found"])))
-        say(f"    {'ok' if kind == 'passed' else kind.upper() if kind == 'failed' else kind:<8} {told['found']}")
+        outcome.found.append((kind, str(entry["found"])))
+        say(f"    {'ok' if kind == 'passed' else kind.upper() if kind == 'failed' else kind:<8} {entry['found']}")
     return ""
 
 
@@ -168,9 +168,9 @@ def _ended(
         reader.join(REAP_S)
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         what = f" during: {doing}" if doing else ""
-        told = f"the process {how}{what}: {errors[-1] if errors else 'it said nothing'}"
-        outcome.found.append(("failed", told))
-        say(f"    {'FAILED':<8} {told}")
+        reason = f"the process {how}{what}: {errors[-1] if errors else 'it said nothing'}"
+        outcome.found.append(("failed", reason))
+        say(f"    {'FAILED':<8} {reason}")
 
 
 def _lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:

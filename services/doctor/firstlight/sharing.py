@@ -126,10 +126,10 @@ def _peer(asked: step.Asked) -> Iterator[Peer]:
         peer.end()
 
 
-def body(told: step.Told, asked: step.Asked) -> None:
+def body(report: step.Report, asked: step.Asked) -> None:
     """Share."""
     writer = Writer(asked.gpu, asked.of(0, 0, 2))
-    told.begin("starting the other process")
+    report.begin("starting the other process")
     with _peer(asked) as peer:
         here = writer.gpu.id
         right = f"GPU {asked.gpu} is the same one in both processes"
@@ -137,21 +137,21 @@ def body(told: step.Told, asked: step.Asked) -> None:
             f"GPU {asked.gpu} is {here} in one process and {peer.bus_id} in the other: they number GPUs differently, "
             "and a handle names its GPU by its number"
         )
-        if not told.check(peer.bus_id == here, right, wrong):
+        if not report.check(peer.bus_id == here, right, wrong):
             return
         for count in COUNTS:
-            if not _handles(told, asked, writer, peer, count):
+            if not _handles(report, asked, writer, peer, count):
                 break
-    _leak(told, asked, writer)
-    _killed_opener(told, asked, writer)
-    _killed_owner(told, asked, writer)
+    _leak(report, asked, writer)
+    _killed_opener(report, asked, writer)
+    _killed_owner(report, asked, writer)
 
 
-def _handles(told: step.Told, asked: step.Asked, writer: Writer, peer: Peer, count: int) -> bool:
+def _handles(report: step.Report, asked: step.Asked, writer: Writer, peer: Peer, count: int) -> bool:
     """Open ``count`` handles at a time, have both sides write and read, close them and open them again."""
     size, rounds = asked.of(8 << 20, 2 << 20, 1 << 12), asked.of(20, 5, 2)
     name = "1 handle" if count == 1 else f"{count} handles open at a time"
-    told.begin(name)
+    report.begin(name)
     pointers = [writer.gpu.allocate(size) for _ in range(count)]
     bad: list[str] = []
     try:
@@ -178,7 +178,7 @@ def _handles(told: step.Told, asked: step.Asked, writer: Writer, peer: Peer, cou
         for pointer in pointers:
             writer.gpu.free(pointer)
     more = f", and {len(bad) - 1} more like it" if len(bad) > 1 else ""
-    return told.check(
+    return report.check(
         not bad,
         f"{name}: both processes saw what the other wrote, {rounds} times, and after closing and opening again",
         f"{name}: {bad[0] if bad else ''}{more}",
@@ -196,10 +196,10 @@ def _seen(one: dict[str, int]) -> str:
     return f"the other process saw {one['words']} wrong words in buffer {one['number']}{shows}"
 
 
-def _leak(told: step.Told, asked: step.Asked, writer: Writer) -> None:
+def _leak(report: step.Report, asked: step.Asked, writer: Writer) -> None:
     """Export and free again and again."""
     size, times = asked.of(256 << 20, 64 << 20, 1 << 20), asked.of(40, 20, 8)
-    told.begin("memory that was exported and freed")
+    report.begin("memory that was exported and freed")
     before = writer.gpu.memory()[0]
     with _peer(asked) as peer:
         with_peer = writer.gpu.memory()[0]
@@ -212,21 +212,21 @@ def _leak(told: step.Told, asked: step.Asked, writer: Writer) -> None:
                 finally:
                     writer.gpu.free(pointer)
         except Refused as refused:
-            told.failed(f"memory that was exported and freed: {refused}")
+            report.failed(f"memory that was exported and freed: {refused}")
             return
         lost = with_peer - writer.gpu.memory()[0]
-        told.check(
+        report.check(
             lost < size * times // 4,
             f"memory that was exported, opened, closed and freed {times} times is free again",
             f"{times} exports of {size >> 20} MiB were freed, and {lost >> 20} MiB are not free again: exports leak",
         )
-    _back(told, writer, before - size, "the process that opened them has ended, and its memory is free")
+    _back(report, writer, before - size, "the process that opened them has ended, and its memory is free")
 
 
-def _killed_opener(told: step.Told, asked: step.Asked, writer: Writer) -> None:
+def _killed_opener(report: step.Report, asked: step.Asked, writer: Writer) -> None:
     """kill -9 of a process that has a handle open."""
     size = asked.of(64 << 20, 16 << 20, 1 << 20)
-    told.begin("kill -9 of the process that opened a handle")
+    report.begin("kill -9 of the process that opened a handle")
     before = writer.gpu.memory()[0]
     pointer = writer.gpu.allocate(size)
     peer = Peer(asked)
@@ -235,23 +235,23 @@ def _killed_opener(told: step.Told, asked: step.Asked, writer: Writer) -> None:
         peer.ask("open", handles=[writer.gpu.export(pointer).hex()])
         peer.kill()
         words = writer.wrong(pointer, size, 7)
-        told.check(
+        report.check(
             not words,
             "the memory of the owner is as it was after kill -9 of the process that had opened it",
             f"{words} words of the owner's memory changed with kill -9 of the process that had opened it",
         )
     except Refused as refused:
-        told.failed(f"before kill -9 of the opener: {refused}")
+        report.failed(f"before kill -9 of the opener: {refused}")
     finally:
         peer.kill()
         writer.gpu.free(pointer)
-    _back(told, writer, before - size // 2, "and it is free once the owner has freed it")
+    _back(report, writer, before - size // 2, "and it is free once the owner has freed it")
 
 
-def _killed_owner(told: step.Told, asked: step.Asked, writer: Writer) -> None:
+def _killed_owner(report: step.Report, asked: step.Asked, writer: Writer) -> None:
     """kill -9 of a process whose memory this one has opened."""
     size = asked.of(64 << 20, 16 << 20, 1 << 20)
-    told.begin("kill -9 of the process that owns the memory")
+    report.begin("kill -9 of the process that owns the memory")
     before = writer.gpu.memory()[0]
     owner = Peer(asked)
     try:
@@ -259,23 +259,23 @@ def _killed_owner(told: step.Told, asked: step.Asked, writer: Writer) -> None:
         owner.kill()
         words = writer.wrong(pointer, size, 9)
         writer.gpu.close(pointer)
-        told.passed(
+        report.passed(
             "kill -9 of the owner: the memory can be closed, and what it held "
             + (f"is lost: {words} words of it" if words else "could still be read")
         )
     except (Refused, ServiceError) as error:
-        told.failed(f"kill -9 of the process that owns the memory: {error}")
+        report.failed(f"kill -9 of the process that owns the memory: {error}")
     finally:
         owner.kill()
-    _back(told, writer, before - size // 2, "and its memory is free")
+    _back(report, writer, before - size // 2, "and its memory is free")
 
 
-def _back(told: step.Told, writer: Writer, least: int, right: str) -> None:
+def _back(report: step.Report, writer: Writer, least: int, right: str) -> None:
     """Wait until ``least`` bytes are free: a driver takes a while to clear up behind a process."""
     deadline = time.monotonic() + BACK_S
     while (free := writer.gpu.memory()[0]) < least and time.monotonic() < deadline:
         time.sleep(0.1)
-    told.check(free >= least, right, f"{(least - free) >> 20} MiB are not free {BACK_S:g} s later: they leaked")
+    report.check(free >= least, right, f"{(least - free) >> 20} MiB are not free {BACK_S:g} s later: they leaked")
 
 
 # --- the other process ------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Asked:
         return self.size != "tiny"
 
 
-class Told:
+class Report:
     """Says what a step finds, as it finds it."""
 
     def __init__(self, write: Callable[[str], Any] = lambda line: print(line, flush=True)) -> None:
@@ -101,15 +101,15 @@ def hang() -> None:
     threading.Event().wait()
 
 
-def run(body: Callable[[Told, Asked], None]) -> int:
+def run(body: Callable[[Report, Asked], None]) -> int:
     """The main function of a step's module. Returns the exit status."""
-    told, asked = Told(), Asked(sys.argv[1], int(sys.argv[2]))
+    report, asked = Report(), Asked(sys.argv[1], int(sys.argv[2]))
     try:
-        body(told, asked)
+        body(report, asked)
     except ServiceError as error:
-        told.failed(error.message)
+        report.failed(error.message)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        told.failed(f"{type(error).__name__}: {lines[0]}")
+        report.failed(f"{type(error).__name__}: {lines[0]}")
         return CRASHED
     return 0

@@ -128,7 +128,7 @@ def _numbers(count: int) -> Any:
     return numbers
 
 
-def body(told: step.Told, asked: step.Asked) -> None:
+def body(report: step.Report, asked: step.Asked) -> None:
     """Try them all."""
     import cupy
 
@@ -142,10 +142,10 @@ def body(told: step.Told, asked: step.Asked) -> None:
     attention: dict[tuple[str, str, int, int], tuple[bool, bool, int]] = {}
     for case in cases(asked):
         bench = Bench(case, asked)
-        told.begin(f"the self-test of {case.key}")
+        report.begin(f"the self-test of {case.key}")
         verdict = selftest.tested(selftest.CupyDevice(module.load), bench.geometry, gpu)
         if verdict.state == "wrong":
-            told.failed(
+            report.failed(
                 f"{verdict.wrong} is wrong on this GPU's matrix units by {verdict.kernels[verdict.wrong]:.2g}, "
                 f"at most {verdict.bound:g} is rounding; engines use the scalar kernels"
             )
@@ -158,7 +158,7 @@ def body(told: step.Told, asked: step.Asked) -> None:
         key = "BF16", case.kv_dtype, case.head_dim, case.group
         tried: list[tuple[float, bool, int]] = []
         for name, unit in units.items():
-            told.begin(f"{case.key}, {name}")
+            report.begin(f"{case.key}, {name}")
             # Where there are matrix units for it, scalar decode is only set beside them.
             for blocks in BLOCKS[asked.size] if decode and unit == units[last] else (0,):
                 took = bench.seconds(replace(gpu, matrix=unit, decode_blocks=blocks), repeats)
@@ -166,29 +166,29 @@ def body(told: step.Told, asked: step.Asked) -> None:
             if not decode and asked.timed:
                 rate = bench.operations / tried[-1][0] / 1e12
                 kind = "prefill-matrix" if unit else "prefill-scalar"
-                told.number(kind, f"prefill of 2048 behind 6144, {name}", round(rate, 1), "TFLOP/s")
+                report.number(kind, f"prefill of 2048 behind 6144, {name}", round(rate, 1), "TFLOP/s")
         took, matrix, blocks = min(tried)
         how = f"{'matrix units' if matrix else 'scalar'}, {blocks or 'the default number of'} blocks a multiprocessor"
         before = attention.get(key, (True, True, 0))
         if decode:
-            told.passed(f"{case.key}: best is {how}, {tried[0][0] / took:.2f} times as fast as scalar and the default")
+            report.passed(f"{case.key}: best is {how}, {tried[0][0] / took:.2f} times as fast as the scalar default")
             attention[key] = before[0], matrix or len(units) == 1, blocks
         else:
-            told.passed(f"{case.key}: best is {'matrix units' if matrix else 'scalar'}")
+            report.passed(f"{case.key}: best is {'matrix units' if matrix else 'scalar'}")
             attention[key] = matrix or len(units) == 1, *before[1:]
         del bench
         cupy.get_default_memory_pool().free_all_blocks()
-    products = _products(told, asked, repeats)
+    products = _products(report, asked, repeats)
     path, arch = step.tuning_path(target(asked.gpu)), target(asked.gpu)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.write_text(tuning.Tuning(attention, products).as_json(arch), encoding="utf-8")
     new.replace(path)
     tuning.read(path, arch)
-    told.passed(f"{len(attention)} shapes of attention and {len(products)} products are in the tuning file, {path}")
+    report.passed(f"{len(attention)} shapes of attention and {len(products)} products are in the tuning file, {path}")
 
 
-def _products(told: step.Told, asked: step.Asked, repeats: int) -> dict[tuple[int, int, int, int], int]:
+def _products(report: step.Report, asked: step.Asked, repeats: int) -> dict[tuple[int, int, int, int], int]:
     """The best blocks of each product; 0 for the library."""
     import cupy
 
@@ -197,7 +197,7 @@ def _products(told: step.Told, asked: step.Asked, repeats: int) -> dict[tuple[in
 
     best: dict[tuple[int, int, int, int], int] = {}
     for rows, inputs, outputs in PRODUCTS if asked.timed else ((1, 64, 64), (2, 64, 64)):
-        told.begin(f"a product of {rows} x {inputs} with {outputs} x {inputs}")
+        report.begin(f"a product of {rows} x {inputs} with {outputs} x {inputs}")
         count = max(2, ROUND // (2 * inputs * outputs)) if asked.timed else 1
         weights = [cupy.full((outputs, inputs), 0x3F80, cupy.uint16) for _ in range(count)]
         x = cupy.full((rows, inputs), 0x3F80, cupy.uint16)
@@ -209,9 +209,9 @@ def _products(told: step.Told, asked: step.Asked, repeats: int) -> dict[tuple[in
         took, best[key] = min(tried)
         how = f"{best[key]} blocks a multiprocessor" if best[key] else "the library"
         fast = f"{tried[0][0] / took:.2f} times as fast as the library"
-        told.passed(f"{rows} x {inputs} with {outputs} x {inputs}: best is {how}, {fast}")
+        report.passed(f"{rows} x {inputs} with {outputs} x {inputs}: best is {how}, {fast}")
         if asked.timed and (rows, inputs) == (1, 14336):
-            told.number(
+            report.number(
                 "gemv", "product of 1 x 14336 with 4096 rows", round(2 * inputs * outputs / took / 1e12, 3), "TB/s"
             )
     return best

@@ -72,17 +72,17 @@ class OutputLines:
 
     def finished(self, item: Item) -> None:
         """Write the line of a finished item; with n > 1, ``samples`` lists one object per sample."""
-        told = [self._told(item.samples[at]) for at in sorted(item.samples)]
-        record = self._of(item) | ({"samples": told} if item.request.n > 1 else told[0])
+        outputs = [self._shown(item.samples[at]) for at in sorted(item.samples)]
+        record = self._of(item) | ({"samples": outputs} if item.request.n > 1 else outputs[0])
         self._write(item, record, failed=False)
 
     def failed(self, item: Item, error: ServiceError) -> None:
         """Write the line of an item that failed for good, with its ``error`` and the output so far."""
-        told = {"code": error.code, "reason": error.reason, "message": error.message}
+        failure = {"code": error.code, "reason": error.reason, "message": error.message}
         if error.field:
-            told["field"] = error.field
-        said = [self._told(item.samples[at]) for at in sorted(item.samples)] or [self._told(Sample())]
-        record = self._of(item) | ({"samples": said} if item.request.n > 1 else said[0]) | {"error": told}
+            failure["field"] = error.field
+        outputs = [self._shown(item.samples[at]) for at in sorted(item.samples)] or [self._shown(Sample())]
+        record = self._of(item) | ({"samples": outputs} if item.request.n > 1 else outputs[0]) | {"error": failure}
         self._write(item, record, failed=True)
 
     def _of(self, item: Item) -> dict[str, Any]:
@@ -91,13 +91,13 @@ class OutputLines:
             record["id"] = item.name
         return record
 
-    def _told(self, sample: Sample) -> dict[str, Any]:
+    def _shown(self, sample: Sample) -> dict[str, Any]:
         record: dict[str, Any] = {"text": "".join(sample.text)}
         if self._with_tokens:
             record["token_ids"] = sample.token_ids
-        for name, told in (("logprobs", sample.logprobs), ("prompt_logprobs", sample.prompt_logprobs)):
-            if told:
-                record[name] = told
+        for name, choices in (("logprobs", sample.logprobs), ("prompt_logprobs", sample.prompt_logprobs)):
+            if choices:
+                record[name] = choices
         if sample.finish is not None:
             usage = sample.finish.usage
             record["finish"], record["seed"] = reason(sample.finish), sample.finish.seed

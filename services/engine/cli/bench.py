@@ -49,8 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise KeyboardInterrupt from error
         finally:
             progress.close()
-        told = report(samples, seconds)
-        print(json.dumps(told, indent=2) if flags.json else "\n".join(lines(told)))
+        summary = report(samples, seconds)
+        print(json.dumps(summary, indent=2) if flags.json else "\n".join(lines(summary)))
         failures = [sample.error for sample in samples if sample.error is not None]
         if failures:
             client.say(NAME, f"{len(failures)} of {len(samples)} failed; the first: {client.describe(failures[0])}")

@@ -64,20 +64,20 @@ _TIMES = {
 }
 
 
-def lines(told: dict[str, Any]) -> list[str]:
+def lines(summary: dict[str, Any]) -> list[str]:
     """The report as lines of text."""
-    errors = ", ".join(f"{count} {reason}" for reason, count in sorted(told["errors"].items()))
+    errors = ", ".join(f"{count} {reason}" for reason, count in sorted(summary["errors"].items()))
     found = [
-        f"requests    {told['requests']} in {told['seconds']:.2f} s, {told['requests_per_s']:.2f}/s"
-        + (f"; failed {told['failed']}: {errors}" if told["failed"] else ""),
-        f"output      {told['output_tokens']} tokens, {told['output_tokens_per_s']:.1f}/s",
-        f"prompts     {told['prompt_tokens']} tokens, {told['cached_share']:.1%} cached",
-        f"preemptions {told['preemptions']}",
+        f"requests    {summary['requests']} in {summary['seconds']:.2f} s, {summary['requests_per_s']:.2f}/s"
+        + (f"; failed {summary['failed']}: {errors}" if summary["failed"] else ""),
+        f"output      {summary['output_tokens']} tokens, {summary['output_tokens_per_s']:.1f}/s",
+        f"prompts     {summary['prompt_tokens']} tokens, {summary['cached_share']:.1%} cached",
+        f"preemptions {summary['preemptions']}",
         "",
         f"{'ms':20}" + "".join(f"{name:>11}" for name in ("mean", *(f"p{at}" for at in PERCENTILES))),
     ]
     for name, key in _TIMES.items():
-        values = told[key]
+        values = summary[key]
         cells = "".join(f"{value * 1e3:11.2f}" for value in values.values()) if values else f"{'-':>11}"
         found.append(f"{name:20}{cells}")
     return found

@@ -200,13 +200,13 @@ def await_serving(command: str, target: Target, wait_s: float) -> bool:
     """
     if not wait_s:
         return True
-    told = not sys.stderr.isatty()
+    announced = not sys.stderr.isatty()
 
     def still() -> bool:
-        nonlocal told
-        if not told:
+        nonlocal announced
+        if not announced:
             say(command, f"waiting for the engine at {target}, at most {wait_s:g} s")
-            told = True
+            announced = True
         return True
 
     try:

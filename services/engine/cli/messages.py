@@ -65,11 +65,11 @@ def message(value: Any, name: str) -> pb.Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise Unheard(f"{name} must be an object with role and content")
     made = pb.Message(role=value["role"], content=_content(value.get("content"), f"{name}.content"))
-    told = value.get("name")
-    if told is not None:
-        if not isinstance(told, str):
+    given = value.get("name")
+    if given is not None:
+        if not isinstance(given, str):
             raise Unheard(f"{name}.name must be a string")
-        made.name = told
+        made.name = given
     other = {key: inner for key, inner in value.items() if key not in ("role", "content", "name")}
     if other:
         made.other = json.dumps(other, ensure_ascii=False)

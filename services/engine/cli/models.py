@@ -35,11 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
             except grpc.RpcError as error:
                 client.say(NAME, client.describe(client.failure(error, target)))
         if flags.json:
-            told = [
+            listed = [
                 {"target": str(target), **json_format.MessageToDict(model, preserving_proto_field_name=True)}
                 for target, model in found
             ]
-            print(json.dumps(told, indent=2))
+            print(json.dumps(listed, indent=2))
         elif found:
             print("\n".join(table([row(str(target), model) for target, model in found])))
         return 0 if len(found) == len(targets) else 1

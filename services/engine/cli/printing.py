@@ -54,15 +54,15 @@ def print_sample(sample: int, text: str) -> None:
 
 
 def _print_logprobs(response: pb.GenerateResponse) -> None:
-    for what, told in (("prompt", response.prompt_logprobs), (f"sample {response.sample}", response.logprobs)):
-        for one in told:
+    for what, choices in (("prompt", response.prompt_logprobs), (f"sample {response.sample}", response.logprobs)):
+        for one in choices:
             top = " ".join(f"{other.token_id}:{other.logprob:.4f}" for other in one.top)
             print(
                 f"{what} token {one.token_id} logprob {one.logprob:.4f} rank {one.rank} {top}".rstrip(), file=sys.stderr
             )
 
 
-def logprobs(told: Iterable[pb.TokenLogprob]) -> list[dict[str, Any]]:
+def logprobs(choices: Iterable[pb.TokenLogprob]) -> list[dict[str, Any]]:
     """Token logprobs as JSON objects."""
     return [
         {
@@ -71,7 +71,7 @@ def logprobs(told: Iterable[pb.TokenLogprob]) -> list[dict[str, Any]]:
             "rank": one.rank,
             "top": [{"token_id": other.token_id, "logprob": other.logprob} for other in one.top],
         }
-        for one in told
+        for one in choices
     ]
 
 

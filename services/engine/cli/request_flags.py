@@ -34,7 +34,7 @@ _FLAGS = (
 )
 _CHAT_FLAGS = ("chat", "system", "template_arguments")
 #: Flags whose text becomes part of the prompt.
-_TOLD_TOO = {"--system": "system", "--template-argument": "template_arguments"}
+_FIELDS_OF = {"--system": "system", "--template-argument": "template_arguments"}
 #: The JSON fields that give the prompt.
 _PROMPT = ("prompt", *messages.NAMES)
 
@@ -160,7 +160,7 @@ def from_flags(flags: argparse.Namespace) -> pb.GenerateRequest:
         request = pb.GenerateRequest()
         _put_prompt(request.prompt, {"prompt": prompt, **values})
     except UnicodeError as error:
-        also = [flag for flag, told in _TOLD_TOO.items() if getattr(flags, told, None)]
+        also = [flag for flag, field in _FIELDS_OF.items() if getattr(flags, field, None)]
         raise Unfit(f"{' and '.join(['PROMPT', *also])} must be UTF-8") from error
     for name, value in values.items():
         if name in _CHAT_FLAGS:

@@ -61,8 +61,8 @@ class Output:
             self.num_tokens = len(self._token_ids)
             self._logprobs.extend(event.logprobs)
             self._prompt_logprobs += event.prompt_logprobs
-            told = (*event.logprobs, *event.prompt_logprobs)
-            self._choice_bytes += sum(CHOICE_BYTES + TOP_BYTES * len(choice.top) for choice in told)
+            choices = (*event.logprobs, *event.prompt_logprobs)
+            self._choice_bytes += sum(CHOICE_BYTES + TOP_BYTES * len(choice.top) for choice in choices)
         if event.outcome is not None:
             self.outcome, self._sequence = event.outcome, None
             self._usage = event.sequence.usage if event.sequence is not None else None

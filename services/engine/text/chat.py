@@ -131,17 +131,17 @@ class Chat:
             raise FieldInvalid(
                 f"{field}.role has {len(message.role)} characters; it must have 1 to {MAX_ROLE}", field=f"{field}.role"
             )
-        told = {
+        rendered = {
             "role": self._text(message.role, f"{field}.role"),
             "content": self._text(message.content, f"{field}.content"),
         }
         if message.name:
-            told["name"] = self._text(message.name, f"{field}.name")
+            rendered["name"] = self._text(message.name, f"{field}.name")
         other = self._object(message.other, f"{field}.other") if message.other else {}
         for key in _KEYS:
             if key in other:
                 raise FieldInvalid(f"{field}.other has {key}; set the field {key} instead", field=f"{field}.other")
-        return told | other
+        return rendered | other
 
     def _arguments(self, message: Any) -> Any:
         """Converts a Struct to what a template sees. Its numbers are doubles; integral ones become integers."""

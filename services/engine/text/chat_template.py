@@ -308,11 +308,11 @@ class ChatTemplate:
         except _Spent as spent:
             raise FieldInvalid(f"the chat template exceeds a limit: {spent}", field="messages") from None
         except _Refused as refused:
-            told = str(refused).replace(GUARD, "")[:500]
-            raise FieldInvalid(f"the chat template rejects messages: {told}", field="messages") from None
+            reason = str(refused).replace(GUARD, "")[:500]
+            raise FieldInvalid(f"the chat template rejects messages: {reason}", field="messages") from None
         except Exception as error:
-            told = f"{type(error).__name__}: {error}".replace(GUARD, "")[:500]
-            raise FieldInvalid(f"the chat template fails on messages: {told}", field="messages") from None
+            reason = f"{type(error).__name__}: {error}".replace(GUARD, "")[:500]
+            raise FieldInvalid(f"the chat template fails on messages: {reason}", field="messages") from None
         finally:
             _budget.reset(token)
         return _left_open(text) if continue_final_message else text

@@ -157,9 +157,9 @@ def fill_long_grant(message: pb.SequenceGrant, grant: Grant) -> Work[None]:
         yield None
 
 
-def fill_grants(response: pb.AllocatePagesResponse, told: list[tuple[str, Grant | ServiceError]]) -> Work[None]:
+def fill_grants(response: pb.AllocatePagesResponse, served: list[tuple[str, Grant | ServiceError]]) -> Work[None]:
     """Write the answers to a step call into its response, in slices."""
-    for at, (sequence_id, answer) in enumerate(told):
+    for at, (sequence_id, answer) in enumerate(served):
         message = response.grants.add()
         message.sequence_id = sequence_id  # given to `add` it takes longer
         if isinstance(answer, ServiceError):

@@ -178,12 +178,12 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         if (span := SPAN.get()) is not None:
             span.set(_traced(self._cache.live_session(request.session_id, caller)))
         work = self._cache.calls.allocating(request.session_id, demands, removed, caller)
-        told, pool = await self._slices.run(work, order=request.session_id)
+        served, pool = await self._slices.run(work, order=request.session_id)
         if (unclean := pool.table.unclean) is not None and unclean.granted:
             await self._scrubber.zero_granted(pool)  # nobody writes in a page that is told to nobody
         response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.headroom.pages)
-        if told:
-            await self._slices.run(messages.fill_grants(response, told))
+        if served:
+            await self._slices.run(messages.fill_grants(response, served))
         return response
 
     @maps_errors

@@ -58,10 +58,10 @@ class FileArena:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 room = Room.of(directory)
-                told = f", with {room.free} of its {room.total} bytes free" if room else ""
+                space = f", with {room.free} of its {room.total} bytes free" if room else ""
                 raise ExceedsBudget(
                     f"the arena of {self._size} bytes does not fit in the file system of {directory}: {error.strerror}"
-                    f"{told}; free space there, or {REMEDY}",
+                    f"{space}; free space there, or {REMEDY}",
                     field="pool_pages",
                     wanted_bytes=self._size,
                     **({"free_bytes": room.free, "total_bytes": room.total} if room else {}),

@@ -61,8 +61,8 @@ class Calls:
         try:
             job = next(work)
         except StopIteration as end:  # as of nearly every step, of which a layer more would show
-            told: list[tuple[str, Grant | ServiceError]] = end.value
-            return told, pool
+            answers: list[tuple[str, Grant | ServiceError]] = end.value
+            return answers, pool
         return (yield from self._in_session(session, work, job)), pool
 
     def _serving(
@@ -70,18 +70,18 @@ class Calls:
     ) -> Work[list[tuple[str, Grant | ServiceError]]]:
         if removed:
             yield from self._removing(session, removed)
-        now, told, spent = self._clock(), list[tuple[str, Grant | ServiceError]](), 0
+        now, answers, spent = self._clock(), list[tuple[str, Grant | ServiceError]](), 0
         for demand in demands:
             if isinstance(demand, Steps):
-                told += yield from advance(session, pool, demand, now)
+                answers += yield from advance(session, pool, demand, now)
                 continue
             answer = yield from open_sequence(session, pool, demand, now)
-            told.append((demand.sequence_id, answer))
+            answers.append((demand.sequence_id, answer))
             spent += 8 + (0 if isinstance(answer, ServiceError) else len(answer.pages))
             if spent >= slices.ENTRIES:
                 spent, now = 0, (yield None)
-        pool.totals.refused_demands += sum(isinstance(one, CapacityExceeded | QuotaExceeded) for _, one in told)
-        return told
+        pool.totals.refused_demands += sum(isinstance(one, CapacityExceeded | QuotaExceeded) for _, one in answers)
+        return answers
 
     def append(self, session_id: str, steps: Steps, caller: str = "") -> list[tuple[str, ServiceError]]:
         """Record resident tokens and grow nothing; those whose report was refused, by id: it changed nothing.
@@ -97,10 +97,10 @@ class Calls:
         try:
             job = next(work)
         except StopIteration as end:
-            told: list[tuple[str, Grant | ServiceError]] = end.value
+            answers: list[tuple[str, Grant | ServiceError]] = end.value
         else:
-            told = yield from self._in_session(session, work, job)
-        return [(name, error) for name, error in told if isinstance(error, ServiceError)]
+            answers = yield from self._in_session(session, work, job)
+        return [(name, error) for name, error in answers if isinstance(error, ServiceError)]
 
     def remove(self, session_id: str, sequence_ids: list[str], caller: str = "") -> tuple[list[bool], Pool]:
         """Remove sequences; whether each was there. Raises SessionExpired, HostMemoryExceeded."""

@@ -39,7 +39,7 @@ def advance(session: Session, pool: Pool, steps: Steps, now: float) -> Work[list
 
     In slices, when it takes or publishes many pages.
     """
-    told: list[tuple[str, Grant | ServiceError]] = []
+    answers: list[tuple[str, Grant | ServiceError]] = []
     live, tokens, at, spent = session.sequences.get, steps.tokens, 0, 0
     totals, knowns = steps.total_pages or repeat(0), steps.known_pages or repeat(None)
     for name, start, count, wanted, known in zip(
@@ -73,13 +73,13 @@ def advance(session: Session, pool: Pool, steps: Steps, now: float) -> Work[list
                     now = yield None
                     live = session.sequences.get
                     continue
-                told.append((name, error.bare()))
+                answers.append((name, error.bare()))
             else:
                 spent += count // pool.page_size + len(grant.pages)
                 if grant.pages or grant.copies:
-                    told.append((name, grant))
+                    answers.append((name, grant))
             break
-    return told
+    return answers
 
 
 def may_be_owed(pool: Pool, error: ServiceError) -> bool:

@@ -167,8 +167,8 @@ class DensityQueue(LruQueue):
 
     def _recall(self, link: int) -> int:
         """How often the content of a page that was not cached has been reused, including this time; 0 if unknown."""
-        told = self._memory[link % len(self._memory)]
-        return (told & 7) + 1 if told and told & 0xFFF8 == link >> 48 & 0xFFF8 else 0
+        entry = self._memory[link % len(self._memory)]
+        return (entry & 7) + 1 if entry and entry & 0xFFF8 == link >> 48 & 0xFFF8 else 0
 
     def _remove(self, page: int) -> None:
         super().discard(page)

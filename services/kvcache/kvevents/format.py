@@ -49,8 +49,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 def encode(events: Sequence[KvEvent], seconds: float, form: str) -> bytes:
     """A batch. ``seconds`` since 1970; ``form`` is one of `FORMATS`."""
-    told: Sequence[Any] = events if form == MAP else [_as_array(event) for event in events]
-    return _encoder.encode([seconds, told, None])
+    body: Sequence[Any] = events if form == MAP else [_as_array(event) for event in events]
+    return _encoder.encode([seconds, body, None])
 
 
 def _as_array(event: KvEvent) -> list[Any]:

@@ -81,5 +81,5 @@ class Journal:
         room = self.next - number
         if len(states) > room:
             return []
-        told = [Message(number + at, topic, batch) for at, (topic, batch) in enumerate(states)]
-        return told + [Message(at, NOBODY, filler()) for at in range(number + len(told), self.next)]
+        snapshot = [Message(number + at, topic, batch) for at, (topic, batch) in enumerate(states)]
+        return snapshot + [Message(at, NOBODY, filler()) for at in range(number + len(snapshot), self.next)]

@@ -196,7 +196,7 @@ class KvEventPublisher:
                 # The events of a pool that is gone are of engines that have left, and their topics are cleared.
                 pool = next((pool for pool in self._cache.pools if pool.id == event.pool_id), None)
                 if names and pool is not None:
-                    async for one in _pausing(_told(pool, event)):
+                    async for one in _pausing(_kv_events(pool, event)):
                         self._publish_to(names, [one])
                 self._number = event.number
 
@@ -260,8 +260,8 @@ class KvEventPublisher:
             pass
         states = list[tuple[str, bytes]]()
         for name, events in self._states(list(self._topics)).items():
-            told: list[KvEvent] = [AllBlocksCleared(), *[event async for event in _pausing(events)]]
-            states.append((name, encode(told, self._clock(), self._form)))
+            opening: list[KvEvent] = [AllBlocksCleared(), *[event async for event in _pausing(events)]]
+            states.append((name, encode(opening, self._clock(), self._form)))
         cleared = encode([AllBlocksCleared()], self._clock(), self._form)
         states += [(name, cleared) for name, at in self._left.items() if at >= start and name not in self._topics]
         empty = encode([], self._clock(), self._form)
@@ -286,7 +286,7 @@ def _all_stored(pools: list[tuple[Pool, FrozenLinks]]) -> Iterator[KvEvent | Non
         yield from chains.stored(pool, chains.parents_first(links))
 
 
-def _told(pool: Pool, event: Event) -> Iterable[KvEvent | None]:
+def _kv_events(pool: Pool, event: Event) -> Iterable[KvEvent | None]:
     if event.kind is EventKind.STORED:
         return chains.stored(pool, event.links)
     return [chains.removed(event.links, chains.medium(pool))]

@@ -29,7 +29,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, *codes: str, limit_s: float = 60.0, gat
     steps = [Step(f"step {at}", str(at), limit_s, gates) for at in range(len(codes))]
     lines: list[str] = []
     outcomes = runner.run(steps, "tiny", 0, os.environ, lines.append)
-    # All that is found is told as it comes.
+    # Findings arrive as they are made.
     for outcome in outcomes:
         for _, sentence in outcome.found:
             assert any(sentence.removeprefix("not run: ") in line for line in lines), sentence
@@ -37,13 +37,13 @@ def ran(monkeypatch: pytest.MonkeyPatch, *codes: str, limit_s: float = 60.0, gat
 
 
 SAYS = """
-from services.doctor.firstlight.step import Told
-told = Told()
+from services.doctor.firstlight.step import Report
+report = Report()
 print("chatter of a library")
-told.facts(gpu="a GPU")
-told.begin("something")
-told.passed("this is right")
-told.number("read", "a read", 4.5, "TB/s")
+report.facts(gpu="a GPU")
+report.begin("something")
+report.passed("this is right")
+report.number("read", "a read", 4.5, "TB/s")
 """
 
 
@@ -54,13 +54,13 @@ def test_what_a_step_says_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failure_lets_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = ran(monkeypatch, SAYS + "told.failed('this is wrong')", SAYS)
+    first, second = ran(monkeypatch, SAYS + "report.failed('this is wrong')", SAYS)
     assert (first.state, second.state) == ("failed", "passed")
     assert first.found[-1] == ("failed", "this is wrong")
 
 
 def test_without_what_gates_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = ran(monkeypatch, SAYS + "told.failed('no GPU')", SAYS, gates=True)
+    first, second = ran(monkeypatch, SAYS + "report.failed('no GPU')", SAYS, gates=True)
     assert (first.state, second.state) == ("failed", "not run")
     assert "step 0 failed" in second.found[0][1]
 
@@ -69,7 +69,7 @@ def test_a_hang_ends_it_and_the_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatc
     # The step has a child, as those that share memory do; it must not live on.
     child = tmp_path / "child"
     code = f"{SAYS}\nimport subprocess, sys, threading\nchild = subprocess.Popen(['sleep', '1000'])\n"
-    code += f"open({str(child)!r}, 'w').write(str(child.pid))\ntold.begin('a kernel')\nthreading.Event().wait()"
+    code += f"open({str(child)!r}, 'w').write(str(child.pid))\nreport.begin('a kernel')\nthreading.Event().wait()"
     first, second = ran(monkeypatch, code, SAYS, limit_s=15.0)
     assert (first.state, second.state) == ("hung", "not run")
     assert "no end within 15 s (a kernel)" in first.found[-1][1] and "GPU may need a reset" in first.found[-1][1]
@@ -85,7 +85,7 @@ def test_a_hang_ends_it_and_the_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatc
         ("import sys; sys.exit('the driver is gone')", "ended with status 1 during: something: the driver is gone"),
     ],
 )
-def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
+def test_a_process_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
     [outcome] = ran(monkeypatch, f"{SAYS}\nimport sys; sys.stdout.flush()\n{code}")
     assert outcome.state == "failed"
     assert said in outcome.found[-1][1]
@@ -93,7 +93,7 @@ def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch, code: str,
 
 def test_an_exception_of_a_step_is_a_sentence() -> None:
     code = "import sys; from services.doctor.firstlight import step\n"
-    code += "def body(told, asked): raise ValueError('a bad plan')\n"
+    code += "def body(report, asked): raise ValueError('a bad plan')\n"
     code += "sys.argv = ['x', 'tiny', '0']; sys.exit(step.run(body))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, json.loads(done.stdout)) == (3, {"kind": "failed", "found": "ValueError: a bad plan"})

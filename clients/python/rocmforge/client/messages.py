@@ -123,10 +123,10 @@ def _steps(demands: list[Demand]) -> pb.SequenceSteps:
 
 def grants(reply: pb.AllocatePagesResponse, demands: Items[Demand]) -> list[Grant]:
     """One grant for each of the demands that the reply answers, in order."""
-    told, granted = deque(reply.grants), list[Grant]()
+    answers, granted = deque(reply.grants), list[Grant]()
     for demand in demands:
-        if told and told[0].sequence_id == demand.sequence_id:
-            granted.append(_grant(told.popleft()))
+        if answers and answers[0].sequence_id == demand.sequence_id:
+            granted.append(_grant(answers.popleft()))
         elif _is_too_long(demand):
             error = ExceedsPool(
                 f"the prompt has {_token_count(demand)} tokens; a KV-cache daemon takes at most {STEP_TOKENS}",

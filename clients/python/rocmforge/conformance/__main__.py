@@ -38,13 +38,13 @@ def main(words: Sequence[str]) -> int:
     names = [law.name for law in LAWS]
     parser.add_argument("--law", action="append", choices=names, help="try this one alone; may be repeated")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="the client, behind --")
-    told = parser.parse_args(list(words))
+    arguments = parser.parse_args(list(words))
     broken = 0
     for law in LAWS:
-        if told.law and law.name not in told.law:
+        if arguments.law and law.name not in arguments.law:
             continue
         try:
-            why = verdict(law, told.daemon, told.command)
+            why = verdict(law, arguments.daemon, arguments.command)
         except ServiceError as error:
             print(f"rocmforge.conformance: {error.message}", file=sys.stderr)
             return 2
@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
         print(f"{'BROKEN' if why else 'kept':<7} {law.name:<11} a client {law.sentence}", flush=True)
         if why:
             print(f"{'':<19} {why}", flush=True)
-    count = len(told.law or LAWS)
+    count = len(arguments.law or LAWS)
     print(f"{count - broken} of {count} laws kept")
     return 1 if broken else 0
 

@@ -158,9 +158,9 @@ def serve(adapter: Adapter, lines: TextIO, answers: TextIO) -> None:
     """Answer each line until there are no more."""
     commands = {name: getattr(adapter, name) for name in COMMANDS}
     for line in lines:
-        told = json.loads(line)
+        command = json.loads(line)
         try:
-            answer = commands[told.pop("do")](**told)
+            answer = commands[command.pop("do")](**command)
         except ServiceError as error:
             answer = {"error": error.reason, "message": error.message}
         print(json.dumps(answer), file=answers, flush=True)

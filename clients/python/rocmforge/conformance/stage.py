@@ -41,8 +41,8 @@ class Stage:
         """Have the client open its session."""
         values = {"page_size": LAYOUT.page_size, "label": LAYOUT.label, "page_bytes": LAYOUT.page_bytes}
         pool = {"pool_id": self.watcher.pool_id, "pool_pages": POOL_PAGES}
-        told = self.client.do("open", address=self.proxy.address, **pool, **values, ttl_s=ttl_s)
-        self.check(told.get("total_pages") == POOL_PAGES, f"it says that the pool has {told.get('total_pages')} pages")
+        opened = self.client.do("open", address=self.proxy.address, **pool, **values, ttl_s=ttl_s)
+        self.check(opened.get("total_pages") == POOL_PAGES, f"it reports a pool of {opened.get('total_pages')} pages")
 
     def begin(self, name: str, pages: int, prompt: Sequence[int] = PROMPT) -> list[int]:
         """Have the client begin a sequence; returns its block table."""

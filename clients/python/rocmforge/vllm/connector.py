@@ -74,8 +74,8 @@ class RocmForgeConnector(KVConnectorBase_V1, SupportsHMA):
         self._report = Report()
         self._stats: dict[str, float] = {}
         self._was_connected: bool | None = None
-        told = vllm_config.kv_events_config
-        self._tells_events = told is not None and told.enable_kv_cache_events
+        kv_events = vllm_config.kv_events_config
+        self._tells_events = kv_events is not None and kv_events.enable_kv_cache_events
         self._medium = "CPU" if vllm_config.device_config.device_type == "cpu" else "HBM"
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(

@@ -110,9 +110,9 @@ class _Header:
             if name in found:
                 self._fail(f"has {label} twice")
             if kind not in ENCODINGS:
-                told = OTHERS.get(kind, f"number {kind}")
+                type_name = OTHERS.get(kind, f"number {kind}")
                 served = ", ".join(encoding.name for encoding in ENCODINGS.values())
-                self._fail(f"has {label} of type {told}; supported types are {served}")
+                self._fail(f"has {label} of type {type_name}; supported types are {served}")
             encoding = ENCODINGS[kind]
             if shape[-1] % encoding.block_values:
                 self._fail(

@@ -309,14 +309,14 @@ class PageTable:
         states, fresh, recycled = self._states[:], self._fresh, self._recycled[:]
         unclean = [] if self.unclean is None else list(self.unclean.free())
         counts = {state: states.count(state) for state in PageState}
-        told = {
+        counted = {
             PageState.FREE: self.free_count,
             PageState.HELD: self.held_count,
             PageState.CACHED: self.cached_count,
             PageState.QUARANTINED: self.quarantined_count,
         }
-        if counts != told:
-            yield f"counted {counts}, ledger says {told}"
+        if counts != counted:
+            yield f"counted {counts}, ledger says {counted}"
         listed = bytearray(self.total)
         for at, page in enumerate(chain(recycled, unclean, range(fresh, self.total))):
             if listed[page]:
