@@ -42,6 +42,7 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from tests.clients.recorder import Recorder
 from tests.engine.fakes import Clock
 from tests.kvcache.conftest import Running
+from tests.processes import kvcache
 
 LAYOUT = PageLayout(4, layers=2, kv_heads=1, head_dim=2, dtype="f32")
 CALL_S = kvclient.MAX_CALL_S  # as it is outside of these tests
@@ -543,6 +544,30 @@ def test_closing_ends_the_session_and_its_sequences(daemon: Running) -> None:
     source.close()
     pool = daemon.stub.GetStats(pb.GetStatsRequest()).pools[0]
     assert (pool.sessions, pool.held_pages, pool.quarantined_pages) == (0, 0, 0)
+
+
+def test_closing_twice_is_closing_once_also_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session that the first could not close is not the second's to close: its channel is gone."""
+    monkeypatch.setattr(kvclient, "CLOSE_S", 0.2)
+    with kvcache(tmp_path) as daemon:
+        source = KvCache(daemon.address, "p", LAYOUT)
+        source.reopen()
+        source.step([OPENING])
+        daemon.kill()
+        source.close()
+        source.close()
+        assert not source.may_write()
+        with pytest.raises(SessionExpired):
+            source.step([OPENING])
+
+
+def test_a_session_that_is_closed_is_not_opened_again(daemon: Running) -> None:
+    source = made(daemon)
+    source.reopen()
+    source.close()
+    with pytest.raises(SessionExpired, match="closed"):
+        source.reopen()
+    assert sessions(daemon) == 0
 
 
 def test_opening_anew_ends_the_session_before(daemon: Running, source: KvCache) -> None:

@@ -124,6 +124,7 @@ class KvCache:
         )
         # gRPC's own futures start a thread for each call, and contend with the step for the interpreter all the while.
         self._caller = ThreadPoolExecutor(1, thread_name_prefix="kvcache-call")
+        self._closed = False
         self._session: _Session | None = None
         self._to_close: list[str] = []  # unmapped, and the daemon does not know yet
         self._total_pages = 0
@@ -239,8 +240,11 @@ class KvCache:
         not, is closed first, and with that its pages are vouched for.
 
         Raises KvCacheDown when there is no answer, AttachMismatch when the memory does not match, and any error of
-        OpenSession; InvalidConfiguration when the daemon's socket is not one that this user may trust.
+        OpenSession; InvalidConfiguration when the daemon's socket is not one that this user may trust; SessionExpired
+        after `close`.
         """
+        if self._closed:
+            raise SessionExpired("the client was closed, and opens no more sessions")
         self._let_go()
         self._check_socket()
         # Nobody else vouches: a session that the daemon did not hear closed would keep its pages from all.
@@ -273,7 +277,10 @@ class KvCache:
         self._keeper.start()
 
     def close(self) -> None:
-        """Close the session, best effort. Nothing of this process may still write the pages. Idempotent."""
+        """Close the session for good, best effort. Nothing of this process may still write the pages. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self._keeper.close()
         self._caller.shutdown()
         self._let_go()
