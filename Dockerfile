@@ -51,7 +51,7 @@ ENV PATH=/app/bin:/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 COPY --from=app /app /app
 COPY LICENSE /app/
 ARG BASE
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION=""
 LABEL org.opencontainers.image.vendor="ROCmForge" \
       org.opencontainers.image.licenses="Apache-2.0" \

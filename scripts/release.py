@@ -44,6 +44,10 @@ def differing(root: Path = ROOT) -> list[str]:
         "clients/python/pyproject.toml": r'^version = "([^"]+)"',
         "pyproject.toml": r'"rocmforge-client==([^"]+)"',
         "docker-compose.yml": r"_TAG:-([0-9][^}]*)\}",
+        **{
+            f"deploy/kubernetes/overlays/{name}/kustomization.yaml": r"newTag: ([0-9.]+)"
+            for name in ("cpu", "rocm", "rocm-dra")
+        },
         "Dockerfile": r"^ARG VERSION=(\S+)",
     }
     wrong = []
@@ -51,8 +55,9 @@ def differing(root: Path = ROOT) -> list[str]:
         versions = set(re.findall(pattern, (root / name).read_text(encoding="utf-8"), re.MULTILINE))
         if versions != {VERSION}:
             wrong.append(f"{name} has {', '.join(sorted(versions)) or 'no version'}; services/version.py has {VERSION}")
-    if f"\n## {VERSION} - " not in (root / "CHANGELOG.md").read_text(encoding="utf-8"):
-        wrong.append(f"CHANGELOG.md has no section {VERSION}")
+    sections = re.findall(r"^## (.+)$", (root / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    if not re.fullmatch(rf"{re.escape(VERSION)} - \d{{4}}-\d\d-\d\d", newest := next(iter(sections), "no section")):
+        wrong.append(f"CHANGELOG.md begins with {newest}; services/version.py has {VERSION}")
     return wrong
 
 

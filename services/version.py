@@ -1,3 +1,3 @@
 """The one version number: of both wheels, the images, the bundle of protos, and what a running service says."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"

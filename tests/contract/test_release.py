@@ -37,11 +37,16 @@ def test_one_version_is_written_everywhere() -> None:
         ("pyproject.toml", f"rocmforge-client=={VERSION}", "rocmforge-client==9.9.9"),
         ("docker-compose.yml", f"ENGINE_TAG:-{VERSION}", "ENGINE_TAG:-9.9.9"),
         ("Dockerfile", f"ARG VERSION={VERSION}", "ARG VERSION=9.9.9"),
+        ("deploy/kubernetes/overlays/cpu/kustomization.yaml", f"newTag: {VERSION}", "newTag: 9.9.9"),
         ("CHANGELOG.md", f"## {VERSION} - ", "## 9.9.9 - "),
+        ("CHANGELOG.md", f"## {VERSION} - ", f"## Unreleased\n\n## {VERSION} - "),
+        ("CHANGELOG.md", f"## {VERSION} - ", f"## {VERSION}, soon: "),
     ],
 )
 def test_another_version_is_found_out(tmp_path: Path, name: str, old: str, new: str) -> None:
-    for one in ("clients/python/pyproject.toml", "pyproject.toml", "docker-compose.yml", "Dockerfile", "CHANGELOG.md"):
+    overlays = [f"deploy/kubernetes/overlays/{one}/kustomization.yaml" for one in ("cpu", "rocm", "rocm-dra")]
+    files = ("clients/python/pyproject.toml", "pyproject.toml", "docker-compose.yml", "Dockerfile", "CHANGELOG.md")
+    for one in (*files, *overlays):
         (tmp_path / one).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / one, tmp_path / one)
     assert release.differing(tmp_path) == []
