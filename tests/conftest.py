@@ -111,7 +111,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
-    """List those skips where they are errors; last, behind pytest's own list, say what was not shown."""
+    """List those skips where they are errors; last, after pytest's own list, say what was not shown."""
     yield
     if _unexplained and _strict():
         where = "a run for the GPU" if os.environ.get(WANTED) else "CI"

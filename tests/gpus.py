@@ -49,7 +49,7 @@ def gpu_or_skip() -> Gpu:
 
 
 def host(devices: int) -> Host:
-    """A machine for processes of their own; skips the test when real GPUs are asked for, or fewer are real."""
+    """A machine for processes of their own; skips the test when real GPUs are required, or too few are there."""
     found = _found()
     if isinstance(found, Runtime):
         if found.count() < devices:

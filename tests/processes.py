@@ -70,7 +70,7 @@ class Service:
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
     def tcp(self) -> str:
-        """The TCP address it told in its log that it listens on."""
+        """The TCP address on which it listens, according to its log."""
         while not (told := [*self.events("kvcache_serving"), *self.events("engine_serving")]):
             assert self.process.poll() is None, self.log()  # it is told a moment after health says SERVING
         [started] = told

@@ -156,7 +156,7 @@ class Cluster:
         return kvcache_pb2_grpc.KvCacheServiceStub(self.channels[DAEMON])
 
     def heal(self) -> None:
-        """Undo what is done to wires and calls, and let paused processes go on."""
+        """Undo the faults of wires and calls, and resume paused processes."""
         for wire in WIRES:
             self.wires[wire].heal()
             self.calls[wire].heal()

@@ -36,7 +36,7 @@ def test_under_faults_no_token_changes_and_nothing_is_left_behind(tmp_path: Path
 
 
 def flip(cluster: Cluster) -> None:
-    """Change the sign of every number in the pool's pages, behind the services' backs."""
+    """Flip the sign of every number in the pool's pages, without the services' knowledge."""
     [arena] = (cluster.directory / "arena").iterdir()
     pages = np.memmap(arena, np.uint32, "r+", shape=(POOL_PAGES * PAGE_BYTES // 4,))
     pages ^= np.uint32(1 << 31)

@@ -40,7 +40,7 @@ def difference(expected: Sequence[int], told: Sequence[int], *, whole: bool) -> 
 
 @dataclass
 class Verdict:
-    """Collects findings, and the history of faults that they are told with."""
+    """Collects findings, and the history of faults that is reported with them."""
 
     seed: int
     began: float = field(default_factory=time.monotonic)

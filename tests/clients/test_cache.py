@@ -116,7 +116,7 @@ def test_the_memory_is_the_daemon_s(daemon: Running, source: KvCache) -> None:
 
 
 def arena(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    """A made-up arena of two pages with a canary behind them."""
+    """A made-up arena of two pages followed by a canary."""
     page = LAYOUT.page_bytes
     path = tmp_path / "arena"
     path.write_bytes(bytes(2 * page) + bytes(range(32)) + bytes(32))

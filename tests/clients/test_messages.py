@@ -45,7 +45,7 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(demand: Demand) -> tuple[Any, ...]:
-    """What a demand says, as `heard` tells it of a message."""
+    """What a demand says, in the form in which `heard` returns that of a message."""
     if demand.opening is not None:
         retention = demand.opening.retention
         kept = None if retention is None else (round(retention.ttl_s * 1e9), retention.priority)

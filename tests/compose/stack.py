@@ -1,4 +1,4 @@
-"""One project of docker-compose.yml, with images and a name of its own, and what is asked of it."""
+"""One project of docker-compose.yml, with its own images and name, and the commands for it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Stack:
         os.kill(self.inspect(service)["State"]["Pid"], signal.SIGKILL)
 
     def until(self, service: str, action: str, since: float) -> None:
-        """Wait until Docker tells of an ``action`` of a service, such as ``start`` or ``health_status: healthy``,
+        """Wait until Docker reports an ``action`` of a service, such as ``start`` or ``health_status: healthy``,
         at or after ``since``, in seconds since 1970.
         """
         [one] = self.containers(service)

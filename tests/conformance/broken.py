@@ -36,7 +36,7 @@ class WritesNextDoor(Adapter):
 
 
 class ChecksNothing(Adapter):
-    """Writes wherever it is told to."""
+    """Writes wherever it is asked to."""
 
     def check_write(self, known: Sequence, position: int) -> None:
         if not self.cache.may_write():
@@ -92,7 +92,7 @@ class Sleeps(Adapter):
 
 
 class Trusts(Adapter):
-    """Writes until it is told to stop."""
+    """Writes until it is asked to stop."""
 
     def check_write(self, known: Sequence, position: int) -> None:
         self.cache._live().lease.renewed_at = self.cache.now()

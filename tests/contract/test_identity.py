@@ -39,7 +39,7 @@ def register(server: Any) -> None:
 
 
 async def seen_by(serving: Serving, *channels: Any) -> list[set[str]]:
-    """Whom the service sees behind each channel, in eight calls at a time and in a stream."""
+    """Which identity the service sees on each channel, in eight calls at a time and in a stream."""
     serving.add(register, CallStats())
     await serving.start()
     try:

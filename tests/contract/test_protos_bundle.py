@@ -1,4 +1,4 @@
-"""The bundle of protos compiles by itself, with protoc and with buf, and is the same whoever makes it."""
+"""The bundle of protos compiles by itself, with protoc and with buf, and is reproducible."""
 
 from __future__ import annotations
 

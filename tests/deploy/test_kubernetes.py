@@ -75,7 +75,7 @@ def test_images_are_those_of_this_version(overlay: str) -> None:
 
 
 def test_a_service_is_no_setting(overlay: str) -> None:
-    """Kubernetes tells pods of a Service named rocmforge-engine in variables that the engine would refuse."""
+    """For a Service named rocmforge-engine, Kubernetes sets variables in pods that the engine would refuse."""
     assert all(one.pod["enableServiceLinks"] is False for one in workloads(overlay))
 
 

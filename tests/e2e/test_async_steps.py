@@ -1,4 +1,4 @@
-"""A step computes and another one is launched behind it: what ends then, and a daemon that is killed then."""
+"""One step computes and another is launched after it: what ends then, and a daemon killed then."""
 
 from __future__ import annotations
 

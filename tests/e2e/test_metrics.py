@@ -1,4 +1,4 @@
-"""Both services as processes, asked by HTTP what they did, beside what their calls and each other say of it."""
+"""Both services as processes: their metrics agree with their calls' answers and with each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = "KING RICHARD III:\n" + "A horse! a horse! my kingdom for a horse! " * 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    """The daemon is told by its environment where metrics go, the engine by a file."""
+    """The daemon gets the metrics address from its environment, the engine from a file."""
     with tempfile.TemporaryDirectory(prefix="rf-") as name:  # short: the path of a socket has a limit
         directory = Path(name)
         file = directory / "engine.toml"

@@ -1,4 +1,4 @@
-"""Connections whose other side is gone without a word: found out, and made anew."""
+"""Connections whose other side vanished are detected and replaced."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def statuses(channel: grpc.Channel) -> dict[str, int]:
 
 
 def watching(channel: grpc.Channel, name: str = "") -> Any:
-    """A watch that has been told SERVING."""
+    """A watch that has received SERVING."""
     watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name), timeout=60)
     assert next(watch).status == SERVING
     return watch

@@ -43,7 +43,7 @@ class Gate(Runner):
         self._let(math.inf)
 
     def step(self) -> None:
-        """Let one step through, and none behind it until ``release``; wait until the next one stands there."""
+        """Let one step through, and no other until ``release``; wait until the next one has arrived."""
         self._let(1)
         if not self.reached.wait(60):
             raise TimeoutError("there was no other step")
@@ -115,7 +115,7 @@ class RunningEngine:
         return self.gate
 
     def until_live(self, count: int) -> None:
-        """Wait until so many requests are live, and the engine's thread was told of each."""
+        """Wait until so many requests are live, and the engine's thread knows of each."""
 
         async def live() -> int:  # between two turns of the calls: each makes its request known and tells the thread
             return len(self.engine.streams)

@@ -1,4 +1,4 @@
-"""Mutations that keep the form of an input, so that what lies behind its parser is reached.
+"""Mutations that preserve the form of an input, so that the code after its parser is reached.
 
 JSON stays JSON and messages stay messages, but for those that are changed byte by byte.
 """

@@ -85,7 +85,7 @@ def gguf(data: bytes) -> None:
 
 
 def config(data: bytes) -> None:
-    """``config.json``, ``generation_config.json`` and ``tokenizer_config.json``, one behind the other."""
+    """``config.json``, ``generation_config.json`` and ``tokenizer_config.json``, concatenated."""
     parts = [*data.split(BREAK, 2), b"{}", b"{}"]
     files = {"generation_config__json": parts[1], "tokenizer_config__json": parts[2]}
     with _files(config__json=parts[0], **files) as folder:

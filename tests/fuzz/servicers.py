@@ -153,7 +153,7 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _shorter(message: engine_pb2.GenerateRequest) -> None:
-    """Nobody waits for long texts: what is checked is how it is asked for."""
+    """Long texts are not generated: only the request is checked."""
     if message.stopping.max_tokens > MOST_TOKENS or not message.stopping.HasField("max_tokens"):
         message.stopping.max_tokens = MOST_TOKENS
 

@@ -15,7 +15,7 @@ from tests.gpus import ROOT, Host
 
 
 def doctored(module: str, host: Host, *words: str, **environ: str) -> dict[str, dict[str, Any]]:
-    """The findings by check; the daemon's listening addresses are told apart by nothing, and not looked at."""
+    """The findings by check; the daemon's listening addresses share one name, and are left out."""
     done = subprocess.run(
         [sys.executable, "-m", module, "doctor", "--json", *words],
         cwd=ROOT,

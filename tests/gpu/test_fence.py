@@ -48,7 +48,7 @@ def is_fenced(stats: pb.GetStatsResponse) -> bool:
 
 
 def until_recovered(service: Service) -> None:
-    """Wait until it has opened a session anew."""
+    """Wait until it has opened a new session."""
     while not stub_of(service).GetStats(engine_pb2.GetStatsRequest()).recoveries:
         pass
 

@@ -19,7 +19,7 @@ PAGE, WIDTH = 16, 60
 
 
 def steps(model: Model, batches: list[int], start: int) -> list[list[int]]:
-    """The likeliest tokens of a run of steps, each of so many rows, every one of which goes on where it was."""
+    """The likeliest tokens of a run of steps, each of so many rows, every one of which continues."""
     import cupy
 
     pages = cupy.full((max(batches) * WIDTH, model.geometry(PAGE, "bf16").page_bytes), 0xFF, cupy.uint8)
@@ -49,7 +49,7 @@ def model_of(replays: Any) -> Model:
 
 
 def tails(model: Model) -> Any:
-    """The logits ``[steps, 3, vocab_size]`` of `TAILS`, each behind what is in the pages by then."""
+    """The logits ``[steps, 3, vocab_size]`` of `TAILS`, each after what is in the pages by then."""
     import cupy
 
     pages = cupy.full((3 * WIDTH, model.geometry(PAGE, "bf16").page_bytes), 0xFF, cupy.uint8)

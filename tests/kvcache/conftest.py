@@ -80,7 +80,7 @@ class Running:
         return attached(self.stub, pool_id, **fields)
 
     def session_ids(self) -> list[str]:
-        """The ids of the open sessions, which no call tells."""
+        """The ids of the open sessions, which no call returns."""
 
         async def body() -> list[str]:
             return [session.id for session in self.daemon.cache._sessions.all()]

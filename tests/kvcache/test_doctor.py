@@ -131,7 +131,7 @@ def test_what_its_own_running_service_holds_is_no_failure(tmp_path: Path) -> Non
 
 
 def test_what_another_holds_fails(tmp_path: Path) -> None:
-    """Another program, and the other service, on the address that this one is to have."""
+    """Another program, and the other service, on the address meant for this one."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         engine(tmp_path, "local", "--metrics", "127.0.0.1:0", model=ROOT / "models" / "shakespeare") as other,

@@ -1,4 +1,4 @@
-"""The daemon's own absence: whoever was away was not asked, and nobody else pays for it."""
+"""The daemon's own absence: time in which it did not run counts against nobody."""
 
 from __future__ import annotations
 

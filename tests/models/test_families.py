@@ -120,7 +120,7 @@ def test_every_family_from_every_storage(family: str, tmp_path: Path, dtype: str
 
 
 class Served:
-    """A model behind the engine's loop, driven by hand."""
+    """A model in the engine's loop, driven by hand."""
 
     def __init__(self, model: Model, *, pages: int, max_step_tokens: int) -> None:
         g = model.geometry(PAGE_SIZE)

@@ -33,7 +33,7 @@ def reference() -> Iterator[dict[str, NDArray]]:
 
 
 def blank_pages(model: Model) -> NDArray[np.float32]:
-    """An arena of NaN: whoever looks at what nobody wrote is found out."""
+    """An arena of NaN: reading what nobody wrote shows."""
     shape = (len(TABLE), model.config.layers, 2, model.config.kv_heads, PAGE_SIZE, model.config.head_dim)
     return np.full(shape, np.nan, np.float32)
 

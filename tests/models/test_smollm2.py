@@ -58,7 +58,7 @@ def tokenizer() -> Tokenizer:
 
 @dataclass
 class Served:
-    """The model behind an engine and a daemon, processes of their own."""
+    """The model served by an engine and a daemon in processes of their own."""
 
     daemon: Service
     engine: Service

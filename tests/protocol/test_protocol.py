@@ -92,7 +92,7 @@ def test_an_operator_who_releases_what_lives_does_harm() -> None:
 
 
 def test_to_expire_a_sequence_that_runs_spares_what_it_writes_and_what_it_reads() -> None:
-    """Nobody tells the engine before its next exchange, and its lease is not over: it says what it computes."""
+    """The engine does not know before its next exchange, and its lease is not over: its results count."""
     found = searched(dataclasses.replace(Rules(), expiry=True))
     assert not found.violation, str(found)
     assert set(found.taken) == STEPS | {"expire-sequence"}

@@ -43,7 +43,7 @@ def elsewhere() -> str:
 
 @pytest.fixture
 def start(machine: dict[str, str]) -> Iterator[Starts]:
-    """Start processes that end with the test: on ``machine``, with variables changed as told."""
+    """Start processes that end with the test: on ``machine``, with the given variables changed."""
     started = []
 
     def begin(**variables: Any) -> Process:

@@ -1,4 +1,4 @@
-"""Processes on the stand-in that do what a test tells them, and live as long as it wants.
+"""Processes on the stand-in that follow a test's commands and live as long as it needs them.
 
 Run as a program, this is such a process: it reads lines of JSON, ``["run", text]`` for statements or ``["get", text]``
 for an expression, and answers each with ``["value", repr]`` or ``["error", type, status, message]``.
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Refused(Exception):
-    """What was told raised an exception; ``status`` is HIP's or hipBLAS's number, if it has one."""
+    """The command raised an exception; ``status`` is HIP's or hipBLAS's number, if it has one."""
 
     def __init__(self, kind: str, status: int | None, message: str) -> None:
         super().__init__(f"{kind}: {message}")

@@ -1,4 +1,4 @@
-"""The memory of the stand-in's devices: what HIP allows of it, what it refuses, and that none is left behind."""
+"""The memory of the stand-in's devices: what HIP allows, what it refuses, and that nothing leaks."""
 
 from __future__ import annotations
 

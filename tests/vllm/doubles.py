@@ -174,7 +174,7 @@ class Cache:
 
 
 def chained(value: int, token: int) -> int:
-    """What stands for the K and V of a token behind others."""
+    """What stands for the K and V of a token after others."""
     return (value * 1103 + token * 7 + 5) % MODULUS
 
 

@@ -1,4 +1,4 @@
-"""What the connector refuses, and what tells models and requests apart."""
+"""What the connector refuses, and what distinguishes models and requests."""
 
 from __future__ import annotations
 

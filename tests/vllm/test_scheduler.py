@@ -37,7 +37,7 @@ class Stepped:
         return opening.sequence
 
     def run(self, request: Request, computed: int) -> Plan:
-        """A step behind which so many tokens of the request are computed."""
+        """A step after which so many tokens of the request are computed."""
         if not request.blocks:
             request.blocks = self.pool.get_new_blocks(8)
             self.half.allocated(request, [block.block_id for block in request.blocks], 0)

@@ -202,7 +202,7 @@ class Clients:
         await self._tried(draw, attempt)
 
     async def _watch(self, name: str, stub: Any, request_id: str, told: Told, leaving: list[int]) -> None:
-        """Watch on from what was told, until the end or until it is time to leave."""
+        """Resume the watch after what was received, until the end or until it is time to leave."""
         told.samples = {sample: (tokens, text, False) for sample, (tokens, text, _) in told.samples.items()}
         counts = [len(tokens) for _, (tokens, _, _) in sorted(told.samples.items())]
         request = pb.WatchGenerationRequest(request_id=request_id)

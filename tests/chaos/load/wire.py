@@ -47,7 +47,7 @@ class Wire:
         self._flowing.clear()
 
     def swallow(self) -> None:
-        """What moves on the connections of now is lost, for ever; new ones are well."""
+        """Whatever is sent on the current connections is lost; new ones work."""
         for writer in self._open:
             self._open[writer] = True
 

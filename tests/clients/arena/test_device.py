@@ -216,7 +216,7 @@ SIZE = LAYOUT.page_bytes
 
 
 def announced(**changes: Any) -> dict[str, Any]:
-    """Two pages with a canary behind them."""
+    """Two pages followed by a canary."""
     told = {"total_pages": 2, "page_bytes": SIZE, "canary_offset": 2 * SIZE, "size_bytes": 2 * SIZE + 64}
     sizes = {name: changes.pop(name, size) for name, size in told.items()}
     return {"announced": Announced(**sizes), "device_ordinal": 0, "device_id": "0000:03:00.0", **changes}

@@ -1,4 +1,4 @@
-"""The steps one after another, as processes: what they say, how they end, and what is not tried behind a hang."""
+"""The steps one after another, as processes: what they report, how they end, and what is skipped after a hang."""
 
 from __future__ import annotations
 

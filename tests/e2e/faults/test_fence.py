@@ -62,13 +62,13 @@ def is_fenced(stats: pb.GetStatsResponse) -> bool:
 
 
 def until_recovered(service: Service) -> None:
-    """Wait until it has opened a session anew."""
+    """Wait until it has opened a new session."""
     while not stub_of(service).GetStats(engine_pb2.GetStatsRequest()).recoveries:
         pass
 
 
 def finish_launched(steps: Steps, mode: str) -> None:
-    """Compute the step that waits, and those behind it."""
+    """Compute the step that waits, and those after it."""
     for _ in range(1 + BEHIND[mode]):
         steps.until_held()
         steps.let(1)

@@ -1,4 +1,4 @@
-"""Two engines behind clients that balance by themselves: an upgrade loses no stream, an outage is told in time."""
+"""Two engines with client-side balancing: an upgrade loses no stream, and an outage is reported in time."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ FILES: dict[str, Callable[[Checkpoint], object]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path, file: str) -> Path:
-    """A sound model, of several files if its tensors are asked for so."""
+    """A valid model, in several files if its tensors say so."""
     shards = 2 if "model-" in file or "index" in file else 1
     folder = write_checkpoint(tmp_path / "model", CONFIG, random_tensors(CONFIG), shards=shards)
     shutil.copy(BUNDLED / "tokenizer.json", folder)

@@ -31,7 +31,7 @@ def batch(engine: Engine, *requests: pb.GenerateRequest, **options: Any) -> Any:
 
 
 def sorted_out(stream: Any) -> tuple[dict[int, list[pb.GenerateResponse]], dict[int, ServiceError]]:
-    """Responses and errors by index; nothing comes behind an item's last."""
+    """Responses and errors by index; nothing follows an item's last."""
     responses: dict[int, list[pb.GenerateResponse]] = {}
     errors: dict[int, ServiceError] = {}
     for one in stream:

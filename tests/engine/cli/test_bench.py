@@ -1,4 +1,4 @@
-"""The load generator: what it draws, when it sends, what it tells."""
+"""The load generator: what it draws, when it sends, what it reports."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(engine: RunningEngine, mo
 def test_an_interrupt_while_the_call_begins(
     engine: RunningEngine, capsys: Captured, monkeypatch: pytest.MonkeyPatch, moment: str, terminal: bool
 ) -> None:
-    """It ends that answer, wherever gRPC is; on a terminal the chat goes on as if the question was not asked."""
+    """It ends that answer, wherever gRPC is; on a terminal the chat continues as if the question had not been asked."""
     began: list[Any] = []
 
     class Stub:

@@ -1,4 +1,4 @@
-"""The terminal's commands against an engine: what they print, how they fail, and a batch that can go on."""
+"""The terminal's commands against an engine: what they print, how they fail, and a batch that can resume."""
 
 from __future__ import annotations
 

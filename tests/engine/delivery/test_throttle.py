@@ -220,7 +220,7 @@ def test_each_sample_is_a_message_and_counts(samples: int, watched: bool) -> Non
 
 
 def spent(samples: int) -> tuple[Loop, Throttle, Generation]:
-    """A pace whose one message is told, and a generation."""
+    """A pace whose one message was sent, and a generation."""
     loop = Loop()
     throttle = Throttle(1, loop.clock, loop.later)
     Bell(lambda: None, throttle).ring()

@@ -111,7 +111,7 @@ def outputs(
     asynchronous: bool,
     wrap: Callable[[Callable[[Sequence[Chunk]], Flight]], Callable[[Sequence[Chunk]], Flight]] = lambda launch: launch,
 ) -> Output:
-    """Everything that the requests are told, by request and sample."""
+    """Everything that the requests receive, by request and sample."""
     g = model.geometry(PAGE_SIZE)
     memory = np.full((pages, g.layers, 2, g.kv_heads, PAGE_SIZE, g.head_dim), np.nan, np.float32)
     runner, found, clock = Runner(model, lambda: memory), Output(), Clock()

@@ -18,7 +18,7 @@ DEMAND = Demand("1:a", 0, (), 1, 0)
 
 
 class Noted:
-    """A span that keeps what it is told."""
+    """A span that keeps what it is given."""
 
     def __init__(self, name: str = "", links: Sequence[Span] = ()) -> None:
         self.name, self.links = name, list(links)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="method-assign, assignment, arg-type"
-"""Asynchronous steps: one is launched behind another, and nothing else changes.
+"""Asynchronous steps: one is launched after another, and nothing else changes.
 
 `fakes.Scripted` checks at every exchange that no step in flight has the pages of a sequence that it removes, and that
 none is in flight when a session is opened or closed. `test_workload` and `model.test_ahead` compare the outputs.
@@ -286,7 +286,7 @@ def test_a_request_is_preempted_with_a_row_in_flight(ahead: str) -> None:
 
 @WHEN
 def test_a_row_in_flight_of_an_earlier_admission_counts_for_nothing(ahead: str) -> None:
-    """Its sequence lost its pages and is admitted anew before the step is waited for."""
+    """Its sequence lost its pages and is admitted again before the step is waited for."""
     harness = decoding(ahead, page_size=2)
     scheduler = harness.loop.scheduler
     serve, apply, lost, stale = harness.source.serve, scheduler.apply, list[str](), list[str]()

@@ -1,4 +1,4 @@
-"""What a caller who was refused is told to wait: an estimate, within bounds."""
+"""How long a refused caller is asked to wait: an estimate, within bounds."""
 
 from __future__ import annotations
 

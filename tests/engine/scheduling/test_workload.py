@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type, assignment"
-"""Any workload, any pool, any failure: each request's output is what it generates alone, and nothing is left behind."""
+"""Any workload, any pool, any failure: each request's output is what it generates alone, and nothing is left over."""
 
 from __future__ import annotations
 

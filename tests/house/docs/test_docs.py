@@ -154,7 +154,7 @@ PROGRAMS = r"(?:python -m|make|grpcurl|ghz|buf|docker|hf|pip|curl|git|cd|mount) 
 
 
 def lines_of(first: str, rest: Iterator[str]) -> str:
-    """A command with the lines that it goes on in: after a backslash, or within quotes."""
+    """A command with its continuation lines: after a backslash, or within quotes."""
     typed = first
     while typed.endswith("\\") or is_open(typed):
         following = next(rest, None)

@@ -147,7 +147,7 @@ def _bitcode() -> list[Path]:
 
 
 def _run(command: Sequence[str], text: str = "", told: bool = False) -> str:
-    """Return what a command prints, or with ``told`` what it says on standard error."""
+    """Return what a command prints, or with ``told`` its standard error."""
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise CompileError(f"{shlex.join(command)}:\n" + "\n".join(done.stderr.splitlines()[:20]))

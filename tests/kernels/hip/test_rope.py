@@ -165,7 +165,7 @@ def test_rope_write(device: Device, kind: str, kv: str, head_dim: int) -> None:
 
 
 def int8_pages(count: int, kv_heads: int, page_size: int, head_dim: int) -> NDArray[np.uint8]:
-    """An arena of garbage: that of the layout, with scales behind the values."""
+    """An arena of garbage, as the layout has it, with scales after the values."""
     page_bytes = LAYERS * 2 * kv_heads * (page_size * head_dim + 4)
     return np.random.default_rng(5).integers(0, 256, (count, page_bytes)).astype(np.uint8)
 

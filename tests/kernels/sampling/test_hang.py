@@ -1,4 +1,4 @@
-"""The sampler ends on AMD's GPUs, and did not without the barrier behind a block of one thread at the end of a loop."""
+"""The sampler terminates on AMD GPUs; without the barrier after a single-thread block at a loop's end it would not."""
 
 from __future__ import annotations
 

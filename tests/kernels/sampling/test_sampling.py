@@ -49,7 +49,7 @@ def agree(
     padding: int = 0,
     threads: int = THREADS,
 ) -> Drawn:
-    """Draw on the device and in NumPy, compare all of it, and return it; NaN is ``padding`` wide behind each row."""
+    """Draw on the device and in NumPy, compare all of it, and return it; each row is followed by ``padding`` NaNs."""
     n, vocab_size = logits.shape
     logits = logits.astype(KINDS[kind])
     there = np.full((n, vocab_size + padding), np.nan, KINDS[kind])

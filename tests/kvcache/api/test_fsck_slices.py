@@ -47,7 +47,7 @@ def pausing_everywhere() -> ExitStack:
 
 
 class Walking(Direct):
-    """A walk is always under way, and goes on by a few slices between two transactions."""
+    """A walk is always in progress, and advances by a few slices between two transactions."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

@@ -77,7 +77,7 @@ def test_the_source_of_a_copy_pays_for_the_page_behind_it(pages: int, quota: int
     session = world.attached(max_pages=quota)
 
     def ask(demand: Demand) -> object:
-        """What is told, if anything."""
+        """The answer, if there is one."""
         told, _ = world.cache.calls.allocate(session.id, grouped([demand]), [])
         world.sound()
         return told[0][1] if told else None

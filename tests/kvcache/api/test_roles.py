@@ -60,7 +60,7 @@ def users(reachable: Path) -> Iterator[Users]:
 
 
 def refusal(stub: Any, method: str, request: Any = None) -> ServiceError | None:
-    """The error of a call, with an empty request unless told; None when it has none."""
+    """The error of a call, by default with an empty request; None if it succeeds."""
     request = getattr(pb, SERVICE.methods_by_name[method].input_type.name)() if request is None else request
     try:
         answer = getattr(stub, method)(request, timeout=30)

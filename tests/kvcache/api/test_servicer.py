@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type, list-item"
-"""The daemon through its wire: what a client sees, and every reason it can be told."""
+"""The daemon over the wire: what a client sees, and every error reason."""
 
 # The table of reasons is one row a line.
 # ruff: noqa: E501

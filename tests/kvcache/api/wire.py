@@ -277,7 +277,7 @@ class Wire:
         }
 
     def cached(self) -> list[int]:
-        """Not told to any client: read off the state object."""
+        """Not visible to clients: read from the state object."""
         return self.loop.run(lambda: [page for pool in self.world.cache.pools for page in pool.table.cached])
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ from tests.kvcache.fakes import LAYOUT, World
 
 
 def serve(world: World, session: Session, demand: Demand, removed: list[str] | None = None) -> Grant:
-    """What one sequence was granted: nothing, of a step that nothing is told of."""
+    """What one sequence was granted; nothing for a step without news."""
     told, _ = world.cache.calls.allocate(session.id, grouped([demand]), removed or [])
     world.sound()
     if not told and isinstance(demand, Step):
@@ -371,7 +371,7 @@ def test_access_counts() -> None:
 
 @pytest.mark.parametrize("values", [1, 2, 5])
 def test_colliding_hashes_never_serve_other_tokens(values: int) -> None:
-    """With a hash of few values nearly every chain collides; a hit must still be the asked prefix exactly."""
+    """With a hash of few values nearly every chain collides; a hit must still be exactly the requested prefix."""
     world = World(12, chain_hash=lambda parent, tokens: (parent * 31 + sum(tokens)) % values)
     session = world.attached(ttl_s=600.0)
     random_ = random.Random(values)

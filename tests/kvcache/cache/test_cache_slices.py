@@ -249,7 +249,7 @@ def test_no_slice_does_much(meter: Meter, call: Callable[[World, Any], Work[Any]
 
 
 def waited(world: World) -> int:
-    """Pay all debts, with a sound state behind each slice; how many there were."""
+    """Pay all debts, checking the state after each slice; return how many there were."""
     count = 0
     while world.cache.debts:
         world.cache.debts.pay(world.now)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="has-type, misc"
-"""Steps in columns: the short way does what the long one does, and what a malformed step is told."""
+"""Steps in columns: the short path does what the long one does, and malformed steps get the right error."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Line:
         self.stub = kvcache_pb2_grpc.KvCacheServiceStub(self._channel)
 
     def call(self, name: str, request: Any, *, calmly: bool = False) -> Any:
-        """The response. Raises GivenUp, unless it shall go on ``calmly``, and ServiceError."""
+        """The response. Raises ServiceError and, unless ``calmly``, GivenUp."""
         self._tally.count("calls")
         fate = 1.0 if calmly else self._random.random()
         try:

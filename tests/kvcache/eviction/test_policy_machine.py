@@ -79,7 +79,7 @@ class EvictionMachine(RuleBasedStateMachine):
         return before + tuple(array("I", self.pool.index.tokens(page) or b""))
 
     def ended(self, name: str) -> None:
-        """Before a sequence is removed: all of its complete pages are promised what it asked for."""
+        """Before a sequence is removed: all of its complete pages get the retention it requested."""
         sequence, _ = self.world.cache.calls.get_sequence(self.session, name)
         retention = self.retentions.pop(name)
         if retention is None:
@@ -97,7 +97,7 @@ class EvictionMachine(RuleBasedStateMachine):
         return {page: promise for page, promise in promised.items() if promise is not None}
 
     def retained(self) -> list[int]:
-        """As they would go, behind all others."""
+        """In the order in which they would go, after all others."""
         cached = list(self.pool.table.cached)
         return cached[len(cached) - self.pool.table.cached.retained_count :]
 

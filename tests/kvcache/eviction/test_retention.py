@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type"
-"""Retention: what stays, for how long, behind what it goes, and that a continuation never outlives its prefix."""
+"""Retention: what stays, for how long, in which order it goes, and that a continuation never outlives its prefix."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Traffic:
         ]
 
     def recent(self, requests: int, depth: float) -> Trace:
-        """Conversations that grow; the more recently one was used, the likelier it goes on."""
+        """Conversations that grow; the more recently one was used, the likelier it continues."""
         trace: Trace = []
         stack: list[list[int]] = []
         for _ in range(requests):

@@ -1,4 +1,4 @@
-"""What routers read of the prefix caches is true, whatever they miss and whoever comes and goes."""
+"""Routers get a true picture of the prefix caches, whatever they miss and whichever engines come and go."""
 
 from __future__ import annotations
 

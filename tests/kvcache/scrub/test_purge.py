@@ -1,4 +1,4 @@
-"""What was found corrupted goes with all behind it, whatever else happens between two slices; and by its generation."""
+"""A corrupted page is removed with its continuations, by generation, whatever else happens between two slices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 4
 
 
 def chains(pool: Pool, first: int) -> list[int]:
-    """The published pages behind, or with, a first page of these tokens."""
+    """The published pages that are, or continue, a first page of these tokens."""
     found = []
     for page in pool.index.published():
         at = page
@@ -30,7 +30,7 @@ def chains(pool: Pool, first: int) -> list[int]:
 
 
 def world_of_two_prefixes(pages: int) -> tuple[World, Session, Pool]:
-    """Live sequences behind pages of ones and of twos, in turns; each has room for two pages more."""
+    """Live sequences that continue pages of ones and of twos, alternating; each has room for two more pages."""
     world = World(pages)
     session = world.attached()
     for at in range(8):
@@ -41,7 +41,7 @@ def world_of_two_prefixes(pages: int) -> tuple[World, Session, Pool]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_pages_published_between_slices_go_as_well(seed: int) -> None:
-    """Sequences that hold what is being removed go on, end and begin at any time."""
+    """Sequences that hold what is being removed continue, end and begin at any time."""
     world, session, pool = world_of_two_prefixes(64)
     chosen = random.Random(seed)
     resident = {f"{at}": 2 * SIZE for at in range(8)}

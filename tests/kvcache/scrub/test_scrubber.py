@@ -1,4 +1,4 @@
-"""Published pages whose bytes change: found by a deep Fsck and by hits, and removed with what is cached behind them."""
+"""Published pages whose bytes change are found by a deep Fsck and by hits, and removed with their continuations."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_a_kernel_that_does_not_run_is_told_once_and_stops_nothing(tmp_path: Pat
 
 
 class Gate:
-    """Holds whoever reads pages, until it is opened."""
+    """Blocks readers of pages until it is opened."""
 
     def __init__(self) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -296,7 +296,7 @@ def test_others_are_served_while_pages_are_read(gated: tuple[OnGpus, Gate]) -> N
 
 
 def test_a_pool_may_be_dropped_while_its_pages_wait_to_be_read(gated: tuple[OnGpus, Gate]) -> None:
-    """The memory is freed behind the read in work, and none begins after it."""
+    """The memory is freed after the read in progress, and no other read begins."""
     running, gate = gated
     opened = running.open(0)
     running.attach(opened)

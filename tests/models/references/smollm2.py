@@ -1,4 +1,4 @@
-"""What is asked of SmolLM2-135M-Instruct, the trained model that ``make smollm2`` fetches, and of its references."""
+"""The prompts for SmolLM2-135M-Instruct, the trained model that ``make smollm2`` fetches, and for its references."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type, assignment, misc"
-"""Cases of single instructions: a piece of assembly, the state before it, and the state that has to be behind it.
+"""Cases of single instructions: a piece of assembly, the state before it, and the state expected after it.
 
 Destinations are v10 on and s40 on; source i is v[20 + 4 i], s[50 + 4 i] or a constant; a mask that is a source s44.
 Everything else is random, and must stay.

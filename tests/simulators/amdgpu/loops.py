@@ -22,7 +22,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Blocks of instructions without a jump in or out, and where each goes on."""
+    """Basic blocks, and the successors of each."""
 
     blocks: tuple[tuple[Instruction, ...], ...]
     successors: tuple[tuple[int, ...], ...]

@@ -62,7 +62,7 @@ class State:
 
 
 class Snippets:
-    """Pieces of assembly for one GPU, each of which ends the wave behind it."""
+    """Pieces of assembly for one GPU, after each of which the wave ends."""
 
     def __init__(self, gpu: str, pieces: Sequence[str]) -> None:
         self.lanes = 64 if gpu.startswith("gfx9") else 32
@@ -85,7 +85,7 @@ class Snippets:
             self._library.executor_program_end(self._program)
 
     def run(self, number: int, state: State) -> State:
-        """Return the state behind piece ``number``; raises Fault."""
+        """Return the state after piece ``number``; raises Fault."""
         after = state.copy()
         self._memory.write(ADDRESS, state.memory.tobytes())
         pointers = [one.ctypes.data for one in (after.s, after.v, after.scc, after.shared)]

@@ -58,7 +58,7 @@ def poisoned(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 
 
 class KernelError(Exception):
-    """A kernel that does not compile, cannot be launched as asked, or did what a GPU does not allow."""
+    """A kernel that does not compile, cannot be launched, or did what a GPU does not allow."""
 
 
 class Array:
@@ -220,7 +220,7 @@ class _Worker:
         return self._loaded[library]
 
     def request(self, *words: object, data: bytes = b"", answer_bytes: int = 0) -> tuple[str, bytes]:
-        """Send a request and return its answer: the rest of the line, and the bytes behind it."""
+        """Send a request and return its answer: the rest of the line, and the bytes after it."""
         while self.freed and words[0] != "free":
             self.request("free", self.freed.pop())
         try:

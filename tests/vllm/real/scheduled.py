@@ -158,7 +158,7 @@ def main(model: str, daemon: str, ahead: bool, page_size: int, blocks: int) -> N
 
 
 def tensors(names: list[str], spec: Any, blocks: int) -> list[Any]:
-    """How the scheduler is told where layers lie, which it does not read; versions differ."""
+    """The layers' placement as the scheduler gets it, which it does not read; versions differ."""
     size = spec.page_size_bytes * blocks
     try:
         return [KVCacheTensor(size=size, shared_by=[name]) for name in names]

@@ -37,7 +37,7 @@ def trained(**options: Any) -> sentencepiece.SentencePieceProcessor:
 
 
 def composed(pieces: Iterable[tuple[str, float, int]], *, prefix: bool = True) -> sentencepiece.SentencePieceProcessor:
-    """A model of these pieces, scores and types, behind <unk>, <s> and </s>."""
+    """A model of these pieces, scores and types, after <unk>, <s> and </s>."""
     model = spm.ModelProto()
     model.trainer_spec.model_type = spm.TrainerSpec.BPE
     model.normalizer_spec.name = "identity"

@@ -102,7 +102,7 @@ def test_equal_scores_that_no_list_can_say(scores: dict[str, float], said: str) 
 
 
 class Counted(dict[str, float]):
-    """Scores that know how often one was asked for."""
+    """Scores that count how often one was read."""
 
     asked = 0
 

@@ -37,7 +37,7 @@ def pieces() -> tokenizers.Tokenizer:
 
 
 def with_special_tokens(made: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """One that knows the special tokens, of which `[/INST]` takes the spaces behind it."""
+    """One that knows the special tokens, of which `[/INST]` takes the spaces after it."""
     made.add_special_tokens([AddedToken(text, normalized=False, rstrip=text == "[/INST]") for text in SPECIAL_TOKENS])
     made.add_tokens([AddedToken(text, normalized=False, special=False) for text in ADDED_TOKENS])
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])

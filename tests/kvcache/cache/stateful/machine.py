@@ -95,7 +95,7 @@ class Driver(Protocol):
     entries: list[Entry]
 
     def run(self, operations: Sequence[Operation], *, give_up: bool = False) -> list[Answer | Unanswered]:
-        """All of them at the same time, as far as the driver can; whoever gives up may still have been served."""
+        """All of them at the same time, as far as the driver can; a caller that gives up may still have been served."""
 
     def violations(self) -> list[str]:
         """Of the whole state."""

@@ -233,7 +233,7 @@ class Model:
                 self._get((session, name), answer, now)
 
     def _in_columns(self, key: Key, step: Step, told: list[tuple[str, Grant | Refused]], now: float) -> None:
-        """A step that has a page, a copy or an error to be told is told of, and no other."""
+        """Only a step with a page, a copy or an error is answered."""
         sequence = self.sequences.get(key)
         if sequence is not None and not self._why_not_step(sequence, step):
             runs = step.start + len(step.tokens) > len(sequence.tokens)
@@ -261,7 +261,7 @@ class Model:
             self._granted(self._begin(key, opening, item), 0, item, now)
 
     def _refused(self, item: Grant | Refused, reasons: set[str]) -> bool:
-        """Whether there is a reason to refuse, and then it was one of them that was told."""
+        """Whether there is a reason to refuse, and the answer gave one of them."""
         if reasons:
             refused(item, reasons)
             assert isinstance(item, Refused)
@@ -360,7 +360,7 @@ class Model:
         return {"POSITION_MISMATCH"} if bad else set()
 
     def _append(self, key: Key, step: Step, failed: list[tuple[str, Refused]], now: float) -> None:
-        """One that is refused is told of, and no other."""
+        """Only a refused one is answered."""
         sequence = self.sequences.get(key)
         if sequence is None or (reasons := self._why_not_tokens(sequence, step)):
             assert failed and failed[0][0] == key[1], f"{step} was to be refused, and not {failed}"
@@ -520,7 +520,7 @@ class Model:
             self._give_up(page)
 
     def _damage(self, damaged: int, answer: Answer) -> None:
-        """The page and all that was computed behind it is in nobody's way any more."""
+        """The page and everything computed after it no longer matter."""
         published = [page for page, model in self.pages.items() if model.link is not None]
         self.totals["verified_pages"] += len(published)
         link = self.pages[damaged].link
@@ -643,7 +643,7 @@ class Model:
         self.pages[page].cached_at = now
 
     def _write(self, sequence: ModelSequence, tokens: list[int]) -> None:
-        """The engine ran these tokens, then told the cache."""
+        """The engine ran these tokens, then reported them."""
         if tokens and sequence.copy is not None:
             self._let_go_of_copy(sequence, None)
         for token in tokens:

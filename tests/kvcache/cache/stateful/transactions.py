@@ -1,4 +1,4 @@
-"""What can be asked of a cache and what it can answer, as plain values: of a call and of the state object alike."""
+"""Calls of a cache and their answers as plain values, for the RPCs and the state object alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kvcache.fakes import World
 
 @dataclass(frozen=True)
 class Open:
-    """Open a session; the engine attaches it right behind."""
+    """Open a session; the engine attaches it immediately afterwards."""
 
     pid: int | None
     max_pages: int | None
@@ -123,7 +123,7 @@ Operation = (
 
 @dataclass(frozen=True)
 class Refused:
-    """An error, with all that a client is told of it."""
+    """An error, with everything that a client sees of it."""
 
     reason: str
     message: str
@@ -153,7 +153,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class Granted:
-    """An answer to Allocate: to each opening, and to the steps that have anything to be told, by name."""
+    """An answer to Allocate, by name: to each opening, and to the steps that have news."""
 
     told: tuple[tuple[str, Grant | Refused], ...]
     available_pages: int
@@ -221,7 +221,7 @@ def can_be_seen(pid: int) -> bool:
 
 
 def namespace_of(pid: int) -> str:
-    """Of a process, as it is told to the cache, whose own is "here"."""
+    """A process as the cache is given it; the cache's own is "here"."""
     return "here" if can_be_seen(pid) else "elsewhere"
 
 
