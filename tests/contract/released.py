@@ -1,4 +1,4 @@
-"""The protocol as it was released, ``protos/released.binpb``: its messages, and a service that knows no more."""
+"""The protocol of an older release, 0.1.0: its messages, and a service that knows no more."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 
-from tests.processes import ROOT
-
+#: What `make release-protos` had recorded for it.
+OLDER = Path(__file__).parent / "0.1.0.binpb"
 SERVICE = "rocmforge.kvcache.v1.KvCacheService"
 
 
 def pool() -> DescriptorPool:
     """The released descriptors, apart from those of the generated code."""
     found = DescriptorPool()
-    for file in FileDescriptorSet.FromString((ROOT / "protos" / "released.binpb").read_bytes()).file:
+    for file in FileDescriptorSet.FromString(OLDER.read_bytes()).file:
         found.Add(file)
     return found
 
