@@ -24,8 +24,8 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
 from services.common.edge.unix_sockets import guest_socket
+from tests.kvcache.clients.stranger import Stranger
 from tests.kvcache.conftest import LAYOUT_PB
-from tests.kvcache.stranger import Stranger
 from tests.processes import Service, kvcache
 
 TENANT, RIVAL = 3000, 3001

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.common.edge.message_limit import STEP_BYTES, MessageLimit, MessageLimits
-from services.kvcache.api.messages import MAX_ITEMS
+from services.kvcache.api.requests import MAX_ITEMS
 
 #: An opening with all that it may say is 12 fields.
 _STEP = MessageLimit(STEP_BYTES, 16 * MAX_ITEMS)

@@ -19,7 +19,7 @@ from services.common.access.identity import CALLER, Identity
 from services.common.access.policy import Policy
 from services.common.errors import Draining, FieldInvalid
 from services.common.tracing.span import SPAN, Value
-from services.kvcache.api import messages
+from services.kvcache.api import requests, responses
 from services.kvcache.api.roles import ENGINE, INCLUDES, NEEDED, OPERATOR
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.cache.walk import walk
@@ -32,7 +32,7 @@ from services.version import VERSION
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
 
-maps_errors = rpc.maps_errors(messages.DOMAIN)
+maps_errors = rpc.maps_errors(responses.DOMAIN)
 
 log = structlog.get_logger()
 
@@ -81,17 +81,17 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.OpenSessionResponse:
         """See the proto."""
         caller = self._policy.require(NEEDED["OpenSession"])
-        messages.check_name(request.client_name, "client_name", least=0)
-        messages.check_name(request.pool_id, "pool_id")
-        messages.check_name(request.engine_name, "engine_name", least=0)
-        messages.check_name(request.model, "model", least=0)
+        requests.check_name(request.client_name, "client_name", least=0)
+        requests.check_name(request.pool_id, "pool_id")
+        requests.check_name(request.engine_name, "engine_name", least=0)
+        requests.check_name(request.model, "model", least=0)
         if not request.HasField("layout"):
             raise FieldInvalid("layout is missing", field="layout")
-        process = self._proven(messages.read_process(request.process))
+        process = self._proven(requests.read_process(request.process))
         work = self._cache.opening(
             request.client_name,
             request.pool_id,
-            messages.read_layout(request.layout),
+            requests.read_layout(request.layout),
             pool_pages=request.pool_pages if request.HasField("pool_pages") else None,
             max_pages=request.max_pages if request.HasField("max_pages") else None,
             ttl_s=request.ttl.ToNanoseconds() / 1e9 if request.HasField("ttl") else None,
@@ -108,9 +108,9 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         return pb.OpenSessionResponse(
             epoch=self._cache.epoch,
             session_id=session.id,
-            ttl=messages.duration_message(session.ttl_s),
-            arena=messages.arena_message(pool, session.canary_slot),
-            layout=messages.layout_message(pool.layout),
+            ttl=responses.duration_message(session.ttl_s),
+            arena=responses.arena_message(pool, session.canary_slot),
+            layout=responses.layout_message(pool.layout),
             pool_id=pool.id,
             session_handle=session.handle,
         )
@@ -151,7 +151,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         session = self._cache.renew_session(request.session_id, self._policy.require(NEEDED["RenewSession"]))
         return pb.RenewSessionResponse(
             epoch=self._cache.epoch,
-            ttl=messages.duration_message(session.ttl_s),
+            ttl=responses.duration_message(session.ttl_s),
             available_pages=self._cache.pool_of(session).headroom.pages,
         )
 
@@ -171,8 +171,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     async def AllocatePages(self, request: pb.AllocatePagesRequest, context: Any) -> pb.AllocatePagesResponse:
         """See the proto."""
         caller = self._policy.require(NEEDED["AllocatePages"])
-        demands = await self._slices.run(messages.read_demands(request.demands))
-        removed = messages.read_ids(request.remove_sequence_ids, "remove_sequence_ids")
+        demands = await self._slices.run(requests.read_demands(request.demands))
+        removed = requests.read_ids(request.remove_sequence_ids, "remove_sequence_ids")
         if hits := await self._slices.run(self._cache.hits_to_verify(request.session_id, demands, caller)):
             await self._scrubber.verify_hits(hits)
         if (span := SPAN.get()) is not None:
@@ -183,26 +183,26 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             await self._scrubber.zero_granted(pool)  # nobody writes in a page that is told to nobody
         response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.headroom.pages)
         if served:
-            await self._slices.run(messages.fill_grants(response, served))
+            await self._slices.run(responses.fill_grants(response, served))
         return response
 
     @maps_errors
     async def AppendTokens(self, request: pb.AppendTokensRequest, context: Any) -> pb.AppendTokensResponse:
         """See the proto."""
         caller = self._policy.require(NEEDED["AppendTokens"])
-        messages.check_tokens(len(request.steps.tokens), 0, "steps.tokens")
-        steps = await self._slices.run(messages.read_steps(request.steps, "steps", growing=False))
+        requests.check_tokens(len(request.steps.tokens), 0, "steps.tokens")
+        steps = await self._slices.run(requests.read_steps(request.steps, "steps", growing=False))
         response = pb.AppendTokensResponse(epoch=self._cache.epoch)
         work = self._cache.calls.appending(request.session_id, steps, caller)
         for sequence_id, error in await self._slices.run(work, order=request.session_id):
-            response.errors.add(sequence_id=sequence_id, error=rpc.status_of(error, messages.DOMAIN))
+            response.errors.add(sequence_id=sequence_id, error=rpc.status_of(error, responses.DOMAIN))
         return response
 
     @maps_errors
     async def RemoveSequences(self, request: pb.RemoveSequencesRequest, context: Any) -> pb.RemoveSequencesResponse:
         """See the proto."""
         caller = self._policy.require(NEEDED["RemoveSequences"])
-        ids = messages.read_ids(request.sequence_ids, "sequence_ids")
+        ids = requests.read_ids(request.sequence_ids, "sequence_ids")
         work = self._cache.calls.removing(request.session_id, ids, caller)
         removed, pool = await self._slices.run(work, order=request.session_id)
         absent = [name for name, was_there in zip(ids, removed, strict=True) if not was_there]
@@ -218,8 +218,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         """See the proto."""
         handle = request.session_handle
         caller = self._policy.require(OPERATOR if handle else NEEDED["GetSequence"])
-        messages.check_name(request.sequence_id, "sequence_id")
-        messages.check_one_session(bool(request.session_id), bool(handle))
+        requests.check_name(request.sequence_id, "sequence_id")
+        requests.check_one_session(bool(request.session_id), bool(handle))
         if handle:
             sequence, session = self._cache.calls.inspect_sequence(handle, request.sequence_id)
         else:
@@ -236,10 +236,10 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def ListSequences(self, request: pb.ListSequencesRequest, context: Any) -> pb.ListSequencesResponse:
         """See the proto."""
-        if request.limit > messages.MAX_LIST:
-            raise FieldInvalid(f"limit is {request.limit}; it must be at most {messages.MAX_LIST}", field="limit")
-        messages.check_one_session(request.HasField("session_id"), request.HasField("session_handle"))
-        start, most = messages.read_cursor(request.cursor), request.limit or 100
+        if request.limit > requests.MAX_LIST:
+            raise FieldInvalid(f"limit is {request.limit}; it must be at most {requests.MAX_LIST}", field="limit")
+        requests.check_one_session(request.HasField("session_id"), request.HasField("session_handle"))
+        start, most = requests.read_cursor(request.cursor), request.limit or 100
         if request.HasField("session_id"):
             listed, more = self._cache.calls.sequences_of(request.session_id, start, most, self._policy.require(ENGINE))
         else:
@@ -259,17 +259,17 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         cache = self._cache
         return pb.GetStatsResponse(
             epoch=cache.epoch,
-            pools=[messages.pool_stats_message(pool, cache.session_count(pool)) for pool in cache.pools],
+            pools=[responses.pool_stats_message(pool, cache.session_count(pool)) for pool in cache.pools],
             budget_bytes=cache.limits.budget_bytes,
             arena_bytes=cache.pools.arena_bytes,
-            uptime=messages.duration_message(cache.now() - cache.started_at),
+            uptime=responses.duration_message(cache.now() - cache.started_at),
             expired_sessions=cache.expired_sessions,
             expired_sequences=cache.expired_sequences,
-            lost_sessions=[messages.lost_session_message(record, cache.now()) for record in cache.quarantine.lost()],
+            lost_sessions=[responses.lost_session_message(record, cache.now()) for record in cache.quarantine.lost()],
             killed_engines=cache.quarantine.killed,
             host_memory_bytes=cache.memory.used,
             host_memory_limit_bytes=cache.memory.limit,
-            sessions=[messages.session_message(session, cache.now()) for session in cache.live_sessions()],
+            sessions=[responses.session_message(session, cache.now()) for session in cache.live_sessions()],
             version=VERSION,
         )
 
@@ -298,20 +298,20 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
         """See the proto."""
         self._policy.require(NEEDED["ExplainPrefix"])
-        messages.check_name(request.salt, "salt", least=0)
-        messages.check_tokens(len(request.prompt), 0, "prompt")
+        requests.check_name(request.salt, "salt", least=0)
+        requests.check_tokens(len(request.prompt), 0, "prompt")
         size = self._cache.pools.get(request.pool_id).layout.page_size
-        if len(request.prompt) > size * messages.MAX_EXPLAINED:
+        if len(request.prompt) > size * requests.MAX_EXPLAINED:
             raise FieldInvalid(
-                f"prompt has {len(request.prompt)} tokens; it may have {messages.MAX_EXPLAINED} pages of {size}",
+                f"prompt has {len(request.prompt)} tokens; it may have {requests.MAX_EXPLAINED} pages of {size}",
                 field="prompt",
-                limit=size * messages.MAX_EXPLAINED,
+                limit=size * requests.MAX_EXPLAINED,
             )
         others = self._policy.has(CALLER.get(), OPERATOR)
-        prompt = await self._slices.run(messages.read_tokens(request.prompt))
+        prompt = await self._slices.run(requests.read_tokens(request.prompt))
         answers = await self._slices.run(self._cache.explain(request.pool_id, prompt, request.salt, others=others))
         response = pb.ExplainPrefixResponse(epoch=self._cache.epoch)
-        await self._slices.run(messages.fill_explanation(response, answers))
+        await self._slices.run(responses.fill_explanation(response, answers))
         return response
 
     @maps_errors
@@ -373,7 +373,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
                 if why or gap:
                     # The snapshot is taken whole, before the first await, at the number it is true for.
                     number = ring.last_number
-                    snapshot = messages.snapshot_messages(self._cache, request.pool_id, tokens=tokens)
+                    snapshot = responses.snapshot_messages(self._cache, request.pool_id, tokens=tokens)
                     reset = pb.CacheReset(reason=why or pb.RESET_REASON_GAP)
                     yield pb.WatchEventsResponse(epoch=epoch, sequence_number=number, reset=reset)
                     for links in snapshot:
@@ -386,7 +386,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
                 for event in events:
                     number = event.number
                     if not request.pool_id or event.pool_id == request.pool_id:
-                        for message in messages.event_messages(self._cache, event, tokens=tokens):
+                        for message in responses.event_messages(self._cache, event, tokens=tokens):
                             yield message
                 if not events:
                     await changed.wait()
@@ -404,10 +404,10 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             total_pages=len(sequence.pages),
             published_pages=sequence.published,
             cached_tokens=sequence.cached_tokens,
-            age=messages.duration_message(now - sequence.created_at),
-            idle=messages.duration_message(now - sequence.last_access),
+            age=responses.duration_message(now - sequence.created_at),
+            idle=responses.duration_message(now - sequence.last_access),
             access_count=sequence.access_count,
-            retention=messages.retention_message(sequence.retention),
+            retention=responses.retention_message(sequence.retention),
         )
 
 

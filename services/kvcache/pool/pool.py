@@ -9,7 +9,7 @@ from collections.abc import Sequence as Ordered
 from services.common.errors import PositionMismatch
 from services.kvcache import slices
 from services.kvcache.eviction.policy import make_queue
-from services.kvcache.eviction.retention import RetainingQueue
+from services.kvcache.eviction.retaining_queue import RetainingQueue
 from services.kvcache.pool.arena import Arena
 from services.kvcache.pool.debts import Debts
 from services.kvcache.pool.endings import Endings

@@ -29,7 +29,7 @@ from tests.processes import kvcache
 ROOMS = (
     "eviction.lru.PAUSE",
     "eviction.density.PAUSE",
-    "eviction.retention.PAUSE",
+    "eviction.retaining_queue.PAUSE",
     "pool.pages.page_table.PAUSE",
     "pool.index.prefix_cache.PAUSE",
     "cache.pool_walk.PAUSE",

@@ -27,7 +27,7 @@ from services.common.call_stats import CallStats
 from services.common.edge.message_limit import SMALL, STEP_BYTES, MessageLimit, count_fields
 from services.common.errors import FieldInvalid
 from services.kvcache.api.limits import LIMITS
-from services.kvcache.api.messages import MAX_ITEMS
+from services.kvcache.api.requests import MAX_ITEMS
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from services.kvcache.eviction.retention import Retention

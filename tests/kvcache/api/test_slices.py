@@ -14,7 +14,7 @@ from rocmforge.client.demands import STEP_TOKENS
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
 from services.kvcache import slices
-from services.kvcache.api import messages
+from services.kvcache.api import requests, responses
 from services.kvcache.pool.index.events import MAX_LINKS
 from services.kvcache.slices import Slices
 from tests.kvcache.cache.test_cache import run
@@ -144,10 +144,10 @@ def test_short_work_is_done_without_a_pause() -> None:
     assert asyncio.run(both()) == []
 
 
-@pytest.mark.parametrize("count", [0, 1, messages.TOKEN_SLICE, messages.TOKEN_SLICE + 1, 3 * messages.TOKEN_SLICE])
+@pytest.mark.parametrize("count", [0, 1, requests.TOKEN_SLICE, requests.TOKEN_SLICE + 1, 3 * requests.TOKEN_SLICE])
 def test_tokens_are_read_as_they_were_sent(count: int) -> None:
     tokens = [at * 4001 & 0xFFFFFFFF for at in range(count)]
-    work, pauses = messages.read_tokens(pb.Prompt(tokens=tokens).tokens), 0
+    work, pauses = requests.read_tokens(pb.Prompt(tokens=tokens).tokens), 0
     while True:
         try:
             next(work)
@@ -155,7 +155,7 @@ def test_tokens_are_read_as_they_were_sent(count: int) -> None:
         except StopIteration as end:
             assert end.value == array("I", tokens)
             break
-    assert pauses == (-(-count // messages.TOKEN_SLICE) if count > messages.TOKEN_SLICE else 0)
+    assert pauses == (-(-count // requests.TOKEN_SLICE) if count > requests.TOKEN_SLICE else 0)
 
 
 def test_a_long_prompt_is_opened_and_explained_in_slices(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_long_prompt_is_opened_and_explained_in_slices(running: Running, monke
     session = running.session()
     request = pb.AllocatePagesRequest(session_id=session, demands=[opening("long", range(STEP_TOKENS // 8), 8)])
     [grant] = running.stub.AllocatePages(request).grants
-    assert len(grant.page_ids) == 8 and len(pauses) >= STEP_TOKENS // 8 // messages.TOKEN_SLICE
+    assert len(grant.page_ids) == 8 and len(pauses) >= STEP_TOKENS // 8 // requests.TOKEN_SLICE
     steps = report("long", 0, range(32))
     running.stub.AppendTokens(pb.AppendTokensRequest(session_id=session, steps=steps))
     pauses.clear()
@@ -182,11 +182,11 @@ def test_a_long_prompt_is_opened_and_explained_in_slices(running: Running, monke
 
 def test_an_explanation_has_so_many_pages(running: Running) -> None:
     running.session()
-    most = 4 * messages.MAX_EXPLAINED
+    most = 4 * requests.MAX_EXPLAINED
     for count, refused in ((most, False), (most + 1, True)):
         request = pb.ExplainPrefixRequest(pool_id="pool", prompt=[1] * count)
         if not refused:
-            assert len(running.stub.ExplainPrefix(request).pages) == messages.MAX_EXPLAINED
+            assert len(running.stub.ExplainPrefix(request).pages) == requests.MAX_EXPLAINED
             continue
         with pytest.raises(grpc.RpcError) as failure:
             running.stub.ExplainPrefix(request)
@@ -220,7 +220,7 @@ def test_a_snapshot_is_of_the_moment_at_which_it_is_taken() -> None:
         run(world, session, f"a{at}", [at, *range(20)], 6)
     [pool] = world.cache.pools
     before = {(link.hash, link.parent) for link in pool.index.links()}
-    work = messages.snapshot_messages(world.cache, "")
+    work = responses.snapshot_messages(world.cache, "")
     world.cache.calls.remove(session.id, ["a0", "a1"])
     world.cache.evict_pages("pool", None)
     run(world, session, "b", [9] * 20, 6)
@@ -234,7 +234,7 @@ def test_a_snapshot_of_a_large_pool_pauses() -> None:
     world = World(100_000, budget_bytes=1 << 40)
     session = world.attached()
     run(world, session, "a", list(range(8000)), 2001)
-    made = list(messages.snapshot_messages(world.cache, "pool"))
+    made = list(responses.snapshot_messages(world.cache, "pool"))
     sizes = [len(message.hashes) for message in made if message is not None]
     assert sum(sizes) == 2000 and max(sizes) <= MAX_LINKS and made.count(None) >= 200_000 // 4096
-    assert not [message for message in messages.snapshot_messages(world.cache, "other") if message is not None]
+    assert not [message for message in responses.snapshot_messages(world.cache, "other") if message is not None]

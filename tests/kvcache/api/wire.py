@@ -25,7 +25,8 @@ from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
 from services.common.call_stats import CallStats
 from services.common.serving import Listener, Serving
-from services.kvcache.api.messages import read_retention, retention_message
+from services.kvcache.api.requests import read_retention
+from services.kvcache.api.responses import retention_message
 from services.kvcache.api.servicer import SERVICE, KvCacheServicer
 from services.kvcache.cache.opening import Opening
 from services.kvcache.cache.steps import Steps

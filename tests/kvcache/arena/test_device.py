@@ -20,7 +20,7 @@ from rocmforge.client.arena.gpu_ipc import Runtime
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
 from services.common.errors import ExceedsBudget, InvalidConfiguration, ServiceError
-from services.kvcache.api.messages import read_layout
+from services.kvcache.api.requests import read_layout
 from services.kvcache.arena.device import GRANULE_BYTES, DeviceArena
 from services.kvcache.config import Config
 from services.kvcache.pool.budget import CANARY_SLOT_BYTES

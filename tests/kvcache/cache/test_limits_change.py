@@ -43,14 +43,14 @@ def test_less_host_memory_than_is_charged_refuses_more_and_ends_nothing() -> Non
     world = World(64)
     session = world.attached()
     opening = Opening("a", Prompt(array("I", range(9))), 8)
-    assert isinstance(world.cache.allocate(session.id, [opening], [])[0][0][1], Grant)
+    assert isinstance(world.cache.calls.allocate(session.id, [opening], [])[0][0][1], Grant)
     limits = world.cache.limits
     world.cache.take_up(replace(limits, host_memory=world.cache.memory.used - 1))
     world.sound()
-    [(_, refused)], _ = world.cache.allocate(session.id, [Opening("b", Prompt(array("I", [1])), 1)], [])
+    [(_, refused)], _ = world.cache.calls.allocate(session.id, [Opening("b", Prompt(array("I", [1])), 1)], [])
     assert isinstance(refused, HostMemoryExceeded)
-    assert world.cache.remove(session.id, ["a"])[0] == [True]
-    [(_, granted)], _ = world.cache.allocate(session.id, [Opening("b", Prompt(array("I", [1])), 1)], [])
+    assert world.cache.calls.remove(session.id, ["a"])[0] == [True]
+    [(_, granted)], _ = world.cache.calls.allocate(session.id, [Opening("b", Prompt(array("I", [1])), 1)], [])
     assert isinstance(granted, Grant)
     with pytest.raises(InvalidConfiguration, match="--host-memory is 1 bytes"):
         world.cache.check_limits(replace(limits, host_memory=1))

@@ -15,7 +15,7 @@ from services.kvcache.eviction import density
 from services.kvcache.eviction.density import DensityQueue
 from services.kvcache.eviction.lru import LruQueue
 from services.kvcache.eviction.policy import POLICIES, make_queue
-from services.kvcache.eviction.retention import RetainingQueue
+from services.kvcache.eviction.retaining_queue import RetainingQueue
 from services.kvcache.eviction.reuse import FOLLOWED, HORIZON, LEVELS, ReuseModel
 
 TOTAL = 64

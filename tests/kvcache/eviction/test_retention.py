@@ -13,7 +13,8 @@ from services.kvcache.cache.opening import Opening
 from services.kvcache.config import Config
 from services.kvcache.eviction.density import DensityQueue
 from services.kvcache.eviction.policy import POLICIES, make_queue
-from services.kvcache.eviction.retention import MAX_RETENTION_S, SLACK, Promise, RetainingQueue, Retention
+from services.kvcache.eviction.retaining_queue import SLACK, RetainingQueue
+from services.kvcache.eviction.retention import MAX_RETENTION_S, Promise, Retention
 from tests.kvcache.cache.demands import Step, fork, in_columns, opening
 from tests.kvcache.eviction.test_policies import TOTAL, Forest, drain
 from tests.kvcache.fakes import World

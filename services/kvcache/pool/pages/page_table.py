@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
 
 from services.kvcache.eviction.lru import PAUSE
-from services.kvcache.eviction.retention import RetainingQueue
+from services.kvcache.eviction.retaining_queue import RetainingQueue
 from services.kvcache.pool.host_memory import BLOCK, HOLDER, SHARED, HostMemory, is_sparse
 from services.kvcache.pool.pages.unclean import UncleanPages
 
