@@ -32,7 +32,7 @@ def wait_serving(
 ) -> None:
     """Return once the service says SERVING. ``connect`` makes a channel with some options, by default over plaintext.
 
-    ``alive`` is asked about twice a second, so that a process that could not start is noticed at once. Raises
+    ``alive`` is called twice a second, so that a process that could not start is noticed at once. Raises
     ChildProcessError when it is false, TimeoutError after ``timeout_s`` seconds, saying what was heard.
     """
     deadline = time.monotonic() + timeout_s
@@ -48,7 +48,7 @@ def wait_serving(
                         return
                     heard = f"it answers {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
             except grpc.RpcError:
-                # Not there yet, or nothing new within the look: both show in what is asked next.
+                # Not there yet, or nothing new in time: both show in the next check.
                 if not alive():
                     raise ChildProcessError(f"{address}: the process ended before it served") from None
     raise TimeoutError(f"{address}: not serving after {timeout_s:g} s: {heard}")

@@ -94,7 +94,7 @@ def _tiles(geometry: Geometry, gpu: Gpu) -> Iterator[tuple[str, int, bool]]:
 def error_of(
     device: TriedDevice, geometry: Geometry, gpu: Gpu, new: int, decode_all: bool, cached: int = CACHED
 ) -> float:
-    """||out - expected|| / ||expected|| of a row of ``new`` tokens behind ``cached`` others, of one kv head."""
+    """||out - expected|| / ||expected|| of a row of ``new`` tokens after ``cached`` others, of one kv head."""
     one = replace(geometry, query_heads=geometry.group, kv_heads=1, layers=1)
     rng = np.random.default_rng(new)
     scale = one.head_dim**-0.5

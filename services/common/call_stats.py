@@ -27,7 +27,7 @@ class CallStats:
         self._slowest = ("", 0.0)
 
     def take_slowest(self) -> tuple[str, float]:
-        """The method and the duration of the longest call that ended since this was last asked; none is ("", 0)."""
+        """The method and the duration of the longest call that ended since this was last read; none is ("", 0)."""
         slowest, self._slowest = self._slowest, ("", 0.0)
         return slowest
 

@@ -314,7 +314,7 @@ class Config(Listening):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether steps are asynchronous. On a CPU the host has nothing to hide behind: it is what computes."""
+        """Whether steps are asynchronous. On a CPU the host's work cannot be hidden: it is the host that computes."""
         return self.async_steps == ON or (self.async_steps == AUTO and self.device != CPU)
 
     @property

@@ -28,7 +28,7 @@ def pool_usage(served: Served) -> float:
 
 
 def request_families(families: Families, loop: EngineLoop, now: Snapshot) -> None:
-    """Add those of requests and steps that vLLM has by the same name behind its prefix, and that count the same."""
+    """Add those of requests and steps that vLLM has by the same name after its prefix, and that count the same."""
     totals, seen = loop.totals, loop.stats
     families.gauge("num_requests_running", "Requests that hold pages.", now.running_requests)
     families.gauge("num_requests_waiting", "Requests waiting for a batch slot or for pages.", now.waiting_requests)

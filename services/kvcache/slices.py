@@ -56,7 +56,7 @@ def found_in(walk: Iterator[Result | None]) -> Work[list[Result]]:
 
 @dataclass(slots=True, eq=False)
 class _Order:
-    """Works of one name, of which one is under way."""
+    """Works of one name, of which one is in progress."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     count: int = 0
@@ -146,7 +146,7 @@ class Slices:
             asyncio.get_running_loop().call_soon(self._tick)
 
     def _tick(self) -> None:
-        """Another pass of the loop has begun; whoever waits the longest goes on in the next."""
+        """Another pass of the loop has begun; the work that has waited longest continues in the next."""
         self._ticking, self._until = False, None
         while self._waiting:
             turn = self._waiting.popleft()

@@ -28,7 +28,7 @@ class Explanation(ModalScreen[None]):
 
 
 class Top(App[None]):
-    """Shows what ``looker`` sees, anew every ``interval_s`` seconds."""
+    """Shows what ``looker`` sees, refreshed every ``interval_s`` seconds."""
 
     ENABLE_COMMAND_PALETTE = False
     CSS = "Screen { background: ansi_default; } Static { width: 100%; height: 100%; }"
@@ -92,7 +92,7 @@ class Top(App[None]):
         self.show()
 
     def action_pause(self) -> None:
-        """Stop looking, or go on."""
+        """Pause or resume."""
         self._paused = not self._paused
         self.show()
 

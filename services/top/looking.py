@@ -16,7 +16,7 @@ from services.top.view import EngineView, PoolView, SequenceView, SessionView, V
 #: Seconds that an answer may take.
 CALL_S = 2.0
 
-#: Sequences that are asked for: the most that one call lists.
+#: Sequences requested: the most that one call lists.
 MOST_SEQUENCES = 1000
 
 

@@ -65,5 +65,5 @@ class Identity:
 #: A caller that proves nothing about itself: TCP without mutual TLS, or without a token.
 ANYONE = Identity("anyone")
 
-#: The identity behind the call that is being served; each call is a task with a context of its own.
+#: The identity of the caller being served; each call is a task with its own context.
 CALLER: ContextVar[Identity] = ContextVar("caller", default=ANYONE)

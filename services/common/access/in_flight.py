@@ -14,7 +14,7 @@ class InFlight:
         self._counts: dict[str, int] = {}  # by text, whose hash is kept
 
     def begin(self, caller: Identity) -> TooManyCalls | None:
-        """A call begins, and ``end`` is to be told of it; or the reason for which it must not."""
+        """Begin a call, whose end must be passed to ``end``; or the reason why it must not begin."""
         count = self._counts.get(caller.text, 0)
         if self.most is not None and count >= self.most:
             return TooManyCalls(

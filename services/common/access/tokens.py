@@ -56,7 +56,7 @@ class Tokens:
         self._refresh()
         scheme, _, token = authorization.partition(" ")
         given, found = _digest(token.strip()), None
-        for digest, name in self._names.items():  # all of them, whichever fits, so that time tells nothing
+        for digest, name in self._names.items():  # all of them, whichever matches, so that timing reveals nothing
             if hmac.compare_digest(digest, given):
                 found = name
         return Identity.of_token(found) if found is not None and scheme.lower() == "bearer" else None

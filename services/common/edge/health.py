@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-#: The name that says whether the process should go on. The others say whether it should get requests.
+#: The name that says whether the process should keep running. The others say whether it should get requests.
 LIVENESS = "liveness"
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -13,7 +13,7 @@ from services.common.errors import InvalidConfiguration
 def make_directory(directory: Path, flag: str, *, parents: bool = False) -> None:
     """Create a directory for this user alone, with ``parents`` also those above it; check one that is there already.
 
-    Another user who was faster at a well-known name is found out, since who owns it is asked when it exists. Raises
+    Another user who took a well-known name first is detected, since the owner of an existing one is checked. Raises
     InvalidConfiguration, which names ``flag``, and what is not trusted and why.
     """
     try:

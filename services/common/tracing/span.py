@@ -1,4 +1,4 @@
-"""A span as the services see it, whoever records it. Without tracing there are no spans, and None stands for one."""
+"""A span as the services see it, whatever records it. Without tracing there are no spans, and None stands for one."""
 
 from __future__ import annotations
 

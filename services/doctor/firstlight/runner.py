@@ -47,7 +47,7 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-#: The steps, in order: each needs less to work than those behind it.
+#: The steps, in order: each needs less to work than those after it.
 STEPS = (
     Step("preflight", "preflight", 180, gates=True),
     Step("every kernel against NumPy", "arithmetic", 300),

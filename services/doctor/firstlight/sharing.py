@@ -271,7 +271,7 @@ def _killed_owner(report: step.Report, asked: step.Asked, writer: Writer) -> Non
 
 
 def _back(report: step.Report, writer: Writer, least: int, right: str) -> None:
-    """Wait until ``least`` bytes are free: a driver takes a while to clear up behind a process."""
+    """Wait until ``least`` bytes are free: a driver takes a while to clean up after a process."""
     deadline = time.monotonic() + BACK_S
     while (free := writer.gpu.memory()[0]) < least and time.monotonic() < deadline:
         time.sleep(0.1)

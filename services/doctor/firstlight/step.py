@@ -97,7 +97,7 @@ def injected(fault: str) -> bool:
 
 
 def hang() -> None:
-    """Wait for ever, as a kernel does that never ends."""
+    """Wait forever, like a kernel that never ends."""
     threading.Event().wait()
 
 

@@ -15,7 +15,7 @@ from services.doctor.firstlight.bandwidth import seconds
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Attention of ``rows`` rows of ``new`` tokens behind ``cached``: ``heads`` kv heads of ``head_dim``, ``group``
+    """Attention of ``rows`` rows of ``new`` tokens after ``cached``: ``heads`` kv heads of ``head_dim``, ``group``
     queries each; ``key`` as of `figures`."""
 
     key: str

@@ -10,7 +10,7 @@ OPERATOR = "operator"
 #: Each role with those that come with it.
 INCLUDES = {OPERATOR: frozenset[str]()}
 
-#: The role that each of these calls needs; all others are open to whoever reaches the engine.
+#: The role that each of these calls needs; all others are open to everyone who reaches the engine.
 NEEDED = {"Drain": OPERATOR}
 
 role_allowance = allowance(INCLUDES)

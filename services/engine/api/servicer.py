@@ -57,7 +57,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     ``clock`` is the engine's monotonic clock, ``wall`` the wall clock, both in seconds. Without a ``throttle`` each
     message is sent at once. The owner in ``policy`` may do with everybody's requests what others may with their own.
-    ``begin_drain`` begins a drain, unless one is under way, and returns what is done once new requests are rejected.
+    ``begin_drain`` begins a drain, unless one has begun, and returns what is done once new requests are rejected.
     """
 
     def __init__(
@@ -356,7 +356,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @maps_errors
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
-        """See the proto. A drain goes on when its caller is gone."""
+        """See the proto. A drain continues when its caller is gone."""
         self.policy.require(NEEDED["Drain"])
         self._model()
         rejecting = self._begin_drain()

@@ -23,7 +23,7 @@ def traced(
 
 
 class _TracedListener:
-    """Passes events on, and ends the request's span behind the last."""
+    """Passes events on, and ends the request's span after the last."""
 
     def __init__(self, listener: Listener, span: Span, samples: int) -> None:
         self._listener, self._span, self._live = listener, span, samples

@@ -154,7 +154,7 @@ class Runner:
             return [ForwardFailed(f"the forward pass raised {type(failure).__name__}")]
 
     def launch(self, step: Items[Chunk]) -> Flight:
-        """Queue a step behind those in flight. Tokens that the last of them samples are handed over on the device.
+        """Queue a step after those in flight. Tokens sampled by the last of them are handed over on the device.
 
         On a host a thread computes it. The next step may be launched behind it unless sampling needs what the host does
         not know then: the token counts of a penalty. Nor may it while a prompt's log probabilities are collected, which
@@ -173,7 +173,7 @@ class Runner:
         return flight
 
     def copy_pages(self, copies: Items[PageCopy]) -> None:
-        """Copy each source page to its target, in order, behind all steps in flight. Raises GpuError."""
+        """Copy each source page to its target, in order, after all steps in flight. Raises GpuError."""
         try:
             self._drain()
             for copy in copies:
@@ -241,7 +241,7 @@ class Runner:
         return drawings
 
     def _computed(self, work: _Work, memory: Any, drawn: Any, draw: _Draws) -> list[_Drawing]:
-        """Compute a step, ``drawn`` by the one before. Returns its draws, with those of forks behind their leader's."""
+        """Compute a step, ``drawn`` by the one before. Returns its draws, with those of forks after their leader's."""
         model, rows, asks = self._model, work.rows, work.asks
         more = () if drawn is None or not work.hands_over else (drawn,)
         if not work.telling:
@@ -359,7 +359,7 @@ class _Flight:
 
     @property
     def failed(self) -> bool:
-        """Whether it could not be computed; steps launched behind it are void."""
+        """Whether it could not be computed; steps launched after it are void."""
         return self._work.failed
 
     def wait(self) -> list[Result]:

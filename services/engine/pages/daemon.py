@@ -67,7 +67,7 @@ class GrpcPageSource:
 
     @property
     def pool_id(self) -> str:
-        """The pool's name, as it was asked for."""
+        """The pool's name, as requested."""
         return self._cache.pool_id
 
     @property

@@ -68,7 +68,7 @@ class EngineLoop:
     ``on_serving`` is called when the engine becomes able or unable to serve: with False after ``unready_after_s``
     seconds without one, or at the end of the patience if that comes first. ``on_failed`` is called after an unexpected
     failure, from which the engine does not recover.
-    ``launch`` makes steps asynchronous: it queues a step behind those in flight, which ``runner.run`` no longer does.
+    ``launch`` makes steps asynchronous: it queues a step after those in flight, which ``runner.run`` no longer does.
     ``exchange`` is what makes the source's exchanges if they are traced, with the spans of the requests they are for.
     """
 
@@ -274,7 +274,7 @@ class EngineLoop:
     # --- asynchronous steps -------------------------------------------------------------------------------------
 
     def _round_ahead(self, now: float, launch: Callable[[Items[Chunk]], Flight]) -> float:
-        """A round that leaves a step in flight, if one can be launched behind it.
+        """A round that leaves a step in flight, if one can be launched after it.
 
         If requests are opened, their grants come before the step is scheduled, while the one before is computed: their
         first tokens take no more steps than without asynchronous steps. Other grants are not needed before the next

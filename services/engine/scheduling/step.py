@@ -65,7 +65,7 @@ def share_out(running: Iterable[Sequence], budget: int, page_size: int) -> tuple
         start, total = sequence.num_computed_tokens + sequence.in_flight, len(sequence.tokens)
         if sequence.pending:
             total += sequence.pending
-            # The last token is never computed. Forks share the pages behind the first one.
+            # The last token is never computed. Forks share the pages after the first one.
             if total > sequence.max_resident_tokens or sequence.forks:
                 continue
         room = len(sequence.pages) * page_size - start

@@ -180,7 +180,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         work = self._cache.calls.allocating(request.session_id, demands, removed, caller)
         served, pool = await self._slices.run(work, order=request.session_id)
         if (unclean := pool.table.unclean) is not None and unclean.granted:
-            await self._scrubber.zero_granted(pool)  # nobody writes in a page that is told to nobody
+            await self._scrubber.zero_granted(pool)  # nobody writes to a page whose grant is not answered yet
         response = pb.AllocatePagesResponse(epoch=self._cache.epoch, available_pages=pool.headroom.pages)
         if served:
             await self._slices.run(responses.fill_grants(response, served))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class Access:
-    """One piece of work at a time; the end waits for the piece in work, and lets no other begin."""
+    """One piece of work at a time; the end waits for the piece in progress, and lets no other begin."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

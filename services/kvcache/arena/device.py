@@ -88,10 +88,10 @@ class DeviceArena:
         return self._size
 
     def admit(self, owner: str) -> None:
-        """Nothing to do: whoever is told the handle can open it."""
+        """Nothing to do: anyone who has the handle can open it."""
 
     def dismiss(self, owner: str) -> None:
-        """Nothing to do: whoever was told the handle can open it still."""
+        """Nothing to do: anyone who got the handle can still open it."""
 
     def canary_offset(self, slot: int) -> int:
         """Byte offset of a canary slot."""

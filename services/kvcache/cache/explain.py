@@ -128,7 +128,7 @@ def _hits_elsewhere(pool: Pool, prompt: array[int], salt: str) -> Generator[None
 
 
 def _common_tokens(pool: Pool, above: int, mine: array[int]) -> Generator[None, None, int]:
-    """The most leading tokens that a page cached behind the same prefix has in common with these."""
+    """The most leading tokens that a page cached after the same prefix has in common with these."""
     most = 0
     for other in pool.index.continuations(above):
         if other is None:

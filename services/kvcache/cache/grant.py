@@ -24,7 +24,7 @@ class Copy:
 
 
 class Grant(NamedTuple):
-    """The pages behind those the engine knew, as (id, generation)."""
+    """The pages after those the engine knew, as (id, generation)."""
 
     first_index: int
     pages: list[tuple[int, int]]

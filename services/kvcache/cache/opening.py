@@ -143,7 +143,7 @@ def _begun(session: Session, pool: Pool, sequence_id: str, prompt: Prompt, match
 def _begin_in_slices(
     session: Session, pool: Pool, sequence_id: str, prompt: Prompt, total_pages: int, now: float
 ) -> Work[Grant]:
-    """Look up the cached prefix, share it, and take the pages behind it: after each slice the sequence is one that has
+    """Look up the cached prefix, share it, and take the pages after it: after each slice the sequence is one that has
     found a part of its prefix, or has grown a part. It was never there if it fails.
     """
     found, cached = yield from pool.matching(prompt.tokens, prompt.salt)
@@ -177,7 +177,7 @@ def _begin_in_slices(
 
 @contextlib.contextmanager
 def _beginning(session: Session, pool: Pool, sequence: Sequence) -> Iterator[None]:
-    """A sequence that is under way: it was never there if it fails, or whoever asked for it gives up."""
+    """A sequence that is being opened: if that fails, or its caller gives up, it never existed."""
     try:
         yield
     except BaseException:
@@ -196,7 +196,7 @@ def _fork(
     _check_count(session)
     shared, resident = pool.pages_for(len(parent.tokens)), len(parent.tokens)
     total = max(shared, total_pages)
-    # As in ``step``; and whoever the parent is, it holds the page that the fork would write in.
+    # As in ``step``; and whichever the parent is, it holds the page that the fork would write in.
     unshares = resident % pool.page_size > 0 and total_pages * pool.page_size > resident
     check_quota(session, total + unshares, total_pages)
     pool.headroom.check_growth(sequence_id, total_pages, total - shared + unshares)

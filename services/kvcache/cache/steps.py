@@ -116,7 +116,7 @@ def step(
     counted = sequence.page_count
     salt = pool.salt_bytes(sequence, len(new)) if new and not sequence.published else 0
     if more:
-        # A token behind what was copied lets go of the copy's source, before anything is taken.
+        # A token after what was copied releases the copy's source, before anything is taken.
         headroom, source = pool.headroom, sequence.copy[1] if sequence.copy is not None and new else None
         check_quota(session, more - (source is not None), total)
         headroom.check_growth(sequence.id, total, more - (source is not None and pool.table.holder_count(source) == 1))

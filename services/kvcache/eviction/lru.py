@@ -14,7 +14,7 @@ PAUSE = 512
 
 
 class Links(Protocol):
-    """What a policy is told of the links of pages. ``PrefixCache`` is one."""
+    """What a policy knows of the links of pages. ``PrefixCache`` is one."""
 
     def key(self, page: int) -> int:
         """The hash of the link of a published page."""

@@ -56,7 +56,7 @@ def removed(links: Iterable[Link], where: str | None) -> BlockRemoved:
 
 
 def parents_first(links: FrozenLinks) -> Iterator[Link | None]:
-    """Every link behind its parent, a chain's links in a row; None now and then."""
+    """Every link after its parent, a chain's links in a row; None now and then."""
     followers: dict[int, list[int]] = {}
     for columns in links.columns(MAX_LINKS):
         for key, parent in zip(*columns, strict=True) if columns else ():

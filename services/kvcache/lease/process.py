@@ -44,7 +44,7 @@ class ProcessTable:
             return self._gone(process)
         except (OSError, OverflowError):
             descriptor = None  # no descriptor is left, or the kernel has no pidfd: /proc proves an end as well
-        # Read behind the opening: a start time that is right now was right before, and the descriptor is of no other.
+        # Read after the opening: a start time that is right now was right before, so the descriptor is of no other.
         try:
             if _start_time(self._proc, process.pid) == process.start_time:
                 return ProcessWitness(self._proc, process, _user_of(self._proc, process.pid), descriptor)

@@ -33,7 +33,7 @@ from services.kvcache.slices import Work
 
 log = structlog.get_logger()
 
-#: What becomes of a lost session whose process lives on behind the drain: its pages wait for it, or it is killed.
+#: What becomes of a lost session whose process outlives the drain: its pages wait for it, or it is killed.
 WAIT, KILL = "wait", "kill"
 FENCES = (WAIT, KILL)
 
@@ -95,7 +95,7 @@ class Record:
 class Quarantine:
     """One record for each session that left pages, or may have memory mapped. Times are seconds of the cache's clock.
 
-    ``drain_s`` is how long a lost session may stay silent before it counts as fenced: it is told of then and, if
+    ``drain_s`` is how long a lost session may stay silent before it counts as fenced: it is reported then and, if
     ``fence`` is kill, killed.
     """
 

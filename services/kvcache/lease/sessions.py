@@ -33,7 +33,7 @@ class Session:
     caller's. ``uid`` is the user that the caller was proven to be, and so the process; None if nobody proved it.
     """
 
-    id: str  # a secret: whoever presents it, and is its owner, acts as the session
+    id: str  # a secret: its owner, presenting it, acts as the session
     client_name: str
     owner: str  # the identity that opened it
     pool_id: str
@@ -134,7 +134,7 @@ class Session:
         self._charge(-self.ids_bytes)
 
     def charged(self) -> int:
-        """What it is charged for sequences without their pages, and for removed ids, summed up anew."""
+        """What it is charged for sequences without their pages, and for removed ids, recomputed."""
         salts = texts_bytes([sequence.salt for sequence in self.sequences.values()])
         live = SEQUENCE * len(self.sequences) + texts_bytes(self.sequences) + salts
         return live + REMOVED * len(self.removed) + texts_bytes(self.removed)

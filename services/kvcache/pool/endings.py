@@ -48,7 +48,7 @@ class Endings:
         self._debts = debts
 
     def charged(self) -> int:
-        """What is charged for them, summed up anew."""
+        """What is charged for them, recomputed."""
         expired = sum(expired_bytes(sequence.salt, sequence.page_count) for sequence in self.expired)
         return expired + ending_bytes(len(self.ending), self.entries)
 

@@ -8,7 +8,7 @@ from services.kvcache.pool.pages.page_table import PageTable
 
 
 class Headroom:
-    """What may be granted of one pool, less what calls that are under way have been promised."""
+    """What may be granted of one pool, less what is reserved for calls in progress."""
 
     def __init__(self, table: PageTable, memory: HostMemory, page_size: int) -> None:
         self.entry_bytes = entry_bytes(page_size)

@@ -94,7 +94,7 @@ def is_sparse(container: Sized) -> bool:
 class HostMemory:
     """What is charged, in bytes, against ``limit``. Every operation is O(1).
 
-    ``used`` is public to the few places where a call would show; whoever adds to it has asked ``check`` before.
+    ``used`` is public to the few places where a call would show; they call ``check`` before they add to it.
     """
 
     __slots__ = ("ceiling", "floor", "limit", "refused", "used")

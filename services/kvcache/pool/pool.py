@@ -151,7 +151,7 @@ class Pool:
         return pool_bytes(self.table.total, self.page_size)
 
     def charged(self) -> int:
-        """What is charged for the pool, those of its sequences apart that are live, summed up anew."""
+        """What is charged for the pool without its live sequences, recomputed."""
         apart = self.endings.charged() + self.headroom.promised_bytes
         return self.bytes + self.table.charged() + self.index.charged() + apart
 

@@ -1,4 +1,4 @@
-"""Taking condemned pages and all that is cached behind them out of the prefix cache, a slice at a time.
+"""Taking condemned pages and their continuations out of the prefix cache, a slice at a time.
 
 K and V behind a page were computed from it, so what is behind a corrupted page is worth nothing either. A pool may have
 a million pages behind one: between two slices the cache serves others. It may, because a condemned page is found by no

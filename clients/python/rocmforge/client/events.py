@@ -13,7 +13,7 @@ class EventLog(Protocol):
         """Something that is as it should be."""
 
     def warning(self, event: str, **values: Any) -> Any:
-        """Something that the client goes on without."""
+        """Something that the client can do without."""
 
     def error(self, event: str, **values: Any) -> Any:
         """Something that somebody must look at."""

@@ -44,7 +44,7 @@ class PageLayout:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales behind K and V; 0 unless ``dtype`` is int8."""
+        """Bytes of the scales after K and V; 0 unless ``dtype`` is int8."""
         return self.layers * 2 * self.kv_heads * _SCALE_BYTES if self.dtype == "int8" else 0
 
     @property

@@ -88,7 +88,7 @@ def _is_too_long(demand: Demand) -> bool:
 
 
 def demand_messages(demands: Items[Demand]) -> Iterator[pb.Demand]:
-    """In order: one message for each sequence to open, and one for all that go on in a row."""
+    """In order: one message for each sequence to open, and one for each run of steps."""
     for opens, group in groupby(demands, attrgetter("opens")):
         if opens:
             yield from (pb.Demand(opening=_opening(demand)) for demand in group if not _is_too_long(demand))
@@ -135,7 +135,7 @@ def grants(reply: pb.AllocatePagesResponse, demands: Items[Demand]) -> list[Gran
             )
             granted.append(Grant(demand.sequence_id, error=error))
         else:
-            granted.append(Grant(demand.sequence_id, demand.known_pages))  # nothing to tell: it has what it asked for
+            granted.append(Grant(demand.sequence_id, demand.known_pages))  # no news: it has what it demanded
     return granted
 
 

@@ -1,4 +1,4 @@
-"""The step call under way: made beside the engine's step on the device, and sent again when nobody answers."""
+"""The step call in flight: made beside the engine's step on the device, and sent again if it is not answered."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Sending(Protocol):
 
 
 class Step:
-    """A step call under way. Sent again as it is when nobody answers: a replay changes nothing more."""
+    """A step call in flight. Sent again unchanged if it is not answered: a replay changes nothing more."""
 
     def __init__(self, sending: Sending, lease: Lease, parts: list[Part], traceparent: str = "") -> None:
         self._sending, self._lease, self._parts, self._traceparent = sending, lease, parts, traceparent

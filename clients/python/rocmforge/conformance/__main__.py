@@ -37,7 +37,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--daemon", required=True, metavar="ADDRESS", help="the daemon's unix socket: unix:PATH")
     names = [law.name for law in LAWS]
     parser.add_argument("--law", action="append", choices=names, help="try this one alone; may be repeated")
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help="the client, behind --")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="the client, after --")
     arguments = parser.parse_args(list(words))
     broken = 0
     for law in LAWS:

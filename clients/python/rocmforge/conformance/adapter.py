@@ -61,7 +61,7 @@ class Adapter:
         return self._begin(Demand.of_prompt(sequence, prompt, pages))
 
     def fork(self, sequence: str, parent: str, pages: int) -> dict[str, Any]:
-        """Begin a sequence as a fork, and make the copies that it is told to."""
+        """Begin a sequence as a fork, and make the copies that its grant lists."""
         return self._begin(Demand.of_fork(sequence, parent, pages))
 
     def step(self, steps: list[dict[str, Any]]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def places(stage: Stage) -> None:
 
 
 def grants(stage: Stage) -> None:
-    """Have it write behind its pages, over resident tokens, and into a page that it shares."""
+    """Have it write beyond its pages, over resident tokens, and into a page that it shares."""
     stage.open()
     stage.begin("a", 2)
     stage.write("a", range(6), 31)
@@ -99,7 +99,7 @@ def publishing(stage: Stage) -> None:
 
 
 def copies(stage: Stage) -> None:
-    """Fork a sequence in the middle of a page, and go on with both."""
+    """Fork a sequence in the middle of a page, and continue both."""
     stage.open()
     first, second = stage.begin("a", 2)
     stage.write("a", range(6), 51)

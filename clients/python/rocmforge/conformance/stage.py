@@ -73,7 +73,7 @@ class Stage:
         return list(table or ())
 
     def write(self, name: str, positions: range, byte: int) -> None:
-        """Have the client write its K and V: ``byte`` for the first position, one more for each behind it."""
+        """Have the client write its K and V: ``byte`` for the first position, one more for each after it."""
         for at, position in enumerate(positions):
             self.client.do("write", sequence=name, position=position, byte=byte + at)
 

@@ -1,4 +1,4 @@
-"""The client under test: a process that is told what to do, a JSON object a line, and answers with one."""
+"""The client under test: a process that takes commands, one JSON object per line, and answers each with another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANSWER_S = 30.0
 
 
 class Failed(Exception):
-    """The client did not do what it was told, or something else; the message says what."""
+    """The client did not do what it was asked to, or did something else; the message says what."""
 
 
 class Refused(Failed):

@@ -138,7 +138,7 @@ class RocmForgeConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: vLLM runs a request only when its load is over."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: blocks are saved whole, behind the step."""
+        """Nothing: blocks are saved whole, after the step."""
 
     def wait_for_save(self) -> None:
         """Nothing: saves are sent by `get_finished`, which comes next, and nothing waits for them."""
@@ -221,7 +221,7 @@ class RocmForgeConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     def has_pending_push_work(self) -> bool:
-        """Whether saves are under way, so that vLLM has to go on stepping."""
+        """Whether saves are in progress, so that vLLM has to keep stepping."""
         return self._half.pending
 
     def take_events(self) -> Iterable[Any]:

@@ -95,7 +95,7 @@ def pool_id(vllm_config: Any, *, engine: str, backend: str, order: str, chosen: 
     most.
 
     ``engine`` is vLLM and its version, ``backend`` the attention backend, ``order`` how pages are filled; ``chosen``
-    stands for the rest, if it is set. Raises Unsupported when the weights cannot be told apart from others.
+    stands for the rest, if it is set. Raises Unsupported when the weights cannot be distinguished from others.
     """
     if chosen:
         return f"{chosen}/{order}"

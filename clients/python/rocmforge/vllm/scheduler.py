@@ -58,7 +58,7 @@ class Scheduled:
 @dataclass(slots=True, eq=False)
 class _Tracked:
     """A request that shares its pages. ``resident`` tokens are in pages of its sequence, and the saves of those up to
-    ``submitted`` are under way. Without ``sequence`` it has none yet; ``open`` is set once the daemon has opened it.
+    ``submitted`` are in progress. Without ``sequence`` it has none yet; ``open`` is set once the daemon has opened it.
     A request that ``gave_up`` does not look up, and an ``unlucky`` one does not load, since a load of it has failed.
     """
 
@@ -131,13 +131,13 @@ class SchedulerHalf:
 
     @property
     def pending(self) -> bool:
-        """Whether something is left to be sent or reported, so that vLLM must go on stepping."""
+        """Whether something is left to be sent or reported, so that vLLM must keep stepping."""
         return bool(self._saves or not self._plan.empty)
 
     # --- what vLLM asks -------------------------------------------------------------------------------------------
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """How many tokens behind the ``computed`` ones can be loaded; None while the daemon has not answered."""
+        """How many tokens after the ``computed`` ones can be loaded; None while the daemon has not answered."""
         tracked = self._track(request)
         if tracked is None or request.skip_reading_prefix_cache or tracked.gave_up or tracked.unlucky:
             return 0, False

@@ -60,7 +60,7 @@ class Blocks(Protocol):
         """Keep nothing of them."""
 
     def mark(self) -> Any:
-        """A point behind all that vLLM has been told to compute so far, for ``load`` and ``save`` to wait for."""
+        """A point after all that vLLM has launched so far, for ``load`` and ``save`` to wait for."""
 
     def load(self, table: Sequence[int], start: int, stop: int, blocks: Sequence[int], after: Any) -> int:
         """Copy tokens [start, stop) of a block table into blocks; returns the bytes."""
@@ -71,7 +71,7 @@ class Blocks(Protocol):
 
 @dataclass(slots=True)
 class Counts:
-    """What the worker has done since it was asked last; seconds of copies, bytes, and tokens."""
+    """What the worker has done since this was last read; seconds of copies, bytes, and tokens."""
 
     values: dict[str, float] = field(default_factory=dict)
 
@@ -247,7 +247,7 @@ class WorkerHalf:
             self._lose(jobs, "INTERNAL")
 
     def _lose(self, jobs: _Jobs, reason: str) -> None:
-        """There is no session any more: answer everything that was asked of it."""
+        """There is no session any more: answer every outstanding request."""
         self._blocks.detach()
         self._sequences.clear()
         with self._changed:

@@ -65,7 +65,7 @@ class PrefixCache:
         self._charged = array("q", bytes(8 * (total // BLOCK + 1)))  # for the salts of each block of pages
         self._condemned = bytearray(total)
         self.condemned_count = 0
-        #: Pages published while there are condemned ones, for whoever looks for their continuations.
+        #: Pages published while there are condemned ones, for the walk that looks for their continuations.
         self.arrivals: list[int] = []
 
     def __len__(self) -> int:
@@ -205,7 +205,7 @@ class PrefixCache:
         return any(self._condemned[page] for page in near if page is not None)
 
     def condemn(self, page: int) -> None:
-        """Have no lookup find the link of a published page, and nothing be published behind it. Idempotent."""
+        """Hide the link of a published page from lookups, and refuse continuations of it. Idempotent."""
         key = self._keys[page]
         for one in (self._of_key[key], *self._standby.get(key, ())):
             self.condemned_count += not self._condemned[one]

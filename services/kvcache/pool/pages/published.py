@@ -61,7 +61,7 @@ class PublishedPages:
         return count
 
     def withdraw(self, page: int) -> None:
-        """Take a published page out of the prefix cache; all that was published behind it is out already.
+        """Take a published page out of the prefix cache; its published continuations are out already.
 
         Whoever holds it goes on with it, publishes nothing more, and gives it back in the end as an unfinished page.
         """

@@ -1,4 +1,4 @@
-"""Pages that still have what their last holder wrote, and are zeroed before anybody else is told of them."""
+"""Pages that still have what their last holder wrote, and are zeroed before they are granted to anyone else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import islice
 class UncleanPages:
     """Free pages that are to be zeroed, or are being zeroed, and granted ones that were not zeroed in time.
 
-    A granted page is told to nobody before it is zero: ``KvCacheServicer`` sees to that. ``wake`` is called when a page
+    No grant of a page is answered before it is zero: ``KvCacheServicer`` sees to that. ``wake`` is called when a page
     waits and none did. Every operation is O(1).
     """
 
@@ -50,11 +50,11 @@ class UncleanPages:
         return page
 
     def forget(self, page: int) -> None:
-        """A granted page will be told to nobody: it is zeroed once it is free."""
+        """The grant of a page will never be answered: it is zeroed once it is free."""
         self.granted.pop(page, None)
 
     def next(self, most: int) -> list[int]:
-        """The next pages to zero: granted ones first, then free ones, which are in work then."""
+        """The next pages to zero: granted ones first, then free ones, which are then being zeroed."""
         pages = list(islice(self.granted, most))
         while self._waiting and len(pages) < most:
             page, _ = self._waiting.popitem()

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from rocmforge.client.errors import AttachMismatch
 from rocmforge.client.layout import Layout
 
-#: Bytes of a session's canary, which the daemon writes, and of the answer behind it.
+#: Bytes of a session's canary, which the daemon writes, and of the answer after it.
 CANARY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """Page ``p`` is the ``page_bytes`` bytes at ``p * page_bytes`` of ``size_bytes``; the canary comes behind them."""
+    """Page ``p`` is the ``page_bytes`` bytes at ``p * page_bytes`` of ``size_bytes``; the canary comes after them."""
 
     total_pages: int
     page_bytes: int
@@ -34,5 +34,5 @@ class Announced:
 
 
 def answer(canary: bytes) -> bytes:
-    """What is written behind a canary that was read: its bitwise complement."""
+    """What is written after a canary that was read: its bitwise complement."""
     return bytes(byte ^ 0xFF for byte in canary)

@@ -16,7 +16,7 @@ _OPTIONS = [
     # In fact the limit on greeting.
     ("grpc.min_reconnect_backoff_ms", round(1000 * GREET_S)),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # Or a channel that is made anew would find the connection of the one before it, and take that.
+    # Or a new channel would find and reuse the connection of the one before it.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),

@@ -1,4 +1,4 @@
-"""The connection to the daemon, made anew when a call is not answered in time.
+"""The connection to the daemon, replaced when a call is not answered in time.
 
 A connection whose other side vanished without a word looks open. gRPC replaces one only when it is told that it has
 ended, so every call on it would wait for its deadline. Pings find that out in seconds, and the call after one that was

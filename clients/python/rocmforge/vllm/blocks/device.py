@@ -74,7 +74,7 @@ class DeviceBlocks:
         return (stop - start) * self._bytes
 
     def launch(self, places: NDArray[np.int64], after: Any, *, saves: bool) -> None:
-        """Put a copy of units (`form.units`) on ``stream`` behind ``after``. Raises RuntimeError without a session."""
+        """Put a copy of units (`form.units`) on ``stream`` after ``after``. Raises RuntimeError without a session."""
         if self._pages is None:
             raise RuntimeError("no session's pages are attached")
         form, ordinal = self._form, self._device.index or 0
