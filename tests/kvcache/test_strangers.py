@@ -217,6 +217,34 @@ def test_one_identity_cannot_take_everything(house: House) -> None:
             assert rival.ask("CloseSession", sessionId=one["sessionId"])["closed"]
 
 
+def test_who_waits_gets_what_an_identity_beyond_its_share_gives_back() -> None:
+    """Two users' engines on one pool: who came first has all of it, until the other asks."""
+
+    def asked(user: Stranger, session: str, name: str, pages: int, **more: Any) -> str:
+        opening = {"sequenceId": name, "prompt": {"tokens": [1]}, "totalPages": pages}
+        answer = user.ask("AllocatePages", sessionId=session, demands=[{"opening": opening}], **more)
+        return next((reason for reason in ("NO_PAGES", "QUOTA_EXCEEDED") if reason in str(answer)), str(answer))
+
+    with tempfile.TemporaryDirectory(prefix="rf-") as name:
+        os.chmod(name, 0o711)
+        allowed = [word for uid in (TENANT, RIVAL) for word in ("--allow", f"engine=uid:{uid}")]
+        with kvcache(Path(name), "--memory", "1MiB", "--shared-pools", *allowed) as daemon:
+            sockets = {
+                uid: f"unix:{guest_socket(Path(daemon.address.removeprefix('unix:')), uid)}" for uid in (TENANT, RIVAL)
+            }
+            sessions = {}
+            for uid, address in sockets.items():
+                with grpc.insecure_channel(address) as channel:  # as root, who may connect anywhere
+                    sessions[uid] = attached(kvcache_pb2_grpc.KvCacheServiceStub(channel))
+            with Stranger(TENANT, sockets[TENANT]) as tenant, Stranger(RIVAL, sockets[RIVAL]) as rival:
+                for one in "abcd":
+                    assert "pageIds" in asked(rival, sessions[RIVAL], one, 4)
+                assert asked(tenant, sessions[TENANT], "x", 4) == "NO_PAGES"
+                assert asked(rival, sessions[RIVAL], "e", 4, removeSequenceIds=["a"]) == "QUOTA_EXCEEDED"
+                assert "pageIds" in asked(tenant, sessions[TENANT], "x", 4)
+            assert not list(kvcache_pb2_grpc.KvCacheServiceStub(daemon.channel).Fsck(pb.FsckRequest()).violations)
+
+
 def test_nobody_can_have_the_daemon_watch_anothers_process(house: House) -> None:
     namespace = os.readlink("/proc/self/ns/pid")
     process = {"pid": os.getpid(), "startTime": 1, "pidNamespace": namespace}

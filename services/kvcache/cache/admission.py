@@ -51,9 +51,11 @@ class Admission:
 
     def _check_sessions_of(self, limits: Limits, caller: str) -> None:
         own = self._sessions.of(caller)
-        if len(own) >= limits.identity_sessions:
+        lost = self._quarantine.lost_of(caller)
+        if len(own) + lost >= limits.identity_sessions:
+            more = f" and {lost} lost ones in quarantine" if lost else ""
             raise TooManySessions(
-                f"{caller} has {len(own)} sessions, the limit of one identity",
+                f"{caller} has {len(own)} sessions{more}, the limit of one identity",
                 identity=caller,
                 limit=limits.identity_sessions,
             )

@@ -19,6 +19,7 @@ from services.kvcache.cache.calls import Calls
 from services.kvcache.cache.explain import PageAnswer, explain
 from services.kvcache.cache.limits import Limits
 from services.kvcache.cache.opening import Opening, Prompt, check_prompt
+from services.kvcache.cache.shares import Shares
 from services.kvcache.cache.steps import Steps
 from services.kvcache.lease.quarantine import Quarantine
 from services.kvcache.lease.sessions import Session, Sessions
@@ -90,8 +91,9 @@ class KvCache:
         )
         self._sessions = Sessions()
         self.quarantine = Quarantine(limits.drain_s, limits.fence)
+        self._shares = Shares(limits.identity_share, self._sessions, self.quarantine)
         self.admission = Admission(self._sessions, self.quarantine, devices)
-        self.calls = Calls(self._sessions, self.pools, self.quarantine, self.debts, clock)
+        self.calls = Calls(self._sessions, self.pools, self.quarantine, self.debts, self._shares, clock)
         self._observe = observe
         self._clock = clock
         self._random_bytes = random_bytes
@@ -110,6 +112,7 @@ class KvCache:
             limits.budget_bytes, Allotment(limits.identity_pools, limits.identity_share), limits.pool_pages
         )
         self.quarantine.set_fence(limits.drain_s, limits.fence)
+        self._shares.share = limits.identity_share
         for session in self._sessions.all():
             session.max_sequences = limits.max_sequences
 

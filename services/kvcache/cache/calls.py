@@ -9,6 +9,7 @@ from services.common.errors import CapacityExceeded, HostMemoryExceeded, QuotaEx
 from services.kvcache import slices
 from services.kvcache.cache.grant import Grant
 from services.kvcache.cache.opening import Opening, open_sequence
+from services.kvcache.cache.shares import Shares
 from services.kvcache.cache.steps import Steps, advance
 from services.kvcache.lease.quarantine import Quarantine
 from services.kvcache.lease.sessions import Session, Sessions
@@ -25,12 +26,19 @@ class Calls:
     """
 
     def __init__(
-        self, sessions: Sessions, pools: Pools, quarantine: Quarantine, debts: Debts, clock: Callable[[], float]
+        self,
+        sessions: Sessions,
+        pools: Pools,
+        quarantine: Quarantine,
+        debts: Debts,
+        shares: Shares,
+        clock: Callable[[], float],
     ) -> None:
         self._sessions = sessions
         self._pools = pools
         self._quarantine = quarantine
         self._debts = debts
+        self._shares = shares
         self._clock = clock
 
     def use(self, session_id: str, caller: str) -> Session:
@@ -57,6 +65,7 @@ class Calls:
     ) -> Work[tuple[list[tuple[str, Grant | ServiceError]], Pool]]:
         """As ``allocate``, in slices. Others run between two demands, and of a long one between its pages."""
         session, pool = self._use_attached(session_id, caller)
+        session.share_pages = self._shares.most(session, pool, self._clock()) if pool.waiting else None
         work = self._serving(session, pool, demands, removed)
         try:
             job = next(work)
@@ -80,7 +89,11 @@ class Calls:
             spent += 8 + (0 if isinstance(answer, ServiceError) else len(answer.pages))
             if spent >= slices.ENTRIES:
                 spent, now = 0, (yield None)
-        pool.totals.refused_demands += sum(isinstance(one, CapacityExceeded | QuotaExceeded) for _, one in answers)
+        refused = [one for _, one in answers if isinstance(one, CapacityExceeded | QuotaExceeded)]
+        if refused:
+            pool.totals.refused_demands += len(refused)
+            if any(isinstance(one, CapacityExceeded) for one in refused):
+                self._shares.waits(session, pool, now)
         return answers
 
     def append(self, session_id: str, steps: Steps, caller: str = "") -> list[tuple[str, ServiceError]]:

@@ -103,3 +103,11 @@ def check_quota(session: Session, more: int, total: int) -> None:
             held_pages=session.held_pages,
             max_pages=session.max_pages,
         )
+    if session.share_pages is not None and session.held_pages + more > session.share_pages:
+        raise QuotaExceeded(
+            f"{session.owner} has its share of the pool, and another identity waits for pages: the session's sequences "
+            f"hold {session.held_pages}, {more} more are wanted, and it may have {session.share_pages} for now",
+            held_pages=session.held_pages,
+            max_pages=session.share_pages,
+            identity=session.owner,
+        )

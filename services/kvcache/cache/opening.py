@@ -239,7 +239,9 @@ def _fork_in_slices(
 
 
 def _check_count(session: Session) -> None:
-    if len(session.sequences) >= session.max_sequences:
+    if len(session.sequences) + session.expired >= session.max_sequences:
+        expired = f", and {session.expired} that expired and were not removed" if session.expired else ""
         raise TooManySequences(
-            f"the session has {len(session.sequences)} sequences, the limit", limit=session.max_sequences
+            f"the session has {len(session.sequences)} sequences{expired}; the limit is {session.max_sequences}",
+            limit=session.max_sequences,
         )

@@ -35,6 +35,7 @@ def walk(cache: KvCache) -> Iterator[str | None]:
         if sum(len(session.sequences) for session in sessions) != len(pool.sequences):
             yield f"pool {pool.id} has sequences that no session lists, or the reverse"
         waiting = cache.quarantine.pages(pool)
+        yield from cache.quarantine.miscounted(pool)
         if len(waiting) != pool.table.quarantined_count:
             yield f"pool {pool.id}: {pool.table.quarantined_count} pages quarantined, {len(waiting)} waited for"
         entries = sum(sequence.page_count for sequence in pool.endings.ending)

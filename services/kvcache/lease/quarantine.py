@@ -62,6 +62,7 @@ class Record:
     left: dict[str, list[int]] = field(default_factory=dict)
     expired: dict[str, Sequence] = field(default_factory=dict)
     lost_at: float | None = None
+    kept: int = 0  # the pages of both
     overdue: bool = False
     killed: bool = False
     over: bool = False
@@ -75,6 +76,7 @@ class Record:
         """Keep pages that the lost session held. False if it is known by now that nothing writes them."""
         if not self.over:
             self.left.setdefault(_HELD, []).extend(pages)
+            self.kept += len(pages)
         return not self.over
 
     @property
@@ -114,6 +116,15 @@ class Quarantine:
         record = self._records.get(session_id)
         return record is not None and record.session.owner == owner
 
+    def kept_by(self, owner: str, pool: Pool) -> int:
+        """How many pages of a pool the lost sessions and expired sequences of an identity keep."""
+        records = self._records.values()
+        return sum(record.kept for record in records if record.pool is pool and record.session.owner == owner)
+
+    def lost_of(self, owner: str) -> int:
+        """The lost sessions of an identity."""
+        return sum(record.session.owner == owner for record in self.lost())
+
     def holds_of(self, owner: str) -> bool:
         """Whether anything of an identity is here."""
         return any(record.session.owner == owner for record in self._records.values())
@@ -130,6 +141,8 @@ class Quarantine:
         """End a live session's sequence, whose engine may still read and write its pages; in slices, if it has many."""
         record = self._record(session, pool)
         record.expired[sequence.id] = sequence
+        record.kept += sequence.page_count
+        session.expired += 1
         pool.endings.expire(sequence)
         at = sequence.published
         while at < len(sequence.pages) and record.expired.get(sequence.id) is sequence:
@@ -149,6 +162,7 @@ class Quarantine:
             pool.endings.end(list(session.sequences.values()), session.held_pages, now, record.keep)
             expired = list(record.expired.values())
             record.expired.clear()
+            record.kept -= sum(sequence.page_count for sequence in expired)
             pool.endings.end_expired(expired, now, record.keep)
         else:
             session.let_go()
@@ -173,6 +187,7 @@ class Quarantine:
         if record is None:
             return
         left = [record.left.pop(name) for name in sequence_ids if name in record.left]
+        record.kept -= sum(map(len, left))
         record.pool.endings.unquarantine(list(chain.from_iterable(left)))
         self._release_expired(record, sequence_ids, now)
         if record.lost_at is None and not record.expired:
@@ -182,6 +197,8 @@ class Quarantine:
     def _release_expired(record: Record, sequence_ids: list[str], now: float) -> None:
         expired = [record.expired.pop(name) for name in sequence_ids if name in record.expired]
         if expired:
+            record.kept -= sum(sequence.page_count for sequence in expired)
+            record.session.expired -= len(expired)
             record.pool.endings.end_expired(expired, now)
 
     def release(self, handle: str) -> int:
@@ -248,6 +265,16 @@ class Quarantine:
         """The pages of a pool in quarantine."""
         records = (record for record in self._records.values() if record.pool is pool)
         return list(chain(pool.endings.leaving, *(record.pages for record in records)))
+
+    def miscounted(self, pool: Pool) -> Iterator[str]:
+        """The records of a pool that count other pages, or expired sequences, than they have."""
+        for record in self._records.values():
+            kept = record.page_count + sum(sequence.page_count for sequence in record.expired.values())
+            if record.pool is pool and kept != record.kept:
+                yield f"session {record.session.handle} is said to keep {record.kept} pages, it keeps {kept}"
+            expired = record.session.expired if record.lost_at is None else 0
+            if record.pool is pool and expired != len(record.expired):
+                yield f"session {record.session.handle} counts {expired} expired sequences of {len(record.expired)}"
 
     def close(self) -> None:
         """Let go of all processes."""

@@ -45,6 +45,8 @@ class Session:
     max_sequences: int
     attach_by: float  # without an attachment by then, it ends
     max_pages: int | None = None
+    share_pages: int | None = None  # as max_pages, while another identity waits for pages
+    expired: int = 0  # sequences that were ended without its engine, which has not removed them yet
     witness: Witness | None = None
     uid: int | None = None
     attached: bool = False

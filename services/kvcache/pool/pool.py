@@ -79,6 +79,8 @@ class Pool:
         self.endings = Endings(self.sequences, self.table, self.index, self.published, self.memory, self.debts)
         self.last_used = 0.0
         self.owner = ""  # the identity for which it was made
+        #: Identities that were refused for want of pages, and until when they count as waiting.
+        self.waiting: dict[str, float] = {}
 
     def match(self, prompt: array[int], salt: str, most: int | None = None, *, behind: Ordered[int] = ()) -> list[int]:
         """The pages of the prompt's longest cached prefix, in whole pages and without its last token. Read-only.

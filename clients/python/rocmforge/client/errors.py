@@ -197,7 +197,7 @@ class ExceedsPool(ServiceError):
 
 
 class QuotaExceeded(ServiceError):
-    """The session's page quota is used up; some of its own sequences must end first."""
+    """The session's page quota is used up, or its identity's share of a pool that others wait for."""
 
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED", 0.1
 
