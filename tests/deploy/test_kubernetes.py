@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.needs("kustomize"), pytest.mark.parametrize("overlay",
 VERSIONS = ("1.30", "1.35", "1.37")
 OLDEST = {"rocm-dra": "1.35"}
 #: Kinds of operators, which have no schema here. What they refer to is looked at below.
-FOREIGN = {"ServiceMonitor"}
+FOREIGN = {"ServiceMonitor", "ScaledObject"}
 READINESS = {"engine": ENGINE, "kvcache": KVCACHE}
 #: What a service takes beside its budgets, and with a GPU the runtime.
 BASE, RUNTIME = 256 << 20, 2 << 30
@@ -243,7 +243,7 @@ def test_policies_and_budgets_are_for_what_there_is(overlay: str) -> None:
 
 
 def test_what_has_no_schema_refers_to_what_there_is(overlay: str) -> None:
-    for monitor in (one for one in built(overlay) if one["kind"] in FOREIGN):
+    for monitor in of_kind(overlay, "ServiceMonitor"):
         assert monitor["apiVersion"] == "monitoring.coreos.com/v1" and set(monitor["spec"]) == {"selector", "endpoints"}
         chosen = [
             service
@@ -263,6 +263,47 @@ def test_what_scales_asks_for_a_metric_that_there_is(overlay: str) -> None:
         assert metric["pods"]["metric"]["name"] in metrics
         [scaled] = [one for one in engines(overlay) if one.name == scaler["spec"]["scaleTargetRef"]["name"]]
         assert "replicas" not in scaled.manifest["spec"], "each apply would undo what the autoscaler did"
+
+
+def test_keda_asks_for_a_metric_that_there_is_and_scales_what_there_is(overlay: str) -> None:
+    """A ScaledObject has no schema here: every field that it has is one that KEDA has."""
+    for scaler in of_kind(overlay, "ScaledObject"):
+        assert scaler["apiVersion"] == "keda.sh/v1alpha1" and set(scaler) == {"apiVersion", "kind", "metadata", "spec"}
+        spec = scaler["spec"]
+        assert set(spec) == {
+            *("scaleTargetRef", "minReplicaCount", "maxReplicaCount", "pollingInterval"),
+            *("fallback", "advanced", "triggers"),
+        }
+        assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "engine"}
+        [scaled] = [one for one in engines(overlay) if one.name == spec["scaleTargetRef"]["name"]]
+        assert "replicas" not in scaled.manifest["spec"], "each apply would undo what the autoscaler did"
+        assert not of_kind(overlay, "HorizontalPodAutoscaler"), "two autoscalers would undo each other's work"
+        assert 0 < spec["minReplicaCount"] <= spec["fallback"]["replicas"] <= spec["maxReplicaCount"]
+        assert set(spec["fallback"]) == {"failureThreshold", "replicas"}
+        # What it hands on to the HorizontalPodAutoscaler that it makes has a schema.
+        [(name, handed)] = spec["advanced"]["horizontalPodAutoscalerConfig"].items()
+        made: Manifest = {
+            "apiVersion": "autoscaling/v2",
+            "kind": "HorizontalPodAutoscaler",
+            "metadata": scaler["metadata"],
+            "spec": {"scaleTargetRef": spec["scaleTargetRef"], "maxReplicas": spec["maxReplicaCount"], name: handed},
+        }
+        kubernetes_validate.validate(made, VERSIONS[-1], strict=True)
+        [trigger] = spec["triggers"]
+        assert set(trigger) == {"type", "metricType", "metadata"}
+        assert (trigger["type"], trigger["metricType"]) == ("prometheus", "AverageValue")
+        asked = trigger["metadata"]
+        assert set(asked) == {"serverAddress", "query", "threshold", "ignoreNullValues"}
+        assert all(isinstance(value, str) for value in asked.values()), "numbers would be refused"
+        assert float(asked["threshold"]) > 0 and asked["ignoreNullValues"] in ("true", "false")
+        metrics = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+        [(metric, namespace)] = re.findall(r'^sum\((\w+)\{namespace="(\w+)"\}\)$', asked["query"])
+        assert metric in metrics and namespace == scaler["metadata"]["namespace"]
+        [(_, where)] = re.findall(r"^http://([\w-]+)\.([\w-]+)\.svc\.cluster\.local:9090$", asked["serverAddress"])
+        [policy] = [one for one in of_kind(overlay, "NetworkPolicy") if one["metadata"]["name"] == "metrics"]
+        [peer] = policy["spec"]["ingress"][0]["from"]
+        assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": where}
+        assert of_kind(overlay, "ServiceMonitor"), "nothing would be scraped"
 
 
 def test_claims_are_those_of_the_pods(overlay: str) -> None:
