@@ -12,7 +12,7 @@ import pytest
 
 from rocmforge.conformance.laws import LAWS
 from rocmforge.conformance.subject import Failed, Refused, Subject
-from tests.conformance.broken import BROKEN
+from tests.conformance.broken import BROKEN, OTHERS
 from tests.processes import ROOT, Service, kvcache
 
 pytestmark = pytest.mark.timeout(600)
@@ -39,9 +39,11 @@ def test_our_client_keeps_every_law(daemon: Service) -> None:
     assert done.returncode == 0 and done.stdout.endswith(f"{len(LAWS)} of {len(LAWS)} laws kept\n")
 
 
-@pytest.mark.parametrize("law", [law.name for law in LAWS])
-def test_a_client_that_breaks_a_law_is_found_by_it(daemon: Service, law: str) -> None:
-    done = suite(daemon.address, (sys.executable, "-m", "tests.conformance.broken", law), "--law", law)
+@pytest.mark.parametrize(
+    ("client", "law"), [*((law.name, law.name) for law in LAWS), *((name, law) for name, (law, _) in OTHERS.items())]
+)
+def test_a_client_that_breaks_a_law_is_found_by_it(daemon: Service, client: str, law: str) -> None:
+    done = suite(daemon.address, (sys.executable, "-m", "tests.conformance.broken", client), "--law", law)
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.splitlines()[0].split()[:2] == ["BROKEN", law] and done.stdout.endswith("0 of 1 laws kept\n")
     why = done.stdout.splitlines()[1]

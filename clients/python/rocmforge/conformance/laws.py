@@ -213,6 +213,31 @@ def epoch(stage: Stage) -> None:
     stage.begin("b", 2)
 
 
+def stale(stage: Stage) -> None:
+    """End a sequence, let another client have its pages, and have this one use them; then the same by a restart."""
+    stage.open()
+    stage.begin("a", 2)
+    stage.write("a", range(6), 61)
+    stage.step("a", PROMPT, 2)
+    stage.client.do("remove", sequence="a")
+    stage.take_all()
+    before = stage.arena()
+    for command, values in (("read", {}), ("write", {"byte": 99}), ("write", {"byte": 99, "position": 6})):
+        stage.refused(command, **{"sequence": "a", "position": 0, **values})
+    stage.check(bool((stage.arena() == before).all()), "it wrote into pages of a sequence that has ended")
+    stage.give_back()
+    answer = stage.client.do("begin", sequence="b", prompt=PROMPT, pages=2)
+    stage.check(
+        answer.get("cached_tokens") == 0,
+        f"its pages were given to others, and it says that {answer.get('cached_tokens')} tokens are cached",
+    )
+    stage.proxy.restart()
+    stage.refused("step", steps=[{"sequence": "b", "tokens": [], "pages": 2}])
+    stage.again("recover")
+    for command, values in (("read", {}), ("write", {"byte": 99})):
+        stage.refused(command, sequence="b", position=0, **values)
+
+
 def end(stage: Stage) -> None:
     """Have it close its session."""
     stage.open()
@@ -238,5 +263,6 @@ LAWS = (
     Law("fence", "stops writing before its lease can be over", fence),
     Law("loss", "closes a lost session before it opens another", loss),
     Law("epoch", "takes another epoch for the loss of its pages", epoch),
+    Law("stale", "uses no page of a sequence that has ended", stale),
     Law("end", "ends its session, and leaves what it published", end),
 )

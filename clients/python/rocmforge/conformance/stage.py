@@ -100,6 +100,16 @@ class Stage:
         self.watcher.step([], removed=[name])
         return grant.cached_tokens
 
+    def take_all(self) -> None:
+        """Have another client get every page, while none is held, and fill them."""
+        [grant] = self.watcher.step([Demand.of_prompt("all", [0], POOL_PAGES)])
+        self.check(grant.error is None, f"not all pages are free: {grant.error}")
+        self.watcher.pages.numpy().raw[list(grant.pages)] = 0xEE
+
+    def give_back(self) -> None:
+        """Have it give them back."""
+        self.watcher.step([], removed=["all"])
+
     def pool(self) -> pb.PoolStats:
         """The pool's counts."""
         with grpc.insecure_channel(self._daemon) as channel:
