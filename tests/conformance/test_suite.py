@@ -5,14 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from rocmforge.conformance.laws import LAWS
 from rocmforge.conformance.subject import Failed, Refused, Subject
+from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from tests.conformance.broken import BROKEN, OTHERS
+from tests.edge.certificates import issued
+from tests.gpus import host
 from tests.processes import ROOT, Service, kvcache
 
 pytestmark = pytest.mark.timeout(600)
@@ -26,9 +30,11 @@ def daemon() -> Iterator[Service]:
             yield service
 
 
-def suite(address: str, client: tuple[str, ...], *words: str) -> subprocess.CompletedProcess[str]:
+def suite(
+    address: str, client: tuple[str, ...], *words: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rocmforge.conformance", "--daemon", address, *words, "--", *client]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
 
 
 def test_our_client_keeps_every_law(daemon: Service) -> None:
@@ -48,6 +54,47 @@ def test_a_client_that_breaks_a_law_is_found_by_it(daemon: Service, client: str,
     assert done.stdout.splitlines()[0].split()[:2] == ["BROKEN", law] and done.stdout.endswith("0 of 1 laws kept\n")
     why = done.stdout.splitlines()[1]
     assert "the client ended" not in why and "no answer" not in why, "it is found by what it does"
+
+
+def test_over_mutual_tls(tmp_path: Path) -> None:
+    own, client = issued(tmp_path, "own", "kvcache.internal"), issued(tmp_path, "client", common="suite")
+    flags = ["--listen", "127.0.0.1:0", *own.serving(client.ca), "--allow", "engine=cn:suite"]
+    shown = ["--ca", str(own.ca), "--cert", str(client.cert), "--key", str(client.key), "--name", "kvcache.internal"]
+    laws = [word for name in ("attach", "replies", "stale") for word in ("--law", name)]
+    with kvcache(tmp_path, "--memory", "16MiB", *flags, "--allow", "operator=cn:suite") as service:
+        done = suite(service.tcp(), REFERENCE, *shown, *laws)
+        assert done.returncode == 0 and done.stdout.endswith("3 of 3 laws kept\n"), done.stdout + done.stderr
+        stub = kvcache_pb2_grpc.KvCacheServiceStub(service.channel)
+        assert not stub.GetStats(pb.GetStatsRequest()).pools, "the suite leaves its pools behind"
+        done = suite(service.tcp(), REFERENCE, *shown[:2], *shown[6:], *laws)
+        assert done.returncode == 2 and "no answer" in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--name", "kvcache.internal"], "--name needs --ca"),
+        (["--cert", "CERT"], "--cert and --key must be given together"),
+        (["--ca", "/proc/none"], "--ca: cannot read /proc/none"),
+        (["--ca", "CA"], "--ca: unix:/run/k.sock is not a TCP address"),
+    ],
+)
+def test_flags_that_do_not_fit_end_it(tmp_path: Path, words: list[str], error: str) -> None:
+    own = issued(tmp_path, "own")
+    done = suite("unix:/run/k.sock", REFERENCE, *({"CA": str(own.ca), "CERT": str(own.cert)}.get(w, w) for w in words))
+    assert done.returncode == 2 and error in done.stderr and not done.stdout
+
+
+def test_pages_on_a_gpu(tmp_path: Path) -> None:
+    machine = host(1).environment
+    flags = ["--device", "gpu", "--memory", "8MiB"]
+    with kvcache(tmp_path, *flags, environment=machine) as service:
+        done = suite(service.address, REFERENCE, "--gpu", "0", environment=machine)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for law in ("places", "copies", "stale"):
+            client = (sys.executable, "-m", "tests.conformance.broken", law)
+            done = suite(service.address, client, "--gpu", "0", "--law", law, environment=machine)
+            assert done.returncode == 1 and "the client ended" not in done.stdout, done.stdout + done.stderr
 
 
 def test_a_broken_client_breaks_no_other_law_of_these(daemon: Service) -> None:

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from rocmforge.client import Demand, Grant, KvCache, OpaqueLayout
+from rocmforge.client import Demand, DevicePages, Grant, KvCache, OpaqueLayout
 from rocmforge.client.errors import FieldInvalid, ServiceError, SessionExpired
 
 
@@ -47,12 +47,25 @@ class Adapter:
             raise SessionExpired("no session is open")
         return self._cache
 
+    @property
+    def raw(self) -> Any:
+        """The pages, uint8 ``[page, page_bytes]``; of NumPy, or of CuPy on a GPU."""
+        return self.cache.pages.array
+
     def open(
-        self, address: str, pool_id: str, page_size: int, label: str, page_bytes: int, pool_pages: int, ttl_s: float
+        self,
+        address: str,
+        pool_id: str,
+        page_size: int,
+        label: str,
+        page_bytes: int,
+        pool_pages: int,
+        ttl_s: float,
+        gpu: int | None = None,
     ) -> dict[str, Any]:
         """Open a session."""
         layout = OpaqueLayout(page_size, label, page_bytes)
-        self._cache = KvCache(address, pool_id, layout, pool_pages=pool_pages, ttl_s=ttl_s)
+        self._cache = KvCache(address, pool_id, layout, pool_pages=pool_pages, ttl_s=ttl_s, gpu=gpu)
         self._cache.reopen()
         return {"total_pages": self._cache.total_pages}
 
@@ -75,13 +88,14 @@ class Adapter:
         known = self._known(sequence)
         self.check_write(known, position)
         page, begin, end = self._slot(known, position)
-        self.cache.pages.numpy().raw[page, begin:end] = byte
+        self.raw[page, begin:end] = byte
+        self.synchronize()
         return {}
 
     def read(self, sequence: str, position: int) -> dict[str, Any]:
         """The bytes of a token's K and V."""
         page, begin, end = self._slot(self._known(sequence), position)
-        return {"bytes": self.cache.pages.numpy().raw[page, begin:end].tobytes().hex()}
+        return {"bytes": self.raw[page, begin:end].tobytes().hex()}
 
     def remove(self, sequence: str) -> dict[str, Any]:
         """End a sequence."""
@@ -117,12 +131,19 @@ class Adapter:
 
     def take(self, known: Sequence, grant: Grant) -> None:
         """Put a grant's pages into the block table, and make the copies that were not made yet."""
-        raw, before = self.cache.pages.numpy().raw, len(known.table)
+        raw, before = self.raw, len(known.table)
         known.table.extend(grant.pages[before - grant.first_index :])
         for copy in grant.copies:
             if copy.index >= before or known.table[copy.index] == copy.source:
                 raw[copy.target] = raw[copy.source]
                 known.table[copy.index] = copy.target
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """End the step: what it wrote is in the pages."""
+        pages = self.cache.pages
+        if isinstance(pages, DevicePages):
+            pages.gpu.synchronize()
 
     def _begin(self, demand: Demand) -> dict[str, Any]:
         [grant] = self.cache.step([demand])

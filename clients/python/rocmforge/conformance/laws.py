@@ -38,9 +38,13 @@ def attach(stage: Stage) -> None:
         opened.arena.canary_offset = opened.arena.size_bytes - 64
 
     def other(opened: Any) -> None:
-        copy = stage.folder / "copy"
-        shutil.copyfile(opened.arena.file_path, copy)
-        opened.arena.file_path = str(copy)
+        arena = opened.arena
+        if arena.file_path:
+            copy = stage.folder / "copy"
+            shutil.copyfile(arena.file_path, copy)
+            arena.file_path = str(copy)
+        else:
+            arena.device_ipc_handle = stage.gpu_copy(arena.size_bytes)
 
     for edit in (shorter, other):
         stage.proxy.edit = edit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -43,15 +44,15 @@ class Call:
 
 
 class Proxy:
-    """Listens at ``address``, a unix socket, and calls the daemon at ``daemon``.
+    """Listens at ``address``, a unix socket, and calls the daemon through ``channel``, which it closes.
 
     ``edit`` may change an OpenSession reply. Sessions that were opened before `restart` are unknown after it.
     """
 
-    def __init__(self, address: str, daemon: str) -> None:
+    def __init__(self, address: str, channel: grpc.Channel) -> None:
         self.address = address
         self.edit: Callable[[Any], None] | None = None
-        self._channel = grpc.insecure_channel(daemon, options=[("grpc.enable_http_proxy", 0)])
+        self._channel = channel
         self._faults: dict[str, collections.deque[Fault]] = collections.defaultdict(collections.deque)
         self._calls: list[Call] = []
         self._lock = threading.Lock()
@@ -88,9 +89,12 @@ class Proxy:
             return [call for call in self._calls if not methods or call.method in methods]
 
     def close(self) -> None:
-        """Stop."""
+        """Stop, and end the sessions that its client opened, which has ended itself: nothing writes their pages."""
         self._heard.set()
         self._server.stop(0).wait()
+        for session in self._sessions:
+            with contextlib.suppress(grpc.RpcError):
+                self._forward("CloseSession", pb.CloseSessionRequest(session_id=session).SerializeToString())
         self._channel.close()
 
     def serve(self, method: str, request: bytes, context: Any) -> bytes:

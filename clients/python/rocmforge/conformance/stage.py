@@ -7,6 +7,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from rocmforge.client import Demand, KvCache, OpaqueLayout
+from rocmforge.client import ClientTls, Demand, DevicePages, KvCache, OpaqueLayout
 from rocmforge.client.errors import KvCacheDown
+from rocmforge.client.transport.channel import channel_to
 from rocmforge.conformance.proxy import Proxy
 from rocmforge.conformance.subject import Failed, Refused, Subject
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
@@ -30,18 +32,32 @@ TTL_S = 600.0
 PATIENCE_S = 10.0
 
 
-class Stage:
-    """``client`` is the one under test; it is called through ``proxy``, and ``watcher`` is not."""
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """The daemon: its address, what it is called with over TCP, and the ordinal of the GPU that has the pages."""
 
-    def __init__(self, daemon: str, client: Subject, proxy: Proxy, watcher: KvCache, folder: Path) -> None:
+    address: str
+    tls: ClientTls | None = None
+    gpu: int | None = None
+
+    def channel(self) -> grpc.Channel:
+        """A channel to it."""
+        return channel_to(self.address, self.tls)
+
+
+class Stage:
+    """``client`` is the one under test; it calls through ``proxy``, and ``watcher`` does not."""
+
+    def __init__(self, daemon: Daemon, client: Subject, proxy: Proxy, watcher: KvCache, folder: Path) -> None:
         self.client, self.proxy, self.watcher, self.folder = client, proxy, watcher, folder
-        self._daemon = daemon
+        self.daemon = daemon
 
     def open(self, ttl_s: float = TTL_S) -> None:
         """Have the client open its session."""
         values = {"page_size": LAYOUT.page_size, "label": LAYOUT.label, "page_bytes": LAYOUT.page_bytes}
         pool = {"pool_id": self.watcher.pool_id, "pool_pages": POOL_PAGES}
-        opened = self.client.do("open", address=self.proxy.address, **pool, **values, ttl_s=ttl_s)
+        where = {"address": self.proxy.address} | ({} if self.daemon.gpu is None else {"gpu": self.daemon.gpu})
+        opened = self.client.do("open", **where, **pool, **values, ttl_s=ttl_s)
         self.check(opened.get("total_pages") == POOL_PAGES, f"it reports a pool of {opened.get('total_pages')} pages")
 
     def begin(self, name: str, pages: int, prompt: Sequence[int] = PROMPT) -> list[int]:
@@ -91,7 +107,18 @@ class Stage:
 
     def arena(self) -> NDArray[np.uint8]:
         """The bytes of all pages, as they are now."""
-        return self.watcher.pages.numpy().raw.copy()
+        pages: Any = self.watcher.pages.array
+        copied: NDArray[np.uint8] = pages.copy() if self.daemon.gpu is None else pages.get()
+        return copied
+
+    def gpu_copy(self, size: int) -> bytes:
+        """Copy the arena on its GPU; returns the IPC handle of the copy, which lasts as long as this process."""
+        pages = self.watcher.pages
+        if not isinstance(pages, DevicePages):
+            raise Failed("the pages are not on a GPU")
+        copy = pages.gpu.allocate(size)
+        pages.gpu.write(copy, pages.gpu.read(pages.pointer, size))
+        return pages.gpu.export(copy)
 
     def cached(self, prompt: Sequence[int]) -> int:
         """How many tokens of a prompt somebody else would find cached."""
@@ -104,7 +131,9 @@ class Stage:
         """Have another client get every page, while none is held, and fill them."""
         [grant] = self.watcher.step([Demand.of_prompt("all", [0], POOL_PAGES)])
         self.check(grant.error is None, f"not all pages are free: {grant.error}")
-        self.watcher.pages.numpy().raw[list(grant.pages)] = 0xEE
+        pages = self.watcher.pages.array
+        for page in grant.pages:
+            pages[page] = 0xEE
 
     def give_back(self) -> None:
         """Have it give them back."""
@@ -112,9 +141,8 @@ class Stage:
 
     def pool(self) -> pb.PoolStats:
         """The pool's counts."""
-        with grpc.insecure_channel(self._daemon) as channel:
-            pools = kvcache_pb2_grpc.KvCacheServiceStub(channel).GetStats(pb.GetStatsRequest()).pools
-        return next(pool for pool in pools if pool.pool_id.startswith(self.watcher.pool_id))
+        with self.daemon.channel() as channel:
+            return _pool(kvcache_pb2_grpc.KvCacheServiceStub(channel), self.watcher.pool_id)
 
     def until(self, holds: Callable[[], bool], otherwise: str) -> None:
         """Wait until something is so."""
@@ -131,22 +159,36 @@ class Stage:
 
 
 @contextlib.contextmanager
-def stage(daemon: str, command: Sequence[str]) -> Iterator[Stage]:
+def stage(daemon: Daemon, command: Sequence[str]) -> Iterator[Stage]:
     """Set one up, and take it down. Raises Failed when the client cannot be started."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="conformance-")))
         pool_id = f"conformance-{secrets.token_hex(6)}"
-        watcher = KvCache.connect(daemon, pool_id, LAYOUT, pool_pages=POOL_PAGES, client_name="conformance suite")
+        watcher = KvCache.connect(
+            daemon.address,
+            pool_id,
+            LAYOUT,
+            pool_pages=POOL_PAGES,
+            client_name="conformance suite",
+            tls=daemon.tls,
+            gpu=daemon.gpu,
+        )
         stack.callback(_drop, daemon, pool_id)
         stack.callback(watcher.close)
-        proxy = Proxy(f"unix:{folder}/proxy.sock", daemon)
+        proxy = Proxy(f"unix:{folder}/proxy.sock", daemon.channel())
         stack.callback(proxy.close)
         client = Subject(command)
         stack.callback(client.end)
         yield Stage(daemon, client, proxy, watcher, folder)
 
 
-def _drop(daemon: str, pool_id: str) -> None:
+def _pool(stub: kvcache_pb2_grpc.KvCacheServiceStub, pool_id: str) -> pb.PoolStats:
+    """The counts of the pool that was asked for as ``pool_id``; the daemon may append to that."""
+    return next(pool for pool in stub.GetStats(pb.GetStatsRequest()).pools if pool.pool_id.startswith(pool_id))
+
+
+def _drop(daemon: Daemon, pool_id: str) -> None:
     """Give the pool's memory back, if this caller may; otherwise it is evicted when it is needed."""
-    with grpc.insecure_channel(daemon) as channel, contextlib.suppress(grpc.RpcError):
-        kvcache_pb2_grpc.KvCacheServiceStub(channel).DropPool(pb.DropPoolRequest(pool_id=pool_id))
+    with daemon.channel() as channel, contextlib.suppress(grpc.RpcError, StopIteration):
+        stub = kvcache_pb2_grpc.KvCacheServiceStub(channel)
+        stub.DropPool(pb.DropPoolRequest(pool_id=_pool(stub, pool_id).pool_id))
