@@ -1,7 +1,7 @@
 # Newcomers, developers and .ci/run use the same targets. `make` without one lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: images release test-compose atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery buf chaos clients fuzz first-light help setup protos protos-bundle reference release-protos run up down smollm2 soak test test-fast test-gpu test-isa test-vllm lint lint-style lint-types lint-protos bench-step bench-tracing tools clean
+.PHONY: images release test-compose atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery buf chaos clients fuzz first-light help setup protos protos-bundle reference release-protos run up down smollm2 soak test test-fast test-gpu test-isa test-transformers test-vllm lint lint-style lint-types lint-protos bench-step bench-tracing tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -100,6 +100,12 @@ VLLM := build/vllm
 
 test-vllm: setup $(VLLM)/bin/vllm ## Run the tests of the vLLM connector, with the real vLLM in VLLM=build/vllm (6 GB, made if need be)
 	@ROCMFORGE_VLLM=$(abspath $(VLLM))/bin/python $(PY) -m pytest tests/vllm
+
+# vLLM's environment has transformers, too; another one serves as well: make test-transformers TRANSFORMERS=FOLDER
+TRANSFORMERS := $(VLLM)
+
+test-transformers: setup $(if $(filter $(VLLM),$(TRANSFORMERS)),$(VLLM)/bin/vllm) ## Run the tests of the engine on transformers, examples/transformers, with the real one in TRANSFORMERS=build/vllm
+	@ROCMFORGE_TRANSFORMERS=$(abspath $(TRANSFORMERS))/bin/python $(PY) -m pytest tests/transformers
 
 $(VLLM)/bin/vllm:
 	@scripts/vllm-env.sh $(VLLM)
