@@ -142,6 +142,8 @@ def write_folder(config: ModelConfig, folder: Path, tokenizer: Path) -> None:
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     values = {
         "architectures": [config.architecture],
+        # Ours does not read it; vLLM does.
+        "model_type": config.architecture.removesuffix("ForCausalLM").lower(),
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.layers,

@@ -1,0 +1,1 @@
+"""What users of an engine see: first tokens, the time between tokens, and goodput, at several rates of arrivals."""
