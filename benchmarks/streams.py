@@ -2,7 +2,8 @@
 submitted and read by no one.
 
 Runs real processes: a daemon, an engine, and the client of ``python -m services.engine bench``. Nothing is computed: a
-step takes a fixed time with the interpreter lock released, as while a GPU computes, and its tokens are made up.
+step takes a fixed time with the interpreter lock released, as while a GPU computes, and its tokens are made up. Steps
+are asynchronous, as they are with a GPU.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rocmforge.engine.v1 import engine_pb2_grpc
 from services.engine import __main__ as engine_main
 from services.engine import server
 from services.engine.config import BUNDLED_MODEL
+from services.engine.model.backend import ON
 from services.engine.pages.source import PageCopy
 from services.engine.sampling.result import Result
 from services.engine.scheduling.step import Chunk
@@ -38,17 +40,42 @@ STREAMS, TOKENS, PROMPT, STEP_MS = 256, 400, 64, 10.0
 ALL = 1 << 20
 
 
+class TimedFlight:
+    """A step that is over at ``ends_at``, on the clock ``time.monotonic``."""
+
+    #: Nothing here needs to know the tokens of the step before.
+    leads = True
+
+    def __init__(self, results: list[Result], ends_at: float) -> None:
+        self._results, self._ends_at = results, ends_at
+
+    def wait(self) -> list[Result]:
+        """Returns once the step is over."""
+        self.discard()
+        return self._results
+
+    def discard(self) -> None:
+        """Returns once the step is over."""
+        time.sleep(max(0.0, self._ends_at - time.monotonic()))
+
+
 class TimedRunner:
-    """Takes ``step_s`` for a step and returns made-up tokens."""
+    """Takes ``step_s`` for a step, one after another, and returns made-up tokens."""
 
     def __init__(self, step_s: float, *_: Any) -> None:
         self._step_s = step_s
+        self._free_at = 0.0
         self._draw = random.Random(0)
 
     def run(self, step: Sequence[Chunk]) -> list[Result]:
         """Returns a token for each chunk that needs one."""
-        time.sleep(self._step_s)
-        return [self._draw.randrange(300, 900) if chunk.samples else None for chunk in step]
+        return self.launch(step).wait()
+
+    def launch(self, step: Sequence[Chunk]) -> TimedFlight:
+        """A step that begins when those in flight are over, as on a device."""
+        self._free_at = max(self._free_at, time.monotonic()) + self._step_s
+        results: list[Result] = [self._draw.randrange(300, 900) if chunk.samples else None for chunk in step]
+        return TimedFlight(results, self._free_at)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Does nothing: the pages hold nothing."""
@@ -82,7 +109,7 @@ def timed_engine(cache: str, streams: int, step_ms: float, messages_per_s: int |
     with tempfile.TemporaryDirectory(prefix="rf-bench-", dir=default_directory().parent) as folder:
         address = f"unix:{folder}/engine.sock"
         words = [f"{step_ms:g}", "--listen", address, "--model", str(BUNDLED_MODEL), "--kvcache", cache]
-        words += ["--max-batch", str(streams), "--max-step-tokens", "8192"]
+        words += ["--max-batch", str(streams), "--max-step-tokens", "8192", "--async-steps", ON]
         words += [] if messages_per_s is None else ["--messages-per-s", str(messages_per_s)]
         with process("benchmarks.streams", address, *words):
             yield address

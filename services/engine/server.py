@@ -40,7 +40,7 @@ from services.engine.pages.source import PageSource
 from services.engine.pages.traced import TracedExchanges
 from services.engine.sampling.params import Drawer, SamplingParams, sample
 from services.engine.scheduling.event import Event
-from services.engine.scheduling.loop import EngineLoop, StepRunner
+from services.engine.scheduling.loop import EngineLoop, Launcher, StepRunner
 from services.engine.text.chat import Chat
 from services.engine.text.tokenizer import Tokenizer
 from services.launch import typed
@@ -175,7 +175,7 @@ class Engine:
             source,
             config.limits,
             outbox,
-            launch=runner.launch if config.asynchronous and isinstance(runner, Runner) else None,
+            launch=runner.launch if config.asynchronous and isinstance(runner, Launcher) else None,
             exchange=TracedExchanges(source) if self.tracing and isinstance(source, GrpcPageSource) else None,
             patience_s=config.patience_s,
             unready_after_s=config.unready_after_s,

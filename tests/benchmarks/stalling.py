@@ -42,8 +42,7 @@ def stalling_engine(folder: Path, stall_s: float, missing: int = 0) -> Iterator[
     server.start()
 
     def begin(began: float) -> None:
-        time.sleep(max(0.0, began + stall_s - time.monotonic()))
-        servicer.going.set()
+        threading.Timer(began + stall_s - time.monotonic(), servicer.going.set).start()
 
     try:
         yield address, begin

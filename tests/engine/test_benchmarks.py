@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import functools
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import ablation, arena, engine, flips, prefix, rows, shapes, steps, streams, workload
+from benchmarks import ablation, arena, engine, flips, metrics, prefix, rows, shapes, steps, streams, workload
 from benchmarks.rows import Row
 from benchmarks.shapes import TINY
 from benchmarks.stand import PAGE_SIZE, ROOT, Stand
 from kernels import ops_numpy
+from services.engine import server
+from services.engine.config import Config
 from services.engine.model.checkpoint import Checkpoint
 from services.engine.model.decoder import Model
 from services.engine.scheduling.admission import Limits
@@ -130,6 +137,46 @@ def test_what_reading_costs_in_real_processes() -> None:
     ]  # fmt: skip
     # A step a token, at least, and none sooner than a millisecond.
     assert found[0].ratio == 1 and all(0 < row.value < 6 / 0.001 for row in found)
+
+
+def test_the_steps_of_streams_are_asynchronous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    @contextlib.contextmanager
+    def process(module: str, address: str, *words: str) -> Iterator[None]:
+        started.extend(words[1:])  # behind the time of a step
+        yield
+
+    monkeypatch.setattr(streams, "process", process)
+    with streams.timed_engine("local", 4, 1.0, None):
+        started[started.index("--listen") + 1] = f"unix:{tmp_path}/e.sock"
+    config = Config.read(started, {})
+    assert config.asynchronous
+
+    async def launches() -> bool:
+        engine = server.Engine(config, make_runner=functools.partial(streams.TimedRunner, 0.001))
+        await engine.start()
+        try:
+            return engine.loop is not None and engine.loop._launch_step is not None
+        finally:
+            await engine.stop(1)
+
+    assert asyncio.run(launches())
+
+
+def test_timed_steps_run_one_after_another() -> None:
+    runner = streams.TimedRunner(0.05)
+    began, flights = time.monotonic(), [runner.launch([]), runner.launch([])]
+    for flight in flights:
+        flight.wait()
+    assert time.monotonic() - began >= 0.1
+
+
+def test_metrics_are_recorded_of_asynchronous_steps() -> None:
+    _, loop = metrics.run(3, 5)
+    assert loop._launch_step is not None and loop.totals.generated_tokens == 15
+    # Each request's tokens and no row that is discarded: the first step is waited for, and so is the last.
+    assert loop.totals.steps == 5
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import structlog
 
@@ -50,6 +50,14 @@ class StepRunner(Protocol):
 
     def copy_pages(self, copies: Items[PageCopy]) -> None:
         """Copy each source page to its target, between two steps. Raises when a copy fails."""
+
+
+@runtime_checkable
+class Launcher(StepRunner, Protocol):
+    """Also computes steps asynchronously."""
+
+    def launch(self, step: Items[Chunk]) -> Flight:
+        """Queue a step behind those in flight."""
 
 
 @dataclasses.dataclass(slots=True)
