@@ -29,7 +29,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from benchmarks.stand import daemon
+from benchmarks.parts.stand import daemon
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common.serving import MAX_MESSAGE_BYTES

@@ -21,13 +21,13 @@ from pathlib import Path
 import structlog
 from threadpoolctl import threadpool_limits
 
-from benchmarks import ablation, arena, flips, peer, prefix, rows, shapes, steps, streams, workload
-from benchmarks.rows import Row
-from benchmarks.stand import PAGE_SIZE, ROOT, Pages, Stand
-from benchmarks.workload import Job, Run
+from benchmarks.parts import ablation, arena, flips, peer, prefix, rows, shapes, steps, streams, workload
+from benchmarks.parts.rows import Row
+from benchmarks.parts.stand import PAGE_SIZE, ROOT, Pages, Stand
+from benchmarks.parts.workload import Job, Run
 from services.engine.checkpoint.config import ModelConfig
 from services.engine.model.backend import ASYNC_STEPS, AUTO, GRAPHS, OFF, ON, REPLAYS
-from services.engine.scheduling.admission import Limits
+from services.engine.scheduling.queue.admission import Limits
 from services.kvcache.arena.host import default_directory
 
 CPU, GPU = "cpu", "gpu"

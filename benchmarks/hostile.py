@@ -27,7 +27,7 @@ import grpc
 from google.protobuf import duration_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.stand import ROOT, process
+from benchmarks.parts.stand import ROOT, process
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.kvcache.arena.host import default_directory

@@ -24,9 +24,9 @@ from typing import Any, cast
 import numpy as np
 import structlog
 
-from benchmarks import rows, shapes
-from benchmarks.rows import Row as Found
-from benchmarks.stand import PAGE_SIZE, Pages, Stand
+from benchmarks.parts import rows, shapes
+from benchmarks.parts.rows import Row as Found
+from benchmarks.parts.stand import PAGE_SIZE, Pages, Stand
 from benchmarks.step import GREEDY
 from kernels.device import module
 from kernels.device.recording import Tape, writing

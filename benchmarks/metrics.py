@@ -27,9 +27,9 @@ from services.engine.metrics import EngineMetrics
 from services.engine.pages.local import LocalPageSource
 from services.engine.pages.source import PageCopy
 from services.engine.sampling.result import Result
-from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.queue.admission import Limits
 from services.engine.scheduling.sequence import Request, Stopping
 from services.engine.scheduling.stats import EngineStats
 from services.engine.scheduling.step import Chunk

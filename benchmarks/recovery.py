@@ -21,8 +21,8 @@ from typing import Any
 
 import grpc
 
-from benchmarks.rows import Row, as_json, line
-from benchmarks.stand import process
+from benchmarks.parts.rows import Row, as_json, line
+from benchmarks.parts.stand import process
 from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from services.engine.config import BUNDLED_MODEL

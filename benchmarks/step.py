@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 from threadpoolctl import threadpool_limits
 
-from benchmarks.stand import daemon
+from benchmarks.parts.stand import daemon
 from services.engine.model.decoder import Model
 from services.engine.model.runner import Runner
 from services.engine.pages.daemon import GrpcPageSource
@@ -29,9 +29,9 @@ from services.engine.pages.local import LocalPageSource
 from services.engine.pages.private import private_pages
 from services.engine.pages.source import PageSource
 from services.engine.sampling.params import SamplingParams
-from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.queue.admission import Limits
 from services.engine.scheduling.sequence import Request, Stopping
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,7 +24,7 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
-from benchmarks.stand import process
+from benchmarks.parts.stand import process
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services.common.tracing.otlp import OtlpTracing

@@ -26,7 +26,7 @@ from services.engine.checkpoint.gguf.model import is_gguf
 from services.engine.checkpoint.gguf.shards import files_of, name_of
 from services.engine.delivery.registry import RegistryLimits
 from services.engine.model.backend import ASYNC_STEPS, AUTO, CPU, DEVICES, DTYPES, KV_DTYPES, OFF, ON, REPLAYS
-from services.engine.scheduling.admission import Limits
+from services.engine.scheduling.queue.admission import Limits
 from services.launch import typed
 
 PORT = 50051

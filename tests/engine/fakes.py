@@ -10,9 +10,9 @@ from typing import Any
 from services.common.errors import ServiceError
 from services.engine.pages.source import Demand, Exchange, Grant, PageCopy, PageSource
 from services.engine.sampling.result import Computed, Result
-from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.queue.admission import Limits
 from services.engine.scheduling.sequence import FinishReason, Key, Outcome, Request, Stopping, key_of
 from services.engine.scheduling.step import Chunk
 

@@ -14,16 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import ablation, arena, engine, flips, metrics, prefix, rows, shapes, steps, streams, workload
-from benchmarks.rows import Row
-from benchmarks.shapes import TINY
-from benchmarks.stand import PAGE_SIZE, ROOT, Stand
+from benchmarks import engine, metrics
+from benchmarks.parts import ablation, arena, flips, prefix, rows, shapes, steps, streams, workload
+from benchmarks.parts.rows import Row
+from benchmarks.parts.shapes import TINY
+from benchmarks.parts.stand import PAGE_SIZE, ROOT, Stand
 from kernels import ops_numpy
 from services.engine import server
 from services.engine.config import Config
 from services.engine.model.checkpoint import Checkpoint
 from services.engine.model.decoder import Model
-from services.engine.scheduling.admission import Limits
+from services.engine.scheduling.queue.admission import Limits
 
 LIMITS = Limits(max_batch=8, max_step_tokens=64, max_queue=64)
 

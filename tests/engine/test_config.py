@@ -11,7 +11,7 @@ from services.common.errors import InvalidConfiguration, ModelInvalid
 from services.engine.config import BUNDLED_MODEL, Config, default_pool_id, kvcache_target, model_id
 from services.engine.delivery.registry import RegistryLimits
 from services.engine.model.backend import REPLAYS, on_host
-from services.engine.scheduling.admission import Limits
+from services.engine.scheduling.queue.admission import Limits
 
 
 def test_defaults() -> None:

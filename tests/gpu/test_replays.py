@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.shapes import TINY, RandomCheckpoint
+from benchmarks.parts.shapes import TINY, RandomCheckpoint
 from kernels.ops_cupy import CupyOps
 from kernels.replay.graphs import Graphs
 from kernels.replay.tapes import Tapes

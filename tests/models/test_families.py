@@ -16,9 +16,9 @@ from services.engine.model.decoder import Model
 from services.engine.model.runner import Runner
 from services.engine.pages.local import LocalPageSource
 from services.engine.sampling.params import SamplingParams
-from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.queue.admission import Limits
 from services.engine.scheduling.sequence import FinishReason, Request, Sequence, Stopping
 from tests.engine.checkpoint.test_config import read
 from tests.engine.fakes import Clock, PlainText

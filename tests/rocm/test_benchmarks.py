@@ -53,9 +53,9 @@ def test_what_starting_a_step_costs_the_host() -> None:
 
 
 ARENA = """
-from benchmarks import arena, rows
-from benchmarks.shapes import TINY
-from benchmarks.stand import Stand
+from benchmarks.parts import arena, rows
+from benchmarks.parts.shapes import TINY
+from benchmarks.parts.stand import Stand
 for row in arena.measure(Stand.on_gpu(TINY, "48MiB"), "tiny", (1, 3), 40):
     print(rows.as_json(row))
 """
@@ -70,9 +70,9 @@ def test_the_daemons_memory_beside_ones_own() -> None:
 
 
 FLIPS = """
-from benchmarks import flips, rows
-from benchmarks.shapes import TINY
-from benchmarks.stand import Stand
+from benchmarks.parts import flips, rows
+from benchmarks.parts.shapes import TINY
+from benchmarks.parts.stand import Stand
 flips.InvariantOps.ROWS = 8
 as_it_is, invariant = Stand.on_gpu(TINY), Stand.on_gpu(TINY, make_ops=flips.InvariantRandomOps)
 prompts = flips.arbitrary(as_it_is, 4, 20)

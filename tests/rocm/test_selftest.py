@@ -21,7 +21,7 @@ STARTED = """
 import json
 import structlog
 from structlog.testing import capture_logs
-from benchmarks.shapes import RandomCheckpoint, TINY
+from benchmarks.parts.shapes import RandomCheckpoint, TINY
 from services.engine.model.backend import on_gpu
 from services.engine.model.batch import Row
 from services.engine.model.decoder import Model
@@ -76,7 +76,7 @@ TUNED = """
 import json, os, sys
 from pathlib import Path
 from structlog.testing import capture_logs
-from benchmarks.shapes import TINY
+from benchmarks.parts.shapes import TINY
 from kernels.device import tuning
 from services.common.errors import InvalidConfiguration
 from services.engine.model.backend import AUTO, on_gpu

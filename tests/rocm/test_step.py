@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 from kernels.linear import gemm
 from kernels.device.recording import writing
-from benchmarks.shapes import RandomCheckpoint, TINY
+from benchmarks.parts.shapes import RandomCheckpoint, TINY
 from kernels import ops_numpy
 from kernels.device import staging
 from kernels.replay.graphs import Graphs

@@ -8,8 +8,8 @@ from rocmforge.engine.v1 import engine_pb2 as pb
 from services.engine.api.requests import read_request
 from services.engine.checkpoint.config import ModelConfig
 from services.engine.pages.source import PageLayout, PageSource
-from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.queue.admission import Limits
 from services.engine.scheduling.sequence import Request
 from services.engine.text.chat import Chat
 from services.engine.text.tokenizer import Tokenizer

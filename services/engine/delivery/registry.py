@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from services.common.errors import RequestExists, RequestLive, RequestUnknown
 from services.engine.delivery.generation import Generation
-from services.engine.scheduling.deadlines import Deadlines
+from services.engine.scheduling.queue.deadlines import Deadlines
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from services.common.errors import DeadlineExceeded, Internal, KvCacheDown, Serv
 from services.common.tracing.span import Span
 from services.engine.pages.source import Demand, Exchange, PageCopy, PageSource
 from services.engine.sampling.result import Result
-from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
+from services.engine.scheduling.queue.admission import Limits
 from services.engine.scheduling.scheduler import Advance, Scheduler
 from services.engine.scheduling.sequence import FinishReason, Outcome, Request, Sequence, State
 from services.engine.scheduling.stats import EngineStats, Snapshot, Totals

@@ -41,13 +41,13 @@ from services.common.errors import (
 from services.common.tracing.span import Span
 from services.engine.pages.source import Demand, Grant, Opening, PageCopy
 from services.engine.sampling.result import Choice, Computed, Draw, Result
-from services.engine.scheduling.admission import GROWTH_PAGES, Admission, Limits
 from services.engine.scheduling.block_tables import BlockTables
-from services.engine.scheduling.deadlines import Deadlines
 from services.engine.scheduling.event import Event
+from services.engine.scheduling.queue.admission import GROWTH_PAGES, Admission, Limits
+from services.engine.scheduling.queue.deadlines import Deadlines
+from services.engine.scheduling.queue.waiting_queue import WaitingQueue
 from services.engine.scheduling.sequence import MAX_SAMPLES, Key, Outcome, Request, Sequence, State, key_of
 from services.engine.scheduling.step import Chunk, share_out
-from services.engine.scheduling.waiting_queue import WaitingQueue
 
 log = structlog.get_logger()
 

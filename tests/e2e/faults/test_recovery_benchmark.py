@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import recovery
-from benchmarks.rows import Row
+from benchmarks.parts.rows import Row
 
 
 class Arrived(recovery.Stream):

@@ -22,9 +22,9 @@ from services.engine.model.runner import Runner, _Asks
 from services.engine.pages.local import LocalPageSource
 from services.engine.pages.source import PageCopy
 from services.engine.sampling.params import SamplingParams, seed_of
-from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.queue.admission import Limits
 from services.engine.scheduling.sequence import Outcome, Request, State, Stopping
 from services.engine.scheduling.sequence import Sequence as Progress
 from services.engine.scheduling.step import Chunk, Flight

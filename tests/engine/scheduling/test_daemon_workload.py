@@ -16,8 +16,8 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common.errors import ExceedsPool, KvCacheDown
 from services.engine.pages.daemon import GrpcPageSource
 from services.engine.pages.source import PageLayout
-from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.queue.admission import Limits
 from services.engine.scheduling.sequence import FinishReason, Key, Request, key_of
 from tests.engine.fakes import Clock, Harness, Scripted, TokenMemory, alone, make_request
 from tests.engine.scheduling.test_workload import AHEAD, prompts

@@ -26,9 +26,9 @@ from services.common.errors import (
 from services.engine.pages.local import LocalPageSource
 from services.engine.pages.source import Demand, Exchange, PageCopy
 from services.engine.sampling.result import Result
-from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import IDLE_CHECK_S, EngineLoop
+from services.engine.scheduling.queue.admission import Limits
 from services.engine.scheduling.sequence import FinishReason
 from services.engine.scheduling.step import Chunk
 from tests.engine.fakes import EOS, Harness, TokenMemory, alone, make_request

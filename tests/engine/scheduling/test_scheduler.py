@@ -18,7 +18,7 @@ from services.common.errors import (
     SequenceUnknown,
 )
 from services.engine.pages.source import Demand, Grant, Retention
-from services.engine.scheduling.admission import ADMISSION_RETRY_S, Limits
+from services.engine.scheduling.queue.admission import ADMISSION_RETRY_S, Limits
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import FinishReason, Outcome, State
 from tests.engine.fakes import Clock, Harness, make_request
@@ -529,7 +529,7 @@ def test_while_the_gate_is_closed_free_places_in_the_batch_are_none() -> None:
 
 
 def test_very_long_prompts_are_opened_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.engine.scheduling.admission.OPENING_TOKENS", 50)
+    monkeypatch.setattr("services.engine.scheduling.queue.admission.OPENING_TOKENS", 50)
     scheduler, _ = started(pages=500)
     for at in range(5):
         scheduler.submit(make_request(f"r{at}", [1] * (60 if at < 2 else 20)))

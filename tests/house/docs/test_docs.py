@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.common import errors
-from services.engine.scheduling.retry_after import LEAST_S, MOST_S
+from services.engine.scheduling.queue.retry_after import LEAST_S, MOST_S
 from services.version import VERSION
 
 ROOT = Path(__file__).parents[3]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.simulators.amdgpu import GPUS, disassembly, loops, mnemonics, objectfile
-from tests.simulators.amdgpu.disassembly import Instruction
-from tests.simulators.amdgpu.objectfile import Kernel
+from tests.simulators.amdgpu import GPUS, loops
+from tests.simulators.amdgpu.code import disassembly, mnemonics, objectfile
+from tests.simulators.amdgpu.code.disassembly import Instruction
+from tests.simulators.amdgpu.code.objectfile import Kernel
 
 #: Waves that a SIMD must have registers for, by source: on CDNA (of 8) and on RDNA (of 16).
 WAVES_PER_SIMD: dict[str, tuple[int, int]] = {

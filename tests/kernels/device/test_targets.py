@@ -19,7 +19,7 @@ from tests import tools
 from tests.kernels.device import amdgcn, hiprtc, machine_code
 from tests.kernels.device.amdgcn import Kernel, Toolchain
 from tests.kernels.sampling.test_hang import without_barrier
-from tests.simulators.amdgpu import mnemonics
+from tests.simulators.amdgpu.code import mnemonics
 
 MOST_SHARED = 48 * 1024
 #: The GPUs among these that HIPRTC 5.2 knows too.

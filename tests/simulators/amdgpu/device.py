@@ -22,10 +22,10 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from kernels.device import source
 from tests.kernels.device.amdgcn import WAVES, Toolchain
-from tests.simulators.amdgpu import disassembly, encoding, objectfile
-from tests.simulators.amdgpu.disassembly import Instruction
+from tests.simulators.amdgpu.code import disassembly, encoding, objectfile
+from tests.simulators.amdgpu.code.disassembly import Instruction
+from tests.simulators.amdgpu.code.objectfile import Kernel
 from tests.simulators.amdgpu.library import Fault, Launch, checked, executor
-from tests.simulators.amdgpu.objectfile import Kernel
 from tests.simulators.cpu.executor import poisoned
 
 Extent: TypeAlias = int | tuple[int, ...]

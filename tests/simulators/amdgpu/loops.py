@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tests.simulators.amdgpu.disassembly import Instruction
+from tests.simulators.amdgpu.code.disassembly import Instruction
 
 
 @dataclass(frozen=True, slots=True)

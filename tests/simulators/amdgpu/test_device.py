@@ -11,7 +11,7 @@ from kernels.device import source
 from tests import tools
 from tests.kernels.device import amdgcn
 from tests.simulators import amdgpu
-from tests.simulators.amdgpu import encoding
+from tests.simulators.amdgpu.code import encoding
 from tests.simulators.amdgpu.wave import Snippets, State
 
 TEXT = """#include "common.h"

@@ -10,8 +10,8 @@ import pytest
 
 from tests import tools
 from tests.kernels.device import amdgcn
-from tests.simulators.amdgpu import mnemonics
 from tests.simulators.amdgpu.cases import TO, Case, lane_cases, scalar_cases
+from tests.simulators.amdgpu.code import mnemonics
 from tests.simulators.amdgpu.special_cases import special_cases
 from tests.simulators.amdgpu.wave import Snippets, State
 
@@ -89,7 +89,7 @@ def near(a: np.ndarray, b: np.ndarray, loose: bool) -> np.ndarray:
 
 
 def test_every_listed_mnemonic_is_one_of_the_executor() -> None:
-    from tests.simulators.amdgpu.encoding import name_of
+    from tests.simulators.amdgpu.code.encoding import name_of
     from tests.simulators.amdgpu.library import executor
 
     assert [name for name in mnemonics.listed() if not executor().executor_has(name_of(name).encode())] == []

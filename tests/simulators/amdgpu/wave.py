@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.simulators.amdgpu import disassembly, encoding
+from tests.simulators.amdgpu.code import disassembly, encoding
+from tests.simulators.amdgpu.code.disassembly import Instruction
 from tests.simulators.amdgpu.device import Memory
-from tests.simulators.amdgpu.disassembly import Instruction
 from tests.simulators.amdgpu.library import checked, executor
 
 ASSEMBLER = "llvm-mc-19"

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import ExceedsPool, KvCacheDown
-from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
+from services.engine.scheduling.queue.admission import Limits
 from services.engine.scheduling.sequence import FinishReason, Key, Request, key_of
 from tests.engine.fakes import Harness, alone, make_request
 from tests.engine.scheduling.test_daemon_workload import DaemonHarness

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tests.simulators.amdgpu import messagepack
+from tests.simulators.amdgpu.code import messagepack
 
 #: e_flags' lowest byte, by GPU.
 MACHINES = {0x3F: "gfx90a", 0x4C: "gfx942", 0x36: "gfx1030", 0x41: "gfx1100", 0x4E: "gfx1201"}

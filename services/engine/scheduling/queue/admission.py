@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from services.common.errors import ExceedsPool, FieldInvalid, QueueFull
-from services.engine.scheduling.retry_after import RetryAfter
+from services.engine.scheduling.queue.retry_after import RetryAfter
+from services.engine.scheduling.queue.waiting_queue import WaitingQueue
 from services.engine.scheduling.sequence import Sequence
-from services.engine.scheduling.waiting_queue import WaitingQueue
 
 #: Seconds before a refused opening is retried if none of this engine's requests ends first; another engine's may.
 ADMISSION_RETRY_S = 0.1

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.scheduling.deadlines import Deadlines
+from services.engine.scheduling.queue.deadlines import Deadlines
 
 NAMES = st.sampled_from("abcdef")
 TIMES = st.integers(0, 9).map(float)

@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.stand import Pages, Stand
+from benchmarks.parts.stand import Pages, Stand
 from benchmarks.step import GREEDY, NoText
 from services.engine.model.runner import Runner
 from services.engine.pages.source import PageCopy, PageSource
 from services.engine.sampling.params import Drawer, SamplingParams
 from services.engine.sampling.result import Result
-from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.queue.admission import Limits
 from services.engine.scheduling.sequence import Request, Stopping
 from services.engine.scheduling.step import Chunk, Flight
 

@@ -1,6 +1,6 @@
 """The mnemonics that the project's code objects contain, by GPU: mnemonics.txt, which tests hold complete.
 
-``python -m tests.simulators.amdgpu.mnemonics`` adds those of what has been compiled so far.
+``python -m tests.simulators.amdgpu.code.mnemonics`` adds those of what has been compiled so far.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests.kernels.device.amdgcn import CODE
-from tests.simulators.amdgpu import disassembly, objectfile
-from tests.simulators.amdgpu.disassembly import Instruction
+from tests.simulators.amdgpu.code import disassembly, objectfile
+from tests.simulators.amdgpu.code.disassembly import Instruction
 
 LIST = Path(__file__).with_suffix(".txt")
 

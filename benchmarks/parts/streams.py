@@ -22,8 +22,8 @@ from typing import Any
 
 import grpc
 
-from benchmarks.rows import Row
-from benchmarks.stand import ROOT, daemon, process
+from benchmarks.parts.rows import Row
+from benchmarks.parts.stand import ROOT, daemon, process
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services.engine import __main__ as engine_main
@@ -111,7 +111,7 @@ def timed_engine(cache: str, streams: int, step_ms: float, messages_per_s: int |
         words = [f"{step_ms:g}", "--listen", address, "--model", str(BUNDLED_MODEL), "--kvcache", cache]
         words += ["--max-batch", str(streams), "--max-step-tokens", "8192", "--async-steps", ON]
         words += [] if messages_per_s is None else ["--messages-per-s", str(messages_per_s)]
-        with process("benchmarks.streams", address, *words):
+        with process("benchmarks.parts.streams", address, *words):
             yield address
 
 

@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Iterable
 
-from tests.simulators.amdgpu.disassembly import Instruction
+from tests.simulators.amdgpu.code.disassembly import Instruction
 
 #: Whose compares and sources print VCC that a comparison of RDNA 3 and a dual instruction leave out.
 _TAKES_VCC = re.compile(r"v_div_fmas_|v_dual_cndmask_b32")

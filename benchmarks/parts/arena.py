@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import steps
-from benchmarks.rows import Row
-from benchmarks.stand import PAGE_SIZE, Stand
+from benchmarks.parts import steps
+from benchmarks.parts.rows import Row
+from benchmarks.parts.stand import PAGE_SIZE, Stand
 
 #: Bar: the most that the daemon's pages may cost, in every measurement.
 BAR = 0.98

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.stand import PAGE_SIZE, Stand
-from benchmarks.workload import Job
+from benchmarks.parts.stand import PAGE_SIZE, Stand
+from benchmarks.parts.workload import Job
 from services.engine.checkpoint.config import ModelConfig
 from services.engine.model.batch import Row
 from services.engine.model.decoder import Model

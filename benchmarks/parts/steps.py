@@ -10,8 +10,8 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from benchmarks.rows import Row as Found
-from benchmarks.stand import PAGE_SIZE, Pages, Stand
+from benchmarks.parts.rows import Row as Found
+from benchmarks.parts.stand import PAGE_SIZE, Pages, Stand
 from benchmarks.step import GREEDY
 from services.engine.model.batch import Row
 from services.engine.sampling.params import sample

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.engine.scheduling.retry_after import LEAST_S, MARKS, MOST_S, UNKNOWN_S, RetryAfter
+from services.engine.scheduling.queue.retry_after import LEAST_S, MARKS, MOST_S, UNKNOWN_S, RetryAfter
 from tests.engine.fakes import Clock
 
 

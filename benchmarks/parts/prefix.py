@@ -19,8 +19,8 @@ from typing import Any
 import grpc
 import grpc.experimental
 
-from benchmarks.rows import Row
-from benchmarks.stand import daemon, process
+from benchmarks.parts.rows import Row
+from benchmarks.parts.stand import daemon, process
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services.common.serving import MAX_MESSAGE_BYTES

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import RandomCheckpoint, RandomOps, UnreadTensor
+from benchmarks.parts.shapes import RandomCheckpoint, RandomOps, UnreadTensor
 from kernels.ops_cupy import CupyOps
 from rocmforge.client.arena.device import DevicePages
 from services.engine.checkpoint.config import ModelConfig
@@ -25,7 +25,7 @@ from services.engine.sampling.params import Drawer
 from services.healthcheck import wait_serving
 from services.kvcache.arena.host import default_directory
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE_SIZE = 16
 
 

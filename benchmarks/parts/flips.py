@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import steps
-from benchmarks.rows import Row as Found
-from benchmarks.shapes import RandomOps
-from benchmarks.stand import PAGE_SIZE, Pages, Stand
+from benchmarks.parts import steps
+from benchmarks.parts.rows import Row as Found
+from benchmarks.parts.shapes import RandomOps
+from benchmarks.parts.stand import PAGE_SIZE, Pages, Stand
 from benchmarks.step import GREEDY
 from kernels.attention import plan
 from kernels.attention.plan import Geometry, Plan

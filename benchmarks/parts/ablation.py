@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.rows import Row
-from benchmarks.stand import PAGE_SIZE, Pages, Stand
-from benchmarks.workload import Job, Run, median_of, pages_for, run, salted, uniform
+from benchmarks.parts.rows import Row
+from benchmarks.parts.stand import PAGE_SIZE, Pages, Stand
+from benchmarks.parts.workload import Job, Run, median_of, pages_for, run, salted, uniform
 from kernels.sampling import reference
 from kernels.sampling.launch import Batch, Drawn
 from services.engine.pages.source import Demand, Exchange, Grant, PageSource
 from services.engine.sampling.params import Drawer, SamplingParams
-from services.engine.scheduling.admission import Limits
 from services.engine.scheduling.loop import EngineLoop
+from services.engine.scheduling.queue.admission import Limits
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.step import Chunk
 

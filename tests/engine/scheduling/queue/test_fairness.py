@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from services.common.errors import CapacityExceeded, DeadlineExceeded, KvCacheDown, ServiceError, SessionExpired
 from services.engine.pages.source import Demand, Exchange, Grant, Opening
 from services.engine.sampling.result import Computed
-from services.engine.scheduling.admission import ADMISSION_RETRY_S, Limits
+from services.engine.scheduling.queue.admission import ADMISSION_RETRY_S, Limits
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import FinishReason, Key, Outcome, Sequence, State, key_of
 from services.engine.scheduling.step import Chunk

@@ -1,0 +1,1 @@
+"""Requests that wait: their order, what may start, and what is due when."""
