@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import shapes
+from benchmarks.parts import shapes
 from benchmarks.serve import engines, plot, report, summary
 from benchmarks.serve.engines import Serving
 from benchmarks.serve.load import Load

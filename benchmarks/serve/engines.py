@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from benchmarks.stand import ROOT, process
+from benchmarks.parts.stand import ROOT, process
 from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from services.kvcache.arena.host import default_directory

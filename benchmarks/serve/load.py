@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.parts.stand import ROOT
 from benchmarks.serve import record
 from benchmarks.serve.generator import Job
 from benchmarks.serve.plan import Plan
 from benchmarks.serve.record import Lag, Record
-from benchmarks.stand import ROOT
 
 #: Between the moment that generators are given the start and the start.
 HEAD_START_S = 0.2
