@@ -15,6 +15,7 @@ from services.common.tracing import collector
 from services.common.values import Kind, one_of, seconds, share, switch, whole
 
 address = Kind(Listener.parse, "unix:/path or host:port")
+tcp_address = Kind(Listener.parse_tcp, "host:port")
 file_path = Kind(Path, "path")
 
 
@@ -53,7 +54,7 @@ class Listening:
         metavar="N",
     )
     metrics: Listener | None = setting(
-        Kind(Listener.parse_tcp, "host:port"),
+        tcp_address,
         None,
         "serve Prometheus metrics on host:port, without TLS; default: off",
         metavar="ADDR",

@@ -12,7 +12,7 @@ from services.common import settings
 from services.common.access.identity import Identity
 from services.common.access.policy import Allowance, Policy
 from services.common.errors import InvalidConfiguration
-from services.common.listening import LIVE, Listening, listen
+from services.common.listening import LIVE, Listening, listen, tcp_address
 from services.common.serving import Listener
 from services.common.settings import Program, setting
 from services.common.values import Kind, byte_size, one_of, seconds, share, switch, whole
@@ -171,20 +171,20 @@ class Config(Listening):
         whole(1, 10**8), _DEFAULTS.event_ring, "page events kept for readers of the prefix cache's changes", metavar="N"
     )
     kv_events: Listener | None = setting(
-        Kind(Listener.parse_tcp, "host:port"),
+        tcp_address,
         None,
         "publish what enters and leaves the prefix caches as vLLM's KV events over ZeroMQ on host:port, with tokens "
         "and without TLS; default: off",
         metavar="ADDR",
     )
     kv_events_replay: Listener | None = setting(
-        Kind(Listener.parse_tcp, "host:port"),
+        tcp_address,
         None,
         "replay KV events on host:port to readers that missed some",
         metavar="ADDR",
     )
     kv_events_to: Listener | None = setting(
-        Kind(Listener.parse_tcp, "host:port"),
+        tcp_address,
         None,
         "also send KV events to a router that listens for them on host:port",
         metavar="ADDR",

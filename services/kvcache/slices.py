@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -77,31 +77,27 @@ class Slices:
 
     async def run(self, work: Work[Result], order: str = "") -> Result:
         """The result of work. What does not pause is done at once; works of one ``order`` run one after the other."""
-        if order and (ahead := self._orders.get(order)) is not None:
-            return await self._in_order(work, None, order, ahead)
+        if order in self._orders:
+            return await self._in_order(order, self.run(work))
         try:
             job = next(work)
         except StopIteration as end:
             result: Result = end.value
             return result
-        if order:
-            return await self._in_order(work, [job], order, self._orders.setdefault(order, _Order()))
-        return await self._rest(work, job)
+        rest = self._rest(work, job)
+        return await (self._in_order(order, rest) if order else rest)
 
-    async def _in_order(self, work: Work[Result], begun: list[Job | None] | None, order: str, ahead: _Order) -> Result:
+    async def _in_order(self, order: str, rest: Coroutine[Any, Any, Result]) -> Result:
+        """The first of its order goes on at once; what waits for others has not begun, and never does if it is
+        cancelled.
+        """
+        ahead = self._orders.setdefault(order, _Order())
         ahead.count += 1
         try:
             async with ahead.lock:
-                if begun is not None:
-                    return await self._rest(work, begun[0])
-                try:
-                    job = next(work)
-                except StopIteration as end:
-                    result: Result = end.value
-                    return result
-                return await self._rest(work, job)
+                return await rest
         finally:
-            work.close()
+            rest.close()
             ahead.count -= 1
             if not ahead.count:
                 del self._orders[order]
