@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.common.edge.listener import Listener, check_exposure
 from services.common.edge.tls import Tls
 from services.common.errors import InvalidConfiguration
-from services.common.serving import LOG_LEVELS, Listener, check_exposure
+from services.common.logs import LOG_LEVELS
 from services.common.settings import setting
 from services.common.tracing import collector
 from services.common.values import Kind, one_of, seconds, share, switch, whole

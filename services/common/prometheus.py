@@ -20,9 +20,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from services.common.call_stats import CallStats
+from services.common.edge.listener import Listener
 from services.common.errors import InvalidConfiguration
 from services.common.histogram import Histogram
-from services.common.serving import Listener
 
 log = structlog.get_logger()
 

@@ -1,17 +1,11 @@
-"""Runs a gRPC service: listeners and their exposure, health, reflection, drain and logging."""
+"""Runs a gRPC service: listeners and their exposure, health, reflection, drain."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-import ipaddress
 import os
 import signal
-import socket
-import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +21,7 @@ from services.common.access.tokens import Tokens
 from services.common.call_stats import CallStats
 from services.common.edge import descriptors, keepalive, unix_sockets
 from services.common.edge.health import LIVENESS, NOT_SERVING, SERVING, Health
+from services.common.edge.listener import Listener, check_bindable, check_exposure
 from services.common.edge.message_limit import MessageLimit, MessageLimits
 from services.common.edge.reflection import Reflection
 from services.common.edge.tls import Certificates, Tls
@@ -44,96 +39,6 @@ MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 HANDSHAKE_S = 20.0
 
 _DEFAULT_LIMITS = MessageLimits({}, MessageLimit(MAX_MESSAGE_BYTES))
-
-_TCP = "host:port with a port of 0 to 65535"
-_UNIX_PATH_LIMIT = 107  # bytes of sockaddr_un.sun_path, less the terminator
-
-
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """One address to listen on: a unix socket path, or a TCP host and port (0 picks a free port)."""
-
-    path: Path | None = None
-    host: str = ""
-    port: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> Listener:
-        """Parse ``unix:/path``, ``host:port`` or ``[v6]:port``. Raises InvalidConfiguration."""
-        if text.startswith("unix:"):
-            path = Path(text.removeprefix("unix:"))
-            encoded = os.fsencode(path)
-            # gRPC takes addresses as text, on both sides, and percent-decodes them.
-            spoken = "%" not in text and encoded.decode(errors="replace") == str(path)
-            if not path.is_absolute() or len(encoded) > _UNIX_PATH_LIMIT or not spoken:
-                raise InvalidConfiguration(
-                    f"a unix socket path must be absolute, at most {_UNIX_PATH_LIMIT} bytes, UTF-8 and without %",
-                    field="--listen",
-                )
-            return cls(path=path)
-        try:
-            return cls.parse_tcp(text)
-        except ValueError as error:
-            raise InvalidConfiguration(f"expected unix:/path or {_TCP}", field="--listen") from error
-
-    @classmethod
-    def parse_tcp(cls, text: str) -> Listener:
-        """Parse only ``host:port`` or ``[v6]:port``. Raises ValueError, saying what was expected."""
-        host, colon, port = text.rpartition(":")
-        numbered = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
-        if not colon or not host or not numbered or text.startswith("unix:"):
-            raise ValueError(f"expected {_TCP}")
-        return cls(host=host.removeprefix("[").removesuffix("]"), port=int(port))
-
-    @property
-    def local_only(self) -> bool:
-        """Whether only processes on this host can reach it."""
-        if self.path is not None or self.host == "localhost":
-            return True
-        with contextlib.suppress(ValueError):
-            return ipaddress.ip_address(self.host).is_loopback
-        return False
-
-    def __str__(self) -> str:
-        if self.path is not None:
-            return f"unix:{self.path}"
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def check_exposure(
-    listeners: Sequence[Listener],
-    tls: Tls | None,
-    insecure: bool,
-    metrics: Listener | None = None,
-    *,
-    tokens: bool = False,
-    collector: str = "",
-) -> None:
-    """Refuse to listen beyond this host without mutual TLS, or TLS and ``tokens``, unless ``insecure`` is set.
-
-    Metrics are always served without TLS. ``collector`` is the host that traces are sent to without TLS. Raises
-    InvalidConfiguration.
-    """
-    if collector and not Listener(host=collector).local_only and not insecure:
-        raise InvalidConfiguration(
-            f"--otlp-endpoint: traces would go to {collector} without TLS, which requires --insecure; use https",
-            field="--otlp-endpoint",
-        )
-    if metrics is not None and not metrics.local_only and not insecure:
-        raise InvalidConfiguration(
-            f"--metrics {metrics}: reachable from other hosts without TLS, which requires --insecure",
-            field="--metrics",
-        )
-    if not listeners:
-        raise InvalidConfiguration("--listen: at least one address is required", field="--listen")
-    for listener in listeners:
-        guarded = tls is not None and (tls.client_ca is not None or tokens)
-        if not listener.local_only and not guarded and not insecure:
-            raise InvalidConfiguration(
-                f"--listen {listener}: reachable from other hosts, which requires --tls-cert, --tls-key and "
-                "--tls-client-ca, or --insecure",
-                field="--listen",
-            )
 
 
 class Serving:
@@ -314,7 +219,7 @@ class Serving:
 
 
 def _bind_tcp(server: grpc.aio.Server, listener: Listener, certificates: Certificates | None) -> str:
-    _check_bindable(listener)
+    check_bindable(listener)
     try:
         if certificates is not None:
             port = server.add_secure_port(str(listener), certificates.server)
@@ -324,36 +229,6 @@ def _bind_tcp(server: grpc.aio.Server, listener: Listener, certificates: Certifi
         doubt = "" if certificates is None else "; check the TLS files"
         raise InvalidConfiguration(f"--listen {listener}: cannot bind{doubt}", field="--listen") from error
     return str(Listener(host=listener.host, port=port))
-
-
-def _check_bindable(listener: Listener) -> None:
-    """Raise InvalidConfiguration, with the reason, if a TCP address cannot be bound.
-
-    A host name may resolve to several addresses: a port in use on any of them is an error, as is having none that can
-    be bound. gRPC's core only logs the reason to stderr, in its own format, and does not return it; silencing the core
-    (GRPC_VERBOSITY) would also hide failed TLS handshakes. If another process takes the port between this check and
-    gRPC's bind, the bind still fails, with that log line.
-    """
-    where = f"--listen {listener}"
-    try:
-        found = socket.getaddrinfo(listener.host, listener.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise InvalidConfiguration(f"{where}: {listener.host}: {error.strerror}", field="--listen") from error
-    refused, bindable = None, False
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: a port in TIME_WAIT is free
-                probe.bind(address)
-                probe.listen(1)  # two sockets may bind one port, but only one may listen
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise InvalidConfiguration(f"{where}: the port is in use", field="--listen") from error
-            refused = error
-        else:
-            bindable = True
-    if refused is not None and not bindable:
-        raise InvalidConfiguration(f"{where}: cannot bind: {refused.strerror}", field="--listen") from refused
 
 
 def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]], hangup: Callable[[], None]) -> None:
@@ -380,46 +255,3 @@ def run_until_signal(main: Callable[[asyncio.Event], Awaitable[None]], hangup: C
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(body())
-
-
-#: From the most verbose to the least.
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
-class _Lines:
-    """Writes to stderr and drops lines that fail: a full disk or a closed pipe must not stop the service."""
-
-    def msg(self, text: str) -> None:
-        """Write one line."""
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"{text}\n")  # one write per line: several threads may log
-            sys.stderr.flush()
-
-    debug = info = warning = error = critical = exception = log = msg
-
-
-def configure_logging(level: str = "info") -> None:
-    """Log structlog events at ``level``, one of `LOG_LEVELS`, and above to stderr: coloured lines on a terminal, one
-    JSON object per line otherwise.
-    """
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-        if sys.stderr.isatty()
-        else structlog.processors.JSONRenderer()
-    )
-    processors: list[structlog.typing.Processor] = [
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
-    if not sys.stderr.isatty():
-        processors.append(structlog.processors.format_exc_info)
-    structlog.configure(
-        processors=[*processors, renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=_Lines,
-        cache_logger_on_first_use=True,
-    )
-    for name, module in list(sys.modules.items()):
-        # A logger that has been used has kept the level it had then.
-        if name.partition(".")[0] in ("services", "kernels") and "log" in vars(module):
-            vars(module)["log"].__dict__.pop("bind", None)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.edge.listener import Listener
 from services.common.edge.tls import Tls
-from services.common.serving import Listener
 from services.doctor.check import Finding, failed, ok
 from services.doctor.machine import Machine
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services import healthcheck
-from services.common.serving import Listener
+from services.common.edge.listener import Listener
 
 _REAP_S = 5.0
 _CONNECT_S = 2.0

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from services.common.errors import ServiceError
-from services.common.serving import configure_logging, run_until_signal
+from services.common.logs import configure_logging
+from services.common.serving import run_until_signal
 from services.engine import cli
 from services.engine.cli import token
 

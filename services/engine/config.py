@@ -16,9 +16,9 @@ from rocmforge.client.transport.tls import ClientTls, client_tls
 from services.common import settings
 from services.common.access.identity import Identity
 from services.common.access.policy import Allowance, Policy
+from services.common.edge.listener import Listener
 from services.common.errors import InvalidConfiguration, ModelInvalid
 from services.common.listening import LIVE, Listening, file_path, listen, runtime_dir
-from services.common.serving import Listener
 from services.common.settings import Program, setting
 from services.common.values import Kind, byte_size, one_of, seconds, whole
 from services.engine.api.roles import INCLUDES, role_allowance

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from services.common.edge.listener import Listener
 from services.common.errors import ModelInvalid
-from services.common.serving import Listener
 from services.doctor import addresses, command, devices, namespaces, resources, roundtrip, stack
 from services.doctor.check import Check, Finding, failed, ok, skipped
 from services.doctor.machine import Machine

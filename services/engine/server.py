@@ -18,8 +18,9 @@ from services.common.access.tokens import Tokens
 from services.common.call_stats import CallStats
 from services.common.edge.reloading import reread
 from services.common.errors import Draining, InvalidConfiguration, ModelInvalid, ServiceError
+from services.common.logs import configure_logging
 from services.common.prometheus import Endpoint
-from services.common.serving import Serving, configure_logging
+from services.common.serving import Serving
 from services.common.tracing.collector import tracing_to
 from services.engine.api.limits import LIMITS
 from services.engine.api.served import Served

@@ -11,7 +11,8 @@ import sys
 import structlog
 
 from services.common.errors import ServiceError
-from services.common.serving import configure_logging, run_until_signal
+from services.common.logs import configure_logging
+from services.common.serving import run_until_signal
 from services.kvcache import doctor
 from services.kvcache.config import Config
 from services.kvcache.server import Daemon

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from services.common import settings
 from services.common.access.identity import Identity
 from services.common.access.policy import Allowance, Policy
+from services.common.edge.listener import Listener
 from services.common.errors import InvalidConfiguration
 from services.common.listening import LIVE, Listening, listen, tcp_address
-from services.common.serving import Listener
 from services.common.settings import Program, setting
 from services.common.values import Kind, byte_size, one_of, seconds, share, switch, whole
 from services.kvcache.api.roles import ENGINE, INCLUDES, role_allowance

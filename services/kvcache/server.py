@@ -21,8 +21,9 @@ from services.common.access.policy import Policy
 from services.common.call_stats import CallStats
 from services.common.edge.reloading import reread
 from services.common.errors import GpuError, InvalidConfiguration
+from services.common.logs import configure_logging
 from services.common.prometheus import Endpoint
-from services.common.serving import Serving, configure_logging
+from services.common.serving import Serving
 from services.common.tracing.collector import tracing_to
 from services.kvcache.api.limits import LIMITS
 from services.kvcache.api.roles import ENGINE

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rocmforge.client.transport.paths import check_socket
+from services.common.edge.listener import Listener
 from services.common.errors import InvalidConfiguration
 from services.common.listening import runtime_dir
 from services.common.parser import Parser
-from services.common.serving import Listener
 from services.launch import typed
 
 

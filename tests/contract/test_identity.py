@@ -14,8 +14,9 @@ from grpc_health.v1 import health
 
 from services.common.access.identity import ANYONE, CALLER, Identity
 from services.common.call_stats import CallStats
+from services.common.edge.listener import Listener
 from services.common.edge.tls import Tls
-from services.common.serving import Listener, Serving
+from services.common.serving import Serving
 
 WHO = "test.Who"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from services.common.serving import Listener
+from services.common.edge.listener import Listener
 from services.engine.config import Config as EngineConfig
 from services.kvcache.config import Config as KvCacheConfig
 from tests import tools

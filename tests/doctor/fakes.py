@@ -10,7 +10,7 @@ import stat
 from collections.abc import Sequence
 from typing import Any
 
-from services.common.serving import Listener
+from services.common.edge.listener import Listener
 from services.doctor.machine import Machine, Node, Ran
 from services.doctor.stack import GpuFacts, Stack
 

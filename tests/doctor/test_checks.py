@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.serving import Listener
+from services.common.edge.listener import Listener
 from services.doctor import addresses, devices, namespaces, resources, roundtrip, stack
 from services.doctor.check import Finding, Status
 from services.doctor.machine import Node, Ran

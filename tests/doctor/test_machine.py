@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rocmforge.client.arena.gpu_ipc import Runtime
-from services.common.serving import Listener
+from services.common.edge.listener import Listener
 from services.doctor import check, probe, roundtrip, stack
 from services.doctor.check import Check, Finding, Status
 from services.doctor.machine import Machine

@@ -14,7 +14,7 @@ import structlog
 from rocmforge.engine.v1 import engine_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2
 from services.common.errors import InvalidConfiguration
-from services.common.serving import LOG_LEVELS, configure_logging
+from services.common.logs import LOG_LEVELS, configure_logging
 from services.engine.config import Config as EngineConfig
 from services.kvcache.config import Config as DaemonConfig
 from tests.e2e.conftest import MODEL, Pair

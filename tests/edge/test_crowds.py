@@ -18,8 +18,8 @@ from structlog.testing import capture_logs
 
 from services.common import prometheus
 from services.common.edge import descriptors
+from services.common.edge.listener import Listener
 from services.common.prometheus import Endpoint
-from services.common.serving import Listener
 from tests.kvcache.conftest import Running
 from tests.processes import Service
 

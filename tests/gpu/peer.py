@@ -19,7 +19,7 @@ from rocmforge.client import cache
 from rocmforge.client.arena.device import DevicePages
 from rocmforge.client.arena.gpu_ipc import Runtime
 from services.common.errors import ServiceError
-from services.common.serving import configure_logging
+from services.common.logs import configure_logging
 from services.engine.pages.daemon import GrpcPageSource
 from services.engine.pages.source import Demand, Opening, PageLayout
 

@@ -19,9 +19,9 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+from services.common.edge.listener import Listener
 from services.common.errors import InvalidConfiguration
 from services.common.prometheus import Endpoint
-from services.common.serving import Listener
 from services.kvcache.config import Config
 from services.kvcache.metrics import PREFIX
 from tests.kvcache.clients.messages import opening, report

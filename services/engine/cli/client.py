@@ -20,10 +20,11 @@ from rocmforge.client.transport.tls import ClientTls, client_tls
 from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from services import healthcheck
 from services.common import rpc
+from services.common.edge.listener import Listener
 from services.common.errors import InvalidConfiguration, ServiceError
 from services.common.listening import runtime_dir
 from services.common.parser import Parser
-from services.common.serving import MAX_MESSAGE_BYTES, Listener
+from services.common.serving import MAX_MESSAGE_BYTES
 from services.engine.cli.bearer import AsyncBearer, Bearer
 from services.launch import typed
 

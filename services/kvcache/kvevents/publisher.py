@@ -21,8 +21,8 @@ import structlog
 import zmq
 import zmq.asyncio
 
+from services.common.edge.listener import Listener
 from services.common.errors import InvalidConfiguration
-from services.common.serving import Listener
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.kvevents import chains
 from services.kvcache.kvevents.format import END, AllBlocksCleared, KvEvent, encode, topic

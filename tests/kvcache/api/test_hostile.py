@@ -21,8 +21,9 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services import healthcheck
 from services.common import rpc
+from services.common.edge.listener import Listener
 from services.common.errors import ExceedsBudget, InvalidConfiguration, PoolUnknown, SequenceMismatch, ServiceError
-from services.common.serving import Listener, Serving
+from services.common.serving import Serving
 from services.kvcache.arena import host as arenas
 from services.kvcache.arena.host import FileArena, prepare_directory
 from services.kvcache.cache.grant import Grant

@@ -24,7 +24,8 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from services.common import rpc
 from services.common.call_stats import CallStats
-from services.common.serving import Listener, Serving
+from services.common.edge.listener import Listener
+from services.common.serving import Serving
 from services.kvcache.api.requests import read_retention
 from services.kvcache.api.responses import retention_message
 from services.kvcache.api.servicer import SERVICE, KvCacheServicer
