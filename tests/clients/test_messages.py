@@ -85,7 +85,7 @@ def token_count(request: pb.AllocatePagesRequest) -> int:
 def test_a_batch_arrives_as_it_was_asked() -> None:
     @given(batches())
     def check(batch: list[Demand]) -> None:
-        parts = messages.in_parts(batch)
+        parts = [demands for _, demands in messages.in_parts(batch)]
         requests = [pb.AllocatePagesRequest(demands=messages.demand_messages(part)) for part in parts]
         told = [one for request in requests for one in heard(request)]
         fits = [demand for demand in batch if demand.opening is None or len(demand.opening.prompt) <= LIMIT]

@@ -6,6 +6,7 @@ third of its ttl.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -23,12 +24,12 @@ from rocmforge.client.arena.device import DevicePages, map_device_pages
 from rocmforge.client.arena.gpu_ipc import Gpu, Runtime
 from rocmforge.client.arena.host import HostPages, map_pages
 from rocmforge.client.demands import Demand, Grant
-from rocmforge.client.errors import AttachMismatch, KvCacheDown, ServiceError, SessionExpired
+from rocmforge.client.errors import AttachMismatch, InvalidConfiguration, KvCacheDown, ServiceError, SessionExpired
 from rocmforge.client.events import LOGGED, EventLog
 from rocmforge.client.layout import Layout
 from rocmforge.client.lease import Lease, LeaseKeeper
 from rocmforge.client.messages import demand_messages, grants, in_parts, opening_request
-from rocmforge.client.options import OnCall, Options
+from rocmforge.client.options import OnCall, Options, check_options
 from rocmforge.client.step import Answer, Attempt, Part, Step, error_of
 from rocmforge.client.transport.channel import channel_to
 from rocmforge.client.transport.connection import Connection, Metadata
@@ -68,13 +69,14 @@ class KvCache:
     - ``flag``: what ``target`` is called in errors. ``on_call``: hears of every call that has ended. ``log``: takes
       events. ``clock``: a monotonic one, in seconds.
 
-    One thread makes the calls. `may_write`, `epoch`, `total_pages` and `available_pages` may be read on any.
+    One thread makes the calls, of the process that made the instance: a fork of it has no session. `may_write`,
+    `epoch`, `total_pages` and `available_pages` may be read on any.
 
     The laws of a client: write only to pages granted to a live sequence of yours, and not to a shared one's tokens;
     report tokens only when the work that wrote their K and V has synchronised; before each write, and again before you
     use what was computed, ask `may_write`; call `reopen` and `close` only when nothing of yours still writes.
 
-    Raises InvalidConfiguration for a dtype that is unknown, or a GPU that is not there.
+    Raises InvalidConfiguration for a dtype that is unknown, a number that is out of range, or a GPU that is not there.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class KvCache:
         self.layout = layout
         self._gpu = Runtime.load().gpu(gpu) if isinstance(gpu, int) else gpu
         layout.page_bytes  # noqa: B018  # raises for an unknown dtype
+        check_options(pool_pages=pool_pages, max_pages=max_pages, ttl_s=ttl_s)
         self._request = partial(
             opening_request,
             pool_id,
@@ -125,6 +128,7 @@ class KvCache:
         # gRPC's own futures start a thread for each call, and contend with the step for the interpreter all the while.
         self._caller = ThreadPoolExecutor(1, thread_name_prefix="kvcache-call")
         self._closed = False
+        self._process = os.getpid()
         self._session: _Session | None = None
         self._to_close: list[str] = []  # unmapped, and the daemon does not know yet
         self._total_pages = 0
@@ -187,9 +191,17 @@ class KvCache:
         False some time before the daemon would end the session: a fifth of its ttl.
         """
         session = self._session
-        return session is not None and not session.lease.expired and self._clock() < session.lease.deadline
+        if session is None or session.lease.expired or self._is_copy():
+            return False
+        return self._clock() < session.lease.deadline
+
+    def _is_copy(self) -> bool:
+        """Whether this is another process, forked from the one that the session belongs to."""
+        return os.getpid() != self._process
 
     def _live(self) -> _Session:
+        if self._is_copy():
+            raise SessionExpired(f"the session belongs to process {self._process}; a fork of it opens one of its own")
         if self._session is None:
             raise SessionExpired("no session is open")
         return self._session
@@ -208,11 +220,17 @@ class KvCache:
         daemon's spans of the call continue. Raises SessionExpired without a session.
         """
         session = self._live()
+        if isinstance(removed, str):
+            raise TypeError(f"removed is {removed!r}: it must be a list of ids")
         parts: list[Part] = [
-            (pb.AllocatePagesRequest(session_id=session.id, demands=demand_messages(some)), some)
-            for some in in_parts(demands)
+            (
+                pb.AllocatePagesRequest(
+                    session_id=session.id, remove_sequence_ids=ended, demands=demand_messages(some)
+                ),
+                some,
+            )
+            for ended, some in in_parts(demands, removed)
         ]
-        parts[0][0].remove_sequence_ids.extend(removed)
         return Step(self, session.lease, parts, traceparent)
 
     def send(self, parts: list[Part], lease: Lease, traceparent: str) -> Attempt[Answer]:
@@ -243,8 +261,8 @@ class KvCache:
         OpenSession; InvalidConfiguration when the daemon's socket is not one that this user may trust; SessionExpired
         after `close`.
         """
-        if self._closed:
-            raise SessionExpired("the client was closed, and opens no more sessions")
+        if self._closed or self._is_copy():
+            raise SessionExpired("the client was closed, or belongs to another process: it opens no more sessions")
         self._let_go()
         self._check_socket()
         # Nobody else vouches: a session that the daemon did not hear closed would keep its pages from all.
@@ -277,8 +295,11 @@ class KvCache:
         self._keeper.start()
 
     def close(self) -> None:
-        """Close the session for good, best effort. Nothing of this process may still write the pages. Idempotent."""
-        if self._closed:
+        """Close the session for good, best effort. Nothing of this process may still write the pages. Idempotent.
+
+        In a fork of this process it does nothing: the session is not the fork's to close.
+        """
+        if self._closed or self._is_copy():
             return
         self._closed = True
         self._keeper.close()
@@ -289,6 +310,11 @@ class KvCache:
 
     def _check_socket(self) -> None:
         kind, _, path = self.target.partition(":")
+        if kind == "unix-abstract":
+            raise InvalidConfiguration(
+                f"{self._flag} {self.target}: an abstract socket may be anybody's; name one in a directory, unix:/PATH",
+                field=self._flag,
+            )
         if kind == "unix":
             check_socket(Path(path), self._flag, *(() if self._owner is None else (self._owner,)))
 

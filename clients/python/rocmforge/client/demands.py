@@ -11,6 +11,9 @@ from rocmforge.client.errors import ServiceError
 #: The most tokens of one AllocatePages message. A longer step is sent in several, a longer prompt is refused.
 STEP_TOKENS = 1 << 20
 
+#: The most sequences that one AllocatePages message may demand for, and the most that it may remove.
+STEP_SEQUENCES = 4096
+
 #: The upper limits of a `Retention`.
 MAX_RETENTION_S, MAX_RETENTION_PRIORITY = 86400.0, 100
 

@@ -63,8 +63,8 @@ class LeaseKeeper:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the renewal thread. Idempotent."""
-        if self._thread is None:
+        """Start the renewal thread, also after one that an error has ended. Idempotent."""
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="kvcache-lease", daemon=True)
             self._thread.start()
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from itertools import groupby
 from operator import attrgetter
 
-from rocmforge.client.demands import STEP_TOKENS, Demand, Grant, PageCopy
+from rocmforge.client.demands import STEP_SEQUENCES, STEP_TOKENS, Demand, Grant, PageCopy
 from rocmforge.client.errors import ExceedsPool
 from rocmforge.client.layout import Layout, OpaqueLayout
 from rocmforge.client.process import process_identity
@@ -63,19 +63,21 @@ def _layout(layout: Layout) -> pb.PageLayout:
     )
 
 
-def in_parts(demands: Items[Demand]) -> list[Items[Demand]]:
-    """The demands in order, in as many calls as their tokens need; nearly always in one."""
-    if sum(map(_token_count, demands)) <= STEP_TOKENS:
-        return [demands]
+def in_parts(demands: Items[Demand], removed: Items[str] = ()) -> list[tuple[Items[str], Items[Demand]]]:
+    """The ids to remove and the demands in order, in as many calls as they need; nearly always in one."""
+    tokens = sum(map(_token_count, demands))
+    if tokens <= STEP_TOKENS and len(demands) <= STEP_SEQUENCES and len(removed) <= STEP_SEQUENCES:
+        return [(removed, demands)]
     parts, room = [list[Demand]()], STEP_TOKENS
     for demand in demands:
         count = _token_count(demand)
-        if count > room and parts[-1]:
+        if parts[-1] and (count > room or len(parts[-1]) == STEP_SEQUENCES):
             parts.append([])
             room = STEP_TOKENS
         parts[-1].append(demand)
         room -= count
-    return list(parts)
+    ended = [removed[at : at + STEP_SEQUENCES] for at in range(0, len(removed), STEP_SEQUENCES)] or [()]
+    return [*((some, ()) for some in ended[:-1]), (ended[-1], parts[0]), *(((), part) for part in parts[1:])]
 
 
 def _token_count(demand: Demand) -> int:

@@ -52,6 +52,7 @@ def check_socket(path: Path, flag: str, *others: int) -> int | None:
     Returns the uid of its owner; None if nothing is there, or nothing that can be looked at. Raises
     InvalidConfiguration.
     """
+    path = path.absolute()
     try:
         found = os.lstat(path)
         check_directory(path.parent, flag, *others)
