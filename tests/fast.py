@@ -1,5 +1,5 @@
-"""Which tests `make test-fast` runs: those that start no process, serve no engine, compile no kernel and search
-no histories.
+"""Which tests `make test-fast` runs: those that start no process, serve no engine, compile no kernel, search no
+histories or states, replay no traffic, compute no reference model and measure no memory.
 
 The rule reads imports. A file that reaches one of `SLOW` or `SERVED` itself, or through modules of tests/ and
 benchmarks/, is left out; of the others, so is each test that hypothesis runs.
@@ -13,7 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SLOW = frozenset({"subprocess", "multiprocessing", "hypothesis.stateful"})
+SLOW = frozenset(
+    {
+        "subprocess",
+        "multiprocessing",
+        "hypothesis.stateful",
+        "tests.protocol.search",
+        "benchmarks.eviction",
+        "tests.models.references.plain_forward",
+        "tracemalloc",
+    }
+)
 #: An engine behind its socket: most of its tests wait for generations. Its conftest.py knows it, whoever asks for one.
 SERVED = frozenset({"tests.engine.running"})
 #: Where imports are followed: what the product itself may start is for its tests to avoid.

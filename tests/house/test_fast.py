@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fast import ROOT, is_fast
+from tests.fast import FOLLOWED, ROOT, SLOW, is_fast
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,8 @@ def test_the_rule_knows_the_suite() -> None:
     for folder in ("e2e", "gpu", "rocm"):
         assert not any(fast for name, fast in files.items() if name.startswith(f"tests/{folder}/")), folder
     assert not files["tests/simulators/cpu/test_executor.py"] and not files["tests/kernels/hip/test_norm.py"]
+
+
+def test_every_slow_module_of_ours_exists() -> None:
+    ours = [name for name in SLOW if name.split(".")[0] in FOLLOWED]
+    assert ours and all((ROOT / f"{name.replace('.', '/')}.py").is_file() for name in ours)
