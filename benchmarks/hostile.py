@@ -229,12 +229,26 @@ def closing(caller: Caller) -> Iterator[None]:
 
 
 def expiring(caller: Caller) -> Iterator[None]:
-    """Has very many sequences expired, whose pages then wait in quarantine."""
-    session = sequences(caller)
+    """Has very many sequences expired, whose pages then wait in quarantine, and removes some to open others."""
+    session, names = sequences(caller), [f"sequence-{at}" for at in range(4000)]
     for number in itertools.count():
         yield
         caller.call("ExpireSequences", older_than=duration_pb2.Duration())
-        caller.open_many(session or "", [f"{number}-{at}" for at in range(4000)])
+        caller.call("RemoveSequences", session_id=session, sequence_ids=names)
+        names = [f"{number}-{at}" for at in range(4000)]
+        caller.open_many(session or "", names)
+
+
+def looking(caller: Caller) -> Iterator[None]:
+    """Looks at a sequence of a quarter million pages, with their tokens."""
+    session = caller.attached("tiny", TINY, 1 << 18)
+    long = pb.SequenceOpening(sequence_id="long", prompt=pb.Prompt(tokens=[1]), total_pages=(1 << 18) - 1)
+    caller.call("AllocatePages", session_id=session, demands=[pb.Demand(opening=long)])
+    steps = pb.SequenceSteps(sequence_ids=["long"], starts=[0], token_counts=[1 << 17], tokens=range(1 << 17))
+    caller.call("AppendTokens", session_id=session, steps=steps)
+    while True:
+        yield
+        caller.call("GetSequence", session_id=session, sequence_id="long", include_tokens=True)
 
 
 def forks(caller: Caller) -> Iterator[None]:
@@ -264,7 +278,7 @@ TRICKS: dict[str, Callable[[Caller], Iterator[None]]] = {
     trick.__name__.replace("_", "-"): trick
     for trick in (
         *(empty_demands, empty_names, long_prompt, explain, fsck, pools, large_pools, watch, drop, listing, closing),
-        *(expiring, forks, removals),
+        *(expiring, looking, forks, removals),
     )
 }
 

@@ -74,6 +74,8 @@ def render(
     keys = Text("a age  i idle  p pages  t tokens  o owner  r reverse  e explain  q quit", style="reverse")
     lines = [*lines[: height - 1], keys]
     for line in lines:
+        # Names are what engines and their callers say: nothing of them is a command to the terminal, or another line.
+        line.plain = "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in line.plain)
         line.truncate(width)
     return Text("\n").join(lines)
 

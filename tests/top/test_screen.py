@@ -87,3 +87,23 @@ def test_the_explanation_fits_80_by_24_and_names_every_state_and_key() -> None:
     assert len(lines) <= 24 and max(map(len, lines)) <= 80
     assert all(f"{mark}  {name}" in EXPLANATION for mark, name, _ in STATES)
     assert "a i p t o" in EXPLANATION
+
+
+def test_a_name_writes_nothing_to_the_terminal_but_its_characters() -> None:
+    """Names are whatever an engine or its callers say: they clear no screen, and begin no line."""
+    name = "\x1b[2J\n\r\x9b1m\u202e"
+    hostile = View(
+        "unix:/k.sock",
+        1,
+        1.0,
+        [PoolView(name, 100, 50, 25, 5, 20, 0.5, 0.25, 12, 3)],
+        [SessionView("a1b2c3d4e5f6", name, name, name, 1, 50, 8.0, 10.0)],
+        [SequenceView(name, name, 1, 1.0, 1, 1, 1)],
+        1,
+        [EngineView(name, name, 3, 1, 1024, 0.0421, 110.4), EngineView("b", trouble=name)],
+        trouble=name,
+    )
+    text = render(hostile, 120, 40).plain
+    assert "[2J" in text
+    assert all(character.isprintable() for line in text.split("\n") for character in line)
+    assert len(text.split("\n")) == 40

@@ -14,7 +14,7 @@ from services.common.errors import ServiceError
 from services.kvcache.api.requests import DTYPES, READ_AT_ONCE, TOKEN_SLICE
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.cache.explain import PageAnswer
-from services.kvcache.cache.grant import Grant
+from services.kvcache.cache.grant import Grant, check_live
 from services.kvcache.eviction.retention import Retention
 from services.kvcache.lease.quarantine import Record
 from services.kvcache.lease.sessions import Session
@@ -22,6 +22,7 @@ from services.kvcache.pool.index.events import MAX_LINKS, Event, EventKind
 from services.kvcache.pool.index.frozen_links import FrozenLinks
 from services.kvcache.pool.layout import Layout, OpaqueLayout
 from services.kvcache.pool.pool import Pool
+from services.kvcache.pool.sequence import Sequence as CachedSequence
 from services.kvcache.slices import ENTRIES, Work
 
 DOMAIN = "rocmforge.kvcache"
@@ -133,11 +134,34 @@ def fill_grant(message: pb.SequenceGrant, grant: Grant) -> None:
         message.copies.add(index=copy.index, source=source, target=target)
 
 
+def fill_sequence(
+    message: pb.Sequence, pool: Pool, session: Session, sequence: CachedSequence, *, tokens: bool
+) -> Work[None]:
+    """Fill in the block table of a sequence, and its tokens, as they are now; in slices. Raises SequenceRemoved or
+    SequenceUnknown if it ends meanwhile: its pages have other generations then.
+    """
+    pages, text = sequence.pages.copy(), sequence.tokens[:] if tokens else array("I")
+    for at in range(0, len(pages), 2 * ENTRIES):
+        some = pages[at : at + 2 * ENTRIES]
+        message.page_ids.extend(some)
+        message.generations.extend(pool.table.generations(some))
+        if at + 2 * ENTRIES < len(pages):
+            yield None
+            check_live(session, sequence)
+    for at in range(0, len(text), TOKEN_SLICE):
+        message.tokens.extend(text[at : at + TOKEN_SLICE])
+        if at + TOKEN_SLICE < len(text):
+            yield None
+
+
 def fill_long_grant(message: pb.SequenceGrant, grant: Grant) -> Work[None]:
-    """As ``fill_grant``, in slices."""
+    """As ``fill_grant``, in slices. The grant has no pages then: to free a million at once takes long, too."""
     fill_grant(message, grant._replace(pages=[]))
-    for at in range(0, len(grant.pages), 2 * ENTRIES):
-        some = grant.pages[at : at + 2 * ENTRIES]
+    left = grant.pages
+    left.reverse()
+    while left:
+        some = left[: -2 * ENTRIES - 1 : -1]
+        del left[-2 * ENTRIES :]
         message.page_ids.extend([page_id for page_id, _ in some])
         message.generations.extend([generation for _, generation in some])
         yield None

@@ -225,13 +225,11 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         else:
             sequence, session = self._cache.calls.get_sequence(request.session_id, request.sequence_id, caller)
         pool = self._cache.pool_of(session)
-        answer = self._sequence(sequence, session)
-        answer.page_ids.extend(sequence.pages)
-        answer.generations.extend(pool.table.generations(sequence.pages))
-        if request.include_tokens:
-            answer.tokens.extend(sequence.tokens)
+        response = pb.GetSequenceResponse(epoch=self._cache.epoch, sequence=self._sequence(sequence, session))
+        work = responses.fill_sequence(response.sequence, pool, session, sequence, tokens=request.include_tokens)
+        await self._slices.run(work)
         await self._scrubber.zero_granted(pool)
-        return pb.GetSequenceResponse(epoch=self._cache.epoch, sequence=answer)
+        return response
 
     @maps_errors
     async def ListSequences(self, request: pb.ListSequencesRequest, context: Any) -> pb.ListSequencesResponse:

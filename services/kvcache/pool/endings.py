@@ -68,10 +68,10 @@ class Endings:
 
     def end_later(self, ended: list[Sequence], entries: int, fenced: Fenced | None = None) -> None:
         """As ``end``, of which nothing is done yet but that they are no live sequences any more."""
-        live = self._live
+        live, none = self._live, array("I")  # to one that has ended nobody appends, and an array each would show
         for sequence in ended:
             del live[sequence]
-            sequence.tokens = array("I")
+            sequence.tokens = none
         self._count_ending(ended, entries)
         self._debts.owe(self._giving_up(ended, fenced))
 
@@ -85,8 +85,11 @@ class Endings:
         among these until it is their turn.
         """
         settle = self._published.settle
+        left = ended[::-1]  # each is freed with its slice, and not all of them in the last one
+        del ended
         spent, now = 0, (yield None)
-        for sequence in ended:
+        while left:
+            sequence = left.pop()
             if spent >= slices.ENTRIES:
                 spent, now = 0, (yield None)
             if expired:

@@ -13,9 +13,14 @@ import pytest
 from rocmforge.client.demands import STEP_TOKENS
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
+from services.common.errors import SequenceRemoved
 from services.kvcache import slices
 from services.kvcache.api import requests, responses
+from services.kvcache.cache.opening import Opening, Prompt
+from services.kvcache.cache.steps import Steps
+from services.kvcache.lease.sessions import Session
 from services.kvcache.pool.index.events import MAX_LINKS
+from services.kvcache.pool.sequence import Sequence
 from services.kvcache.slices import Slices
 from tests.kvcache.cache.test_cache import run
 from tests.kvcache.clients.messages import opening, report
@@ -238,3 +243,32 @@ def test_a_snapshot_of_a_large_pool_pauses() -> None:
     sizes = [len(message.hashes) for message in made if message is not None]
     assert sum(sizes) == 2000 and max(sizes) <= MAX_LINKS and made.count(None) >= 200_000 // 4096
     assert not [message for message in responses.snapshot_messages(world.cache, "other") if message is not None]
+
+
+def long_sequence(world: World, pages: int) -> tuple[Session, Sequence]:
+    session = world.attached()
+    tokens = array("I", range(4 * pages))
+    world.cache.calls.allocate(session.id, [Opening("a", Prompt(tokens[:1]), pages)], [])
+    world.cache.calls.append(session.id, Steps(["a"], [0], [len(tokens)], tokens, [], []))
+    return session, session.sequences["a"]
+
+
+def test_a_long_sequence_is_told_in_slices_and_whole() -> None:
+    world = World(3000)
+    session, sequence = long_sequence(world, 2500)
+    pool, message = world.cache.pool_of(session), pb.Sequence()
+    pauses = sum(1 for _ in responses.fill_sequence(message, pool, session, sequence, tokens=True))
+    assert pauses >= 2
+    assert list(message.page_ids) == sequence.pages and list(message.tokens) == list(sequence.tokens)
+    assert list(message.generations) == list(pool.table.generations(sequence.pages))
+
+
+def test_a_sequence_that_ends_while_it_is_told_is_not_told() -> None:
+    """What follows would be the generations of others' pages."""
+    world = World(3000)
+    session, sequence = long_sequence(world, 2500)
+    work = responses.fill_sequence(pb.Sequence(), world.cache.pool_of(session), session, sequence, tokens=True)
+    next(work)
+    world.cache.calls.remove(session.id, ["a"])
+    with pytest.raises(SequenceRemoved):
+        next(work)
