@@ -374,7 +374,8 @@ def test_what_is_pending_at_sigterm_is_sent() -> None:
 
 
 def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
-    with traced("--trace-ratio", "1", OTEL_BSP_SCHEDULE_DELAY="3600000") as services:
+    patient = {"OTEL_BSP_SCHEDULE_DELAY": "3600000", "OTEL_EXPORTER_OTLP_TIMEOUT": "60"}
+    with traced("--trace-ratio", "1", **patient) as services:
         services.generate(max_tokens=4)
         services.collector.open.clear()
         began = time.monotonic()

@@ -40,7 +40,7 @@ _KINDS = {
 }
 #: The codes of a served call that are the service's fault: OpenTelemetry's conventions for gRPC servers.
 _FAILED = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
-#: What an earlier service has decided not to sample: none of it is recorded here either.
+#: What an earlier service has decided not to sample. The sampler would say so too, and take much longer.
 _NOT_SAMPLED = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-00").fullmatch
 _OPTIONS: Any = (("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 5000))
 _W3C = TraceContextTextMapPropagator()

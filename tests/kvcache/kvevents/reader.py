@@ -74,13 +74,16 @@ class Received:
 
 class Reader:
     """Follows the numbers as llm-d's router does: a gap is asked for again, and a number that goes back means that all
-    is forgotten and asked for from 0. ``blocks`` are by topic; a replay must be complete and in order.
+    is forgotten and asked for from 0. ``blocks`` are by topic; a replay must be complete and in order. ``decoder``
+    makes a batch of bytes, if not that of these structs.
     """
 
-    def __init__(self, address: str, replay: str, *, topics: str = "kv@", form: str = "map") -> None:
+    def __init__(
+        self, address: str, replay: str, *, topics: str = "kv@", form: str = "map", decoder: Any = None
+    ) -> None:
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._replay = replay
-        self._decode = msgspec.msgpack.Decoder(Batch if form == "map" else OldBatch)
+        self._decode = decoder or msgspec.msgpack.Decoder(Batch if form == "map" else OldBatch)
         self.blocks: dict[str, dict[int, Block]] = {}
         self.last: int | None = None
         self._live: int | None = None  # the last that came of itself
@@ -157,16 +160,18 @@ class Reader:
         assert abs(time.time() - batch.ts) < 600 and batch.data_parallel_rank is None
         for event in batch.events:
             blocks = self.blocks.setdefault(message.topic, {})
-            if isinstance(event, BlockStored | OldStored):
+            kind = type(event).__name__.replace("Old", "Block")
+            if kind == "BlockStored":
                 self._store(blocks, event)
-            elif isinstance(event, BlockRemoved | OldRemoved):
+            elif kind == "BlockRemoved":
                 for block in event.block_hashes:
                     blocks.pop(block, None)  # one that was gone before anybody could say what it held
             else:
+                assert kind in ("AllBlocksCleared", "BlockCleared"), kind
                 blocks.clear()
         self.last = message.number
 
-    def _store(self, blocks: dict[int, Block], event: BlockStored | OldStored) -> None:
+    def _store(self, blocks: dict[int, Block], event: Any) -> None:
         size, parent = event.block_size, event.parent_block_hash
         assert len(event.token_ids) == size * len(event.block_hashes) > 0
         assert parent is None or parent in blocks, "behind a block that is not there"

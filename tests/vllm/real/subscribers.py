@@ -1,0 +1,46 @@
+"""Readers of KV events with vLLM's own classes: `subscriber.py`, run by the Python that ROCMFORGE_VLLM names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+ROOTS = (ROOT, ROOT / "clients" / "python", ROOT / "protos")
+
+
+class Subscriber:
+    """`subscriber.py` as a process."""
+
+    def __init__(self) -> None:
+        script = str(Path(__file__).with_name("subscriber.py"))
+        self.process = subprocess.Popen(
+            [os.environ["ROCMFORGE_VLLM"], script],
+            env={**os.environ, "PYTHONPATH": ":".join(map(str, ROOTS))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._line() == {"ready": True}
+
+    def _line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            if line.startswith("{"):  # vLLM logs between its answers
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise AssertionError(f"it ended with {self.process.wait(60)}")
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
