@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rocmforge.client.cache import KvCache
-from rocmforge.client.demands import STEP_SEQUENCES, Demand
+from rocmforge.client.demands import STEP_SEQUENCES, Demand, Retention
 from rocmforge.client.errors import InvalidConfiguration, SessionExpired
 from rocmforge.client.layout import PageLayout
 from rocmforge.client.lease import Lease, LeaseKeeper
@@ -116,6 +116,45 @@ def test_a_relative_socket_is_looked_at_as_well(tmp_path: Path, monkeypatch: pyt
         anybody.chmod(0o777)
         with pytest.raises(InvalidConfiguration, match="other users could replace what is in it"):
             KvCache("unix:anybody/k.sock", "pool", LAYOUT).reopen()
+
+
+@pytest.mark.parametrize("target", ["", "127.0.0.1:65536", "[::1]:99999"])
+def test_addresses_that_lead_elsewhere_are_refused(target: str) -> None:
+    """gRPC takes a port modulo 65536, and calls whoever is there."""
+    with pytest.raises(InvalidConfiguration, match="it must be unix:/PATH, or HOST:PORT with a port of 1 to 65535"):
+        KvCache(target, "pool", LAYOUT).reopen()
+
+
+@pytest.mark.parametrize(
+    "demand",
+    [
+        Demand.of_prompt("bad", [-1], 1),
+        Demand.of_prompt("bad", [1], 2**40),
+        Demand.of_prompt("bad", [1], 1, salt="\ud800"),
+        Demand.of_prompt("bad", [1], 1, retention=Retention(math.inf, 1)),
+        Demand.of_step("bad", 0, [2**32], 1, 0),
+        Demand.of_step("bad", -1, [1], 1, 0),
+    ],
+)
+def test_a_value_that_no_message_carries_is_named_with_its_sequence(cache: KvCache, demand: Demand) -> None:
+    good = Demand.of_step("good", 0, [], 1, 0)
+    with pytest.raises(ValueError, match=r"^sequence 'bad': "):
+        cache.step([good, demand])
+    [grant] = cache.step([Demand.of_prompt("next", [1], 1)])
+    assert grant.error is None
+
+
+def test_a_step_of_a_session_that_was_ended_grants_nothing(cache: KvCache) -> None:
+    """Its pages would go into block tables of the session that follows, whose pages they are not."""
+    step = cache.start_step([Demand.of_prompt("a", [1], 1)])
+    cache.reopen()
+    with pytest.raises(SessionExpired, match="the session of this step has ended"):
+        step.result()
+    assert cache.may_write(), "the new session is another"
+    last = cache.start_step([Demand.of_prompt("b", [1], 1)])
+    cache.close()
+    with pytest.raises(SessionExpired):
+        last.result()
 
 
 def test_an_abstract_socket_is_trusted_to_nobody() -> None:

@@ -40,6 +40,8 @@ from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 
 MAX_CALL_S = 2.0
 CLOSE_S = 0.5
+#: gRPC connects to the remainder of a larger one.
+MAX_PORT = 65535
 
 #: The pages of a session.
 Pages: TypeAlias = HostPages | DevicePages
@@ -310,6 +312,12 @@ class KvCache:
 
     def _check_socket(self) -> None:
         kind, _, path = self.target.partition(":")
+        port = self.target.rpartition(":")[2]
+        if not self.target or (kind not in ("unix", "unix-abstract") and port.isdigit() and int(port) > MAX_PORT):
+            raise InvalidConfiguration(
+                f"{self._flag} is {self.target!r}; it must be unix:/PATH, or HOST:PORT with a port of 1 to {MAX_PORT}",
+                field=self._flag,
+            )
         if kind == "unix-abstract":
             raise InvalidConfiguration(
                 f"{self._flag} {self.target}: an abstract socket may be anybody's; name one in a directory, unix:/PATH",
@@ -322,6 +330,7 @@ class KvCache:
         """Unmap the session's memory, if there is one, and remember to close it."""
         session, self._session = self._session, None
         if session is not None:
+            session.lease.expired = True  # for a step of it that is still waited for
             self._vouch(session.id, session.pages)
 
     def _vouch(self, session_id: str, pages: Pages | None) -> None:

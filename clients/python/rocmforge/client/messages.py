@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from itertools import groupby
 from operator import attrgetter
+from typing import TypeVar
 
 from rocmforge.client.demands import STEP_SEQUENCES, STEP_TOKENS, Demand, Grant, PageCopy
 from rocmforge.client.errors import ExceedsPool
@@ -14,6 +15,8 @@ from rocmforge.client.layout import Layout, OpaqueLayout
 from rocmforge.client.process import process_identity
 from rocmforge.client.statuses import error_from_status
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
+
+Message = TypeVar("Message")
 
 _DATA_TYPES = {"f32": pb.DATA_TYPE_F32, "f16": pb.DATA_TYPE_F16, "bf16": pb.DATA_TYPE_BF16, "int8": pb.DATA_TYPE_INT8}
 
@@ -93,9 +96,23 @@ def demand_messages(demands: Items[Demand]) -> Iterator[pb.Demand]:
     """In order: one message for each sequence to open, and one for each run of steps."""
     for opens, group in groupby(demands, attrgetter("opens")):
         if opens:
-            yield from (pb.Demand(opening=_opening(demand)) for demand in group if not _is_too_long(demand))
-        else:
-            yield pb.Demand(steps=_steps(list(group)))
+            yield from (pb.Demand(opening=_named(_opening, demand)) for demand in group if not _is_too_long(demand))
+            continue
+        steps = list(group)
+        try:
+            yield pb.Demand(steps=_steps(steps))
+        except (ValueError, TypeError):
+            for demand in steps:
+                _named(lambda one: _steps([one]), demand)
+            raise
+
+
+def _named(message_of: Callable[[Demand], Message], demand: Demand) -> Message:
+    """The message of a demand. Raises ValueError, which names the sequence, for a value that no message can carry."""
+    try:
+        return message_of(demand)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"sequence {demand.sequence_id!r}: {error}") from error
 
 
 def _opening(demand: Demand) -> pb.SequenceOpening:

@@ -102,6 +102,8 @@ class Step:
                 if not isinstance(error, KvCacheDown) or attempt + 1 == ATTEMPTS:
                     raise error from failure
         self._lease.renewed(self._sent_at, answer.epoch)
+        if self._lease.expired:
+            raise SessionExpired("the session of this step has ended, and its pages are of others")
         return answer.grants
 
 
