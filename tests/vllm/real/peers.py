@@ -20,11 +20,17 @@ START_S = ANSWER_S = 400.0
 
 
 class Peer:
-    """One vLLM engine. Every wait has a deadline."""
+    """One vLLM engine. Every wait has a deadline. With ``alone``, its scheduler and its worker are in one process."""
 
     def __init__(
-        self, directory: Path, name: str, daemon: str = "", extra: dict[str, Any] | None = None, **engine: Any
+        self,
+        directory: Path,
+        name: str,
+        daemon: str = "",
+        extra: dict[str, Any] | None = None,
+        **engine: Any,
     ) -> None:
+        alone = bool(engine.pop("alone", False))
         arguments: dict[str, Any] = {
             "model": str(ROOT / "models" / "shakespeare"),
             "dtype": "float32",
@@ -52,7 +58,12 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.environ.get("ROCMFORGE_VLLM_PATH", roots), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.environ.get("ROCMFORGE_VLLM_PATH", roots),
+                "OMP_NUM_THREADS": "1",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if alone else "1",
+            },
             start_new_session=True,  # its engine core is a process of its own, and dies with it
         )
         self._numbers = itertools.count(1)

@@ -19,6 +19,7 @@ class Settings:
     - ``ttl_s``: seconds of the lease; the daemon's default if unset.
     - ``owner``: the uid that the daemon runs as; this user's or root if unset.
     - ``lookup_timeout_s``: a lookup that is not answered by then is a miss.
+    - ``direct``: vLLM's blocks are the daemon's pages, and nothing is copied.
     """
 
     daemon: str
@@ -28,6 +29,7 @@ class Settings:
     ttl_s: float | None = None
     owner: int | None = None
     lookup_timeout_s: float = 0.5
+    direct: bool = False
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
@@ -44,6 +46,9 @@ class Settings:
         pool_id = values.get("pool_id", "")
         if not isinstance(pool_id, str) or len(pool_id) > 80:
             raise ValueError("kv_connector_extra_config.pool_id: expected at most 80 characters")
+        direct = values.get("direct", False)
+        if not isinstance(direct, bool):
+            raise ValueError(f"kv_connector_extra_config.direct is {direct!r}: expected true or false")
         return cls(
             daemon,
             pool_id,
@@ -52,6 +57,7 @@ class Settings:
             _number(values, "ttl_s", 1, 600, (int, float)),
             _number(values, "owner", 0, 2**32 - 2, int),
             _number(values, "lookup_timeout_s", 0, 60, (int, float), 0.5),
+            direct,
         )
 
 

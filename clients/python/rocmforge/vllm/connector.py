@@ -5,7 +5,6 @@ It only translates: `scheduler.SchedulerHalf` decides, `worker.WorkerHalf` does.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,28 +12,21 @@ from typing import Any
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
 
 from rocmforge.client.cache import KvCache
 from rocmforge.vllm import model
+from rocmforge.vllm.base import ANSWER_WAIT_S, IDLE_WAIT_S, Connector
 from rocmforge.vllm.blocks.host import HostBlocks
 from rocmforge.vllm.config import Settings
 from rocmforge.vllm.events import stored
-from rocmforge.vllm.metrics import Metrics, Stats
+from rocmforge.vllm.metrics import Stats
 from rocmforge.vllm.plan import Plan, Report
 from rocmforge.vllm.scheduler import Scheduled, SchedulerHalf
 from rocmforge.vllm.worker import Blocks, WorkerHalf
-
-#: How long a step that computes nothing waits for an answer that requests wait for. If vLLM spun instead, it would keep
-#: the interpreter from the thread that gets the answer.
-ANSWER_WAIT_S = 0.02
-#: How long one waits that only has saves to see the end of. A request that comes meanwhile waits as long.
-IDLE_WAIT_S = 0.001
 
 
 @dataclass
@@ -55,28 +47,27 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         raise ValueError("the RocmForgeConnector has one worker")
 
 
-class RocmForgeConnector(KVConnectorBase_V1, SupportsHMA):
+class RocmForgeConnector(Connector):
     """Shares prefixes with other engines through ROCmForge's KV-cache daemon; docs/vllm.md says how to use it.
 
     Raises `model.Unsupported` and ValueError at vLLM's start for what it cannot serve.
     """
 
+    def __new__(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> Any:
+        """One that copies, or with the setting ``direct`` one that does not."""
+        if not Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config or {}).direct:
+            return super().__new__(cls)
+        from rocmforge.vllm.direct.connector import DirectConnector
+
+        return DirectConnector(vllm_config, role, kv_cache_config)
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config or {})
-        model.check(vllm_config, kv_cache_config)
-        size = model.block_size(kv_cache_config)
+        size = self._block_size
         self._layout = model.page_layout(kv_cache_config, self._settings.page_size or size)
-        self._block_size = size
-        self._salts = model.Salts()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._report = Report()
-        self._stats: dict[str, float] = {}
-        self._was_connected: bool | None = None
-        kv_events = vllm_config.kv_events_config
-        self._tells_events = kv_events is not None and kv_events.enable_kv_cache_events
-        self._medium = "CPU" if vllm_config.device_config.device_type == "cpu" else "HBM"
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
                 page_size=self._layout.page_size,
@@ -85,11 +76,6 @@ class RocmForgeConnector(KVConnectorBase_V1, SupportsHMA):
                 lookup_timeout_s=self._settings.lookup_timeout_s,
             )
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """False: a save that is lost is a later miss."""
-        return False
-
     # --- the worker -----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -97,8 +83,7 @@ class RocmForgeConnector(KVConnectorBase_V1, SupportsHMA):
         names = model.layer_names(self._kv_cache_config)
         layers = [kv_caches[name] for name in names]
         blocks, gpu = self._blocks(layers)
-        attention = self._vllm_config.compilation_config.static_forward_context[names[0]]
-        backend = " ".join((attention.get_attn_backend().get_name(), getattr(attention, "isa", "")))
+        backend = self._backend(names[0])
         settings = self._settings
         pool = model.pool_id(
             self._vllm_config,
@@ -133,15 +118,6 @@ class RocmForgeConnector(KVConnectorBase_V1, SupportsHMA):
         """Send what the step asks for, but for its saves."""
         if self._worker is not None and (plan := self._plan()) is not None:
             self._worker.submit(plan, saves=False)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: vLLM runs a request only when its load is over."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: blocks are saved whole, after the step."""
-
-    def wait_for_save(self) -> None:
-        """Nothing: saves are sent by `get_finished`, which comes next, and nothing waits for them."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Send the saves, and take what has happened: which loads are over."""
@@ -214,12 +190,6 @@ class RocmForgeConnector(KVConnectorBase_V1, SupportsHMA):
         self._half.finished(request, block_ids)
         return False, None
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, by groups of layers, of which there is one."""
-        return self.request_finished(request, block_ids[0])
-
     def has_pending_push_work(self) -> bool:
         """Whether saves are in progress, so that vLLM has to keep stepping."""
         return self._half.pending
@@ -232,7 +202,7 @@ class RocmForgeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         """Find nothing any more that was cached until now. Pages that others may use stay."""
-        self._salts.reset(secrets.token_hex(16))
+        self._salts.reset(model.nonce())
         self._half.reset()
         return True
 
@@ -247,18 +217,6 @@ class RocmForgeConnector(KVConnectorBase_V1, SupportsHMA):
             self._was_connected = connected
             counts["connected"] = float(connected)
         return Stats(data=counts) if counts else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        """Counts as they came from the worker."""
-        return Stats(data={} if data is None else data)
-
-    @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
-    ) -> Metrics:
-        """The Prometheus metrics."""
-        return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End the session."""

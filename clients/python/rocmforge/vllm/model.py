@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,11 @@ def fingerprint(path: Path) -> str:
             file.seek(at)
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def nonce() -> str:
+    """A string that was not there before."""
+    return secrets.token_hex(16)
 
 
 class Salts:
