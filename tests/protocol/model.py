@@ -27,7 +27,9 @@ IDLE, LAUNCHED, HALF, DONE = "idle", "launched", "half", "done"
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The protections. ``operator`` and ``expiry`` are what operators may do besides, rightly or not."""
+    """The protections. ``kill`` is ``--fence=kill``; ``operator`` and ``expiry`` are what operators may do besides,
+    rightly or not.
+    """
 
     quarantine: bool = True  # unfinished pages of a lost session are not free at once
     evidence: bool = True  # nor after a drain
@@ -41,6 +43,7 @@ class Rules:
     earlier_deadline: bool = True  # its lease ends for itself before it does for the daemon
     epoch_in_ids: bool = True  # a session of another run of the daemon is none of this
     hold_expired: bool = True  # what a sequence that was ended without its engine has published is not evicted
+    kill: bool = False  # the process of a lost session is killed
     operator: bool = False  # an operator releases a session whose process lives
     expiry: bool = False  # an operator ends a sequence that runs
 
@@ -74,6 +77,7 @@ class Session(NamedTuple):
     shared: bool = False
     published: bool = False
     ended: bool = False  # the sequence was removed, or expired
+    killed: bool = False  # SIGKILL was sent to its process, which takes steps until it dies
 
 
 class Engine(NamedTuple):
@@ -275,7 +279,10 @@ class Model:
             yield "expire-sequence", _unwritten(ended, session.sid) if keeps else self._let_go(ended, session.sid)
         if not engine.alive or not rules.true_witness:
             yield "prove-gone", _over(self._lost(state, session), session.sid)
-        if session.state == LOST and (not rules.evidence or not rules.proof_after_kill or rules.operator):
+        if session.state == LOST and rules.kill and engine.alive and not session.killed:
+            yield "kill", _with_session(state, session._replace(killed=True))
+        frees = not rules.evidence or rules.operator or (session.killed and not rules.proof_after_kill)
+        if session.state == LOST and frees:
             yield "free", _over(state, session.sid)
 
     def _lost(self, state: State, session: Session) -> State:

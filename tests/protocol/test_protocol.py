@@ -60,9 +60,21 @@ NEEDED = [
 
 @pytest.mark.parametrize(("protection", "pages", "harm"), NEEDED, ids=[row[0] for row in NEEDED])
 def test_without_a_protection_the_search_finds_the_harm(protection: str, pages: int, harm: str) -> None:
-    rules = dataclasses.replace(Rules(), **{protection: False})
+    rules = dataclasses.replace(Rules(kill=protection == "proof_after_kill"), **{protection: False})
     found = searched(rules, pages, restarts=protection == "epoch_in_ids")
     assert harm in found.violation, str(found)
+
+
+def test_to_kill_what_is_silent_does_no_harm() -> None:
+    """It takes steps until it is gone, and nothing of it is free before that is proven."""
+    found = searched(Rules(kill=True))
+    assert not found.violation, str(found)
+    assert set(found.taken) == STEPS | {"kill"}
+
+
+def test_a_kill_that_counts_as_proof_is_found_as_it_would_be() -> None:
+    trace = searched(Rules(kill=True, proof_after_kill=False), 2).trace
+    assert trace[-3:] == ["expire A1", "kill A1", "free A1"]
 
 
 def test_every_protection_is_taken_away_once() -> None:
