@@ -78,7 +78,8 @@ async def read_request(
     limits = _stopping(message.stopping, config)
     prompt = await _prompt(message.prompt, config, tokenizer, chat)
     room = _room(len(prompt), config)
-    limits = dataclasses.replace(limits, max_tokens=min(limits.max_tokens, room))
+    if room < limits.max_tokens:
+        limits = dataclasses.replace(limits, max_tokens=room)
     _check_logprobs(drawn, len(prompt), limits.max_tokens, max(1, message.n))
     retention = _retention(message, retains)
 
@@ -108,7 +109,7 @@ async def read_request(
         )
         for sample in range(1, message.n)
     ]
-    return dataclasses.replace(request, others=tuple(others))
+    return dataclasses.replace(request, others=tuple(others)) if others else request
 
 
 def _room(prompt_tokens: int, config: ModelConfig) -> int:

@@ -38,7 +38,7 @@ class BlockTables:
             if copy.index < known:
                 if sequence.pages[copy.index] != copy.source:
                     continue  # a repeated copy that was already made
-                self._let_go(copy.source)
+                self._let_go((copy.source,))
                 self._tables[copy.target] += 1
                 sequence.pages[copy.index] = copy.target
             copies.append(copy)
@@ -46,11 +46,13 @@ class BlockTables:
 
     def drop(self, sequence: Sequence) -> None:
         """Empty a sequence's table."""
-        for page in sequence.pages:
-            self._let_go(page)
+        self._let_go(sequence.pages)
         del sequence.pages[:]
 
-    def _let_go(self, page: int) -> None:
-        self._tables[page] -= 1
-        if not self._tables[page]:
-            del self._tables[page]
+    def _let_go(self, pages: Iterable[int]) -> None:
+        tables = self._tables
+        for page in pages:
+            if (holders := tables[page]) > 1:
+                tables[page] = holders - 1
+            else:
+                tables.pop(page)  # a Counter's `del` is a call of Python's, a page of a long prompt each

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import structlog
 
@@ -27,7 +27,7 @@ from services.engine.sampling.result import Result
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.queue.admission import Limits
 from services.engine.scheduling.scheduler import Advance, Scheduler
-from services.engine.scheduling.sequence import FinishReason, Outcome, Request, Sequence, State
+from services.engine.scheduling.sequence import FinishReason, Outcome, Request, Sequence, State, Usage
 from services.engine.scheduling.stats import EngineStats, Snapshot, Totals
 from services.engine.scheduling.step import Chunk, Flight
 from services.engine.scheduling.watchdog import Watchdog
@@ -37,6 +37,8 @@ log = structlog.get_logger()
 #: How often, in seconds, an idle engine checks that its session is still open; it opens a new one if not.
 IDLE_CHECK_S = 1.0
 BACKOFF_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
+#: Of a request's log line.
+_USAGE_FIELDS = tuple(field.name for field in dataclasses.fields(Usage))
 #: A step of at most this many requests that brings a first token is waited for before the next one is launched. It may
 #: be over before the next one is, and its first token must not wait for that.
 FEW = 4
@@ -201,7 +203,6 @@ class EngineLoop:
         while not self._inbox.empty():
             self._inbox.get()()
         self._end_overdue()
-        self._deliver()
         steps = self.totals.steps
         if not self._lost and not self._source.may_launch():
             self._lose(SessionExpired("the lease was not renewed in time"))
@@ -238,6 +239,7 @@ class EngineLoop:
     def _round(self, now: float) -> float:
         began = self._clock()
         exchange = self._ask() if now >= self._retry_at else None
+        self._deliver()
         return self._run_step(began, exchange, self.scheduler.schedule())
 
     def _run_step(self, began: float, exchange: Exchange | None, step: tuple[Chunk, ...]) -> float:
@@ -289,6 +291,7 @@ class EngineLoop:
         round's step, since a page is asked for a step ahead.
         """
         exchange = self._ask() if now >= self._retry_at else None
+        self._deliver()
         ahead, self._busy_s, waited_s = self._flight, 0.0, 0.0
         if ahead is not None and exchange is not None and self.scheduler.opening:
             waited_s, exchange = self._collect(exchange), None
@@ -522,10 +525,10 @@ class EngineLoop:
     def _count(self, sequence: Sequence, outcome: Outcome) -> None:
         usage = sequence.usage
         self.stats.ended(usage)
-        fields = {
-            name: round(value, 6) if isinstance(value, float) else value
-            for name, value in dataclasses.asdict(usage).items()
-        } | {"request_id": sequence.id}
+        fields: dict[str, Any] = {"request_id": sequence.id}
+        for name in _USAGE_FIELDS:
+            value = getattr(usage, name)
+            fields[name] = round(value, 6) if isinstance(value, float) else value
         if outcome.reason is not None:
             self.totals.ended[outcome.reason] += 1
         if outcome.error is not None:

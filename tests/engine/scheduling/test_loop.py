@@ -718,3 +718,41 @@ def test_a_refused_request_is_no_longer_counted() -> None:
     harness.iterate()
     assert harness.loop.snapshot().waiting_requests == 0
     assert error_of(harness, "large") is not None
+
+
+@pytest.mark.parametrize("ahead", [None, "late"])
+def test_a_requests_pages_are_asked_for_before_its_acceptance_is_delivered(
+    ahead: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Delivering wakes another thread, which takes the interpreter that the exchange needs. But it waits for no step.
+    harness = Harness(ahead=ahead)
+    harness.submit(make_request("b", max_tokens=20))
+    while len(harness.tokens.get("b", [])) < 3:
+        harness.iterate()
+    order: list[str] = []
+
+    def noted(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*given: Any) -> Any:
+            order.append(what)
+            return call(*given)
+
+        return noting
+
+    deliver = harness.loop._outbox
+
+    def outbox(events: list[Event]) -> None:
+        order.extend(
+            "token" if event.token_ids else "end" if event.outcome else f"accepted {event.request_id}"
+            for event in events
+        )
+        deliver(events)
+
+    monkeypatch.setattr(harness.source, "exchange", noted("exchange", harness.source.exchange))
+    monkeypatch.setattr(harness.loop, "_outbox", outbox)
+    monkeypatch.setattr(harness.memory, "run", noted("step", harness.memory.run))
+    if ahead is not None:
+        monkeypatch.setattr(harness.loop, "_launch_step", noted("step", harness.memory.launch))
+    harness.submit(make_request("a", max_tokens=1))
+    harness.iterate()
+    assert order[:3] == ["exchange", "accepted a", "step"]
+    harness.until_idle()
