@@ -216,7 +216,10 @@ def padded(plan: Plan, rows: int) -> Plan:
 def decode_matrix(geometry: Geometry, gpu: Gpu) -> int:
     """Return RF_MATRIX for `attention_decode`, which multiplies K and V as stored, INT8 converted to BF16."""
     fits = geometry.dtype != "F32" and geometry.kv_dtype in (geometry.dtype, "INT8")
-    return MATRIX_16X8X16 if gpu.matrix == MATRIX_16X8X16 and fits and not gpu.decode_scalar else NO_MATRIX
+    if gpu.matrix == MATRIX_16X16X16:
+        # Lanes load powers of two; in waves of 32 lanes, the sums of a head of 256 leave no registers for loads.
+        fits = fits and geometry.head_dim != 80 and (geometry.head_dim <= 128 or gpu.wave == 64)
+    return gpu.matrix if fits and not gpu.decode_scalar else NO_MATRIX
 
 
 def prefill_matrix(geometry: Geometry, gpu: Gpu) -> int:
@@ -231,7 +234,7 @@ def max_decode_rows(geometry: Geometry, gpu: Gpu) -> int:
 
 def decode_rows(geometry: Geometry, gpu: Gpu, queries: int) -> int:
     """Return the queries per tile, a power of two, for rows of up to ``queries`` queries."""
-    least = 8 if decode_matrix(geometry, gpu) else 1
+    least = {NO_MATRIX: 1, MATRIX_16X8X16: 8, MATRIX_16X16X16: 16}[decode_matrix(geometry, gpu)]
     return max(least, min(max_decode_rows(geometry, gpu), 1 << (queries - 1).bit_length()))
 
 

@@ -9,7 +9,7 @@
 // read: past the last key, lanes read the last key again, with weight 0.
 //
 // defines: RF_TYPE=F32|F16|BF16 RF_KV=F32|F16|BF16|INT8 RF_HEAD_DIM=64|80|96|128|256 RF_PAGE_SIZE=1.. RF_GROUP=1..
-// defines: RF_ROWS=1|2|4|8|16 RF_BLOCKS=1.. RF_MATRIX=0|1
+// defines: RF_ROWS=1|2|4|8|16 RF_BLOCKS=1.. RF_MATRIX=0|1|2
 // variants: RF_TYPE=BF16 RF_KV=BF16|INT8 RF_HEAD_DIM=128 RF_PAGE_SIZE=16 RF_GROUP=4 RF_ROWS=4
 // variants: RF_TYPE=F16 RF_KV=F16 RF_HEAD_DIM=80|256 RF_PAGE_SIZE=16 RF_GROUP=7 RF_ROWS=8
 // variants: RF_TYPE=F32 RF_KV=F32 RF_HEAD_DIM=128 RF_PAGE_SIZE=24 RF_GROUP=1 RF_ROWS=1|8
@@ -26,7 +26,8 @@
 #ifndef RF_BLOCKS
 #define RF_BLOCKS 2
 #endif
-// 1: by multiply_16x8x16, for RF_TYPE of 16 bits and RF_KV the same or INT8. 0: one number at a time.
+// For RF_TYPE of 16 bits and RF_KV the same or INT8, 1: by multiply_16x8x16, 2: by multiply_16x16x16. 0: one number at
+// a time.
 #ifndef RF_MATRIX
 #define RF_MATRIX 0
 #endif
@@ -41,6 +42,10 @@ static const int DIM = RF_HEAD_DIM;
 #endif
 #if defined(RF_CUDA)
 #define BOUNDS __launch_bounds__(THREADS, RF_BLOCKS)
+#elif defined(RF_HIP) && RF_WAVE == 64 && RF_MATRIX == 2
+// Two waves on a SIMD: with 256 registers at most, the matrix unit takes all operands from the vector registers, and none
+// is moved to and from its own.
+#define BOUNDS __launch_bounds__(THREADS, 2)
 #else
 #define BOUNDS __launch_bounds__(THREADS)
 #endif
@@ -96,9 +101,8 @@ template <int Count> struct Loaded {
     }
 };
 
-#if RF_MATRIX == 1
+#if RF_MATRIX
 static_assert(sizeof(RF_TYPE::Bits) == 2, "a matrix unit multiplies 16-bit numbers");
-static_assert(RF_ROWS == 8 || RF_ROWS == 16, "a tile of queries is 8 or 16 rows");
 
 // INT8 numbers are converted to BF16, whatever RF_TYPE is: exact, and products with an outlier's scale do not overflow.
 template <class Type, class Kv> struct Factor {
@@ -108,6 +112,10 @@ template <class Type> struct Factor<Type, INT8> {
     typedef BF16 Is;
 };
 typedef Factor<RF_TYPE, RF_KV>::Is Number;
+#endif
+
+#if RF_MATRIX == 1
+static_assert(RF_ROWS == 8 || RF_ROWS == 16, "a tile of queries is 8 or 16 rows");
 
 // Two BF16 numbers from two INT8 bytes of a word: 0 and 1, or 2 and 3. The low seven bits become the mantissa of 128 +
 // them; the sign bit counts -128, so it makes the subtrahend 256 instead of 128.
@@ -350,6 +358,223 @@ struct Step {
                                             : V_WHOLE * 64 + V_REST * g + (m - 4 * V_WHOLE) * 2;
                     put(8 * set + 2 * t + i % 2, d + i / 2, out[m][set][i]);
                 }
+    }
+};
+
+#elif RF_MATRIX == 2
+static_assert(RF_ROWS <= 16, "a tile of queries is at most 16 rows");
+
+// Hoisting operands of later products across this would take more registers than RDNA has.
+#if defined(RF_HIP) && RF_WAVE == 32
+#define IN_ORDER __builtin_amdgcn_sched_barrier(0)
+#else
+#define IN_ORDER
+#endif
+
+// A step of 16 keys, in registers from memory to the matrix unit. Lane 16 u + i only multiplies what it loaded itself:
+// - scores[key][q] = sum over d of K[key][d] Q[q][d]. The order of d is arbitrary, so each lane of a key loads contiguous
+//   numbers, enough for several products. The result has keys EACH u to EACH u + EACH - 1 of query i.
+// - out[d][q] = sum over keys of V[key][d] P[q][key]. The scores are already laid out as P. The order of d is arbitrary,
+//   so a lane loads contiguous numbers of each of those keys, which are in row i of as many products.
+// INT8 numbers are multiplied as unsigned ones, 128 more than they are, which take an instruction less to convert. What
+// that adds to a product of the matrix unit is taken away by a product of -128s: scores begin with it, `out` ends with it.
+struct Step {
+    static const int KEYS = 16, SETS = 1;
+    // The queries: the same in all waves. With 32 lanes, registers lack for them beside K and V of 16 bits.
+    static const bool SHARED = RF_WAVE == 32 && !SCALED;
+    static const int EACH = 256 / RF_WAVE, PARTS = RF_WAVE / 16;
+    // Numbers of K that a lane loads together.
+    static const int TOGETHER = SCALED && DIM % (16 * PARTS) == 0 ? 16 : 8;
+    static const int LOADS = DIM / (PARTS * TOGETHER), PRODUCTS = TOGETHER / EACH;
+    // The same of V: whole pieces, and a rest.
+    static const int PIECE = DIM / 16 >= 8 ? 8 : 4, WHOLE = DIM / 16 / PIECE, REST = DIM / 16 % PIECE;
+    static_assert(DIM % (PARTS * TOGETHER) == 0 && (REST == 0 || REST == 2), "a head dim of loads that are powers of two");
+    // Whether all keys of a step share a page: a step begins at a multiple of KEYS.
+    static const bool ONE_PAGE = RF_PAGE_SIZE % KEYS == 0;
+    static const int PAGES = ONE_PAGE ? 1 : EACH;
+
+    int u, i, row;  // row: of a product that this lane loads for
+    float out[DIM / 16][EACH];
+    typedef Registers<EACH / 2> Words;
+    struct Shared {
+        Words of[SHARED ? DIM / 16 : 1][RF_WAVE];
+    };
+    Words query[SHARED ? 1 : DIM / 16];
+    Shared *queries;
+    float over, out_over[EACH];  // of a score, and of out: the same in every row
+    float best[SETS], total[SETS];
+    int limit[SETS];
+    Loaded<TOGETHER> k[LOADS];
+    Loaded<PIECE> v[EACH][WHOLE];
+    Loaded<REST ? REST : 2> v_rest[EACH];
+    int k_page, page[PAGES];
+    float k_scale[PAGES], v_scale[PAGES];
+    typedef float Weights[SETS][EACH];  // of keys EACH u + e
+
+    RF_INLINE void begin(int lane, Shared *shared) {
+        queries = shared;
+        u = lane / 16, i = lane % 16, row = matrix_row(lane % 16);
+        best[0] = LOWEST, total[0] = 0.0f;
+#pragma unroll
+        for (int m = 0; m < DIM / 16; m++)
+#pragma unroll
+            for (int e = 0; e < EACH; e++) out[m][e] = 0.0f;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) out_over[e] = 0.0f;
+        over = 0.0f;
+    }
+    RF_INLINE int row_of(int) const { return i; }
+    RF_INLINE void load_query(int, const RF_TYPE::Bits *from) {
+#pragma unroll
+        for (int m = 0; m < DIM / 16; m++) {
+            int d = m / PRODUCTS * PARTS * TOGETHER + u * TOGETHER + m % PRODUCTS * EACH;
+            Words words;
+            Pack<RF_TYPE, EACH> some = *(const Pack<RF_TYPE, EACH> *)(from + d);
+#pragma unroll
+            for (int j = 0; j < EACH / 2; j++)
+                words.of[j] = two_of<Number>(RF_TYPE::load(some.bits[2 * j]), RF_TYPE::load(some.bits[2 * j + 1]));
+            if constexpr (SHARED) queries->of[SHARED ? m : 0][16 * u + i] = words;
+            else query[SHARED ? 0 : m] = words;
+        }
+        if constexpr (SCALED) {
+            float all[EACH] = {};
+#pragma unroll
+            for (int m = 0; m < DIM / 16; m++) multiply_by_minus_128(all, query[SHARED ? 0 : m].of);
+            over = all[0];
+        }
+    }
+    // c += a b, for an a that is -128 everywhere.
+    static RF_INLINE void multiply_by_minus_128(float (&c)[EACH], const u32 (&b)[EACH / 2]) {
+        u32 a[EACH / 2];
+#pragma unroll
+        for (int j = 0; j < EACH / 2; j++) a[j] = 0xc300c300u;
+        multiply_16x16x16<BF16>(c, a, b);
+    }
+    RF_INLINE void find_pages(const Keys &keys, int first) {
+#pragma unroll
+        for (int e = 0; e < PAGES; e++) page[e] = keys.page_of(first + (ONE_PAGE ? 0 : EACH * u + e));
+        k_page = ONE_PAGE ? page[0] : keys.page_of(first + row);
+    }
+    RF_INLINE void load_keys(const Keys &keys, int first) {
+        const u8 *from = keys.k + keys.place_of(first + row, k_page);
+#pragma unroll
+        for (int c = 0; c < LOADS; c++) k[c].load(from + (c * PARTS + u) * TOGETHER * sizeof(Stored));
+        if constexpr (SCALED)
+#pragma unroll
+            for (int e = 0; e < PAGES; e++) k_scale[e] = Keys::scale_of(keys.k_scale, keys.page_bytes, page[e]);
+    }
+    RF_INLINE void load_values(const Keys &keys, int first) {
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            const u8 *from = keys.v + keys.place_of(first + EACH * u + e, page[ONE_PAGE ? 0 : e]);
+#pragma unroll
+            for (int c = 0; c < WHOLE; c++) v[e][c].load(from + (16 * c + row) * PIECE * sizeof(Stored));
+            if constexpr (REST) v_rest[e].load(from + (16 * WHOLE * PIECE + row * REST) * sizeof(Stored));
+        }
+        if constexpr (SCALED)
+#pragma unroll
+            for (int e = 0; e < PAGES; e++) v_scale[e] = Keys::scale_of(keys.v_scale, keys.page_bytes, page[e]);
+    }
+    // Number i of one key and number j of another. A BF16 number is the upper half of a float; whole numbers up to 255
+    // have nothing in the lower one.
+    template <int Count> static RF_INLINE u32 pair_of(const Loaded<Count> &from, int i, const Loaded<Count> &other, int j) {
+        if constexpr (SCALED) return bytes_of(bits_of(more_128(from, i)), bits_of(more_128(other, j)), 0x7632u);
+        else return bytes_of(from.words[i / 2], other.words[j / 2], (i % 2 ? 0x32u : 0x10u) | (j % 2 ? 0x7600u : 0x5400u));
+    }
+    template <int Count> static RF_INLINE float more_128(const Loaded<Count> &from, int i) {
+        return (float)(u8)((from.words[i / 4] ^ 0x80808080u) >> (8 * (i % 4)));
+    }
+    RF_INLINE void multiply_keys(Weights &weight) const {
+#pragma unroll
+        for (int e = 0; e < EACH; e++) weight[0][e] = over;
+#pragma unroll
+        for (int m = 0; m < DIM / 16; m++) {
+            IN_ORDER;
+            u32 a[EACH / 2];
+#pragma unroll
+            for (int j = 0; j < EACH / 2; j++) {
+                int number = m % PRODUCTS * EACH + 2 * j;
+                if constexpr (SCALED) a[j] = pair_of(k[m / PRODUCTS], number, k[m / PRODUCTS], number + 1);
+                else a[j] = k[m / PRODUCTS].words[number / 2];
+            }
+            const Words b = SHARED ? queries->of[SHARED ? m : 0][16 * u + i] : query[SHARED ? 0 : m];
+            multiply_16x16x16<Number>(weight[0], a, b.of);
+        }
+        if constexpr (SCALED)
+#pragma unroll
+            for (int e = 0; e < EACH; e++) weight[0][e] *= k_scale[ONE_PAGE ? 0 : e];
+    }
+    RF_INLINE void weigh(Weights &weight, int first, float scale) {
+        float highest = LOWEST;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            weight[0][e] = first + EACH * u + e <= limit[0] ? weight[0][e] * scale : -RF_INFINITY;
+            highest = fmaxf(highest, weight[0][e]);
+        }
+        if (ballot(highest > best[0] + SLACK)) {
+            float now = fmaxf(highest, best[0]);
+#pragma unroll
+            for (int mask = 16; mask < RF_WAVE; mask *= 2) now = fmaxf(now, shuffle_xor(now, mask));
+            float shrink = power_of_two(best[0] - now);
+            best[0] = now;
+            total[0] *= shrink;
+#pragma unroll
+            for (int m = 0; m < DIM / 16; m++)
+#pragma unroll
+                for (int e = 0; e < EACH; e++) out[m][e] *= shrink;
+            if constexpr (SCALED)
+#pragma unroll
+                for (int e = 0; e < EACH; e++) out_over[e] *= shrink;
+        }
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            weight[0][e] = power_of_two(weight[0][e] - best[0]);
+            total[0] += weight[0][e];
+            if constexpr (SCALED) weight[0][e] *= v_scale[ONE_PAGE ? 0 : e];
+        }
+    }
+    template <int Count, class Of> RF_INLINE void multiply_piece(Of of, const u32 (&p)[EACH / 2], int product) {
+#pragma unroll
+        for (int n = 0; n < Count; n++) {
+            IN_ORDER;
+            u32 a[EACH / 2];
+#pragma unroll
+            for (int j = 0; j < EACH / 2; j++) a[j] = pair_of(of(2 * j), n, of(2 * j + 1), n);
+            multiply_16x16x16<Number>(out[product + n], a, p);
+        }
+    }
+    RF_INLINE void multiply_values(const Weights &weight) {
+        u32 p[EACH / 2];
+#pragma unroll
+        for (int j = 0; j < EACH / 2; j++) p[j] = two_near<Number>(weight[0][2 * j], weight[0][2 * j + 1]);
+        if constexpr (SCALED) multiply_by_minus_128(out_over, p);
+#pragma unroll
+        for (int c = 0; c < WHOLE; c++)
+            multiply_piece<PIECE>([&](int e) -> const Loaded<PIECE> & { return v[e][c]; }, p, PIECE * c);
+        if constexpr (REST > 0)
+            multiply_piece<REST ? REST : 2>([&](int e) -> const Loaded<REST ? REST : 2> & { return v_rest[e]; }, p,
+                                            PIECE * WHOLE);
+    }
+    // The keys of a query are divided among its lanes.
+    RF_INLINE void finish() {
+#pragma unroll
+        for (int mask = 16; mask < RF_WAVE; mask *= 2) total[0] += shuffle_xor(total[0], mask);
+        if constexpr (SCALED)
+#pragma unroll
+            for (int m = 0; m < DIM / 16; m++)
+#pragma unroll
+                for (int e = 0; e < EACH; e++) out[m][e] += out_over[0];
+    }
+    RF_INLINE bool tells(int) const { return u == 0 && i < RF_ROWS; }
+    template <class Put> RF_INLINE void put_out(Put put) const {
+        if (i >= RF_ROWS) return;
+#pragma unroll
+        for (int m = 0; m < DIM / 16; m++)
+#pragma unroll
+            for (int e = 0; e < EACH; e++) {
+                int piece = m / PIECE, count = piece < WHOLE ? PIECE : REST;
+                put(i, 16 * PIECE * piece + count * (EACH * u + e) + m % PIECE, out[m][e]);
+            }
     }
 };
 

@@ -250,7 +250,7 @@ RF_INLINE void multiply_values(Out &out, const Scores &weights, const Bits *valu
         for (int m = 0; m < M; m++)
 #pragma unroll
             for (int i = 0; i < EACH / 2; i++)
-                b[m][i] = two_of<RF_TYPE>(weights.of[m][n][2 * i], weights.of[m][n][2 * i + 1]);
+                b[m][i] = two_near<RF_TYPE>(weights.of[m][n][2 * i], weights.of[m][n][2 * i + 1]);
 #pragma unroll
         for (int piece = 0; piece < WHOLE; piece++) multiply_piece<PIECE>(out, b, values, PIECE * piece, 16 * n, lane);
         if constexpr (REST > 0) multiply_piece<REST ? REST : 1>(out, b, values, PIECE * WHOLE, 16 * n, lane);
@@ -415,7 +415,9 @@ struct Tile {
                 Registers<UNIT * (int)sizeof(Bits) / 4> converted;
 #pragma unroll
                 for (int j = 0; j < UNIT * (int)sizeof(Bits) / 4; j++)
-                    converted.of[j] = register_of(RF_TYPE(), numbers, j);
+                    if constexpr (SCALED && sizeof(Bits) == 2)
+                        converted.of[j] = two_near<RF_TYPE>(numbers[2 * j], numbers[2 * j + 1]);
+                    else converted.of[j] = register_of(RF_TYPE(), numbers, j);
                 *(Registers<UNIT * (int)sizeof(Bits) / 4> *)to = converted;
             }
         }

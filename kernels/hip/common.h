@@ -191,6 +191,15 @@ template <> RF_INLINE u32 two_of<BF16>(float low, float high) {
 }
 #endif
 
+// The same for numbers that are no NaN, or the one that arithmetic makes. BF16 on AMD, which has no instruction for it, is
+// rounded to the nearest with ties away from zero: in half of the instructions.
+template <class Type> RF_INLINE u32 two_near(float low, float high) { return two_of<Type>(low, high); }
+#if !defined(RF_CUDA)
+template <> RF_INLINE u32 two_near<BF16>(float low, float high) {
+    return bytes_of(bits_of(low) + 0x8000u, bits_of(high) + 0x8000u, 0x7632u);
+}
+#endif
+
 // 8 or 16 bytes as one access: for a structure of that size, a compiler may generate several.
 #if defined(RF_CUDA)
 RF_INLINE void store_words(void *at, const u32 (&words)[2]) {

@@ -34,10 +34,10 @@ def test_units_that_are_right_are_used(name: str, unit: int, geometry: Geometry)
     verdict = selftest.tested(device, geometry, Gpu(device.wave, 4, unit))
     assert (verdict.state, verdict.gpu.matrix, verdict.wrong) == ("used", unit, "")
     assert "attention_prefill" in verdict.kernels
-    # Where decode uses the unit too, it is tried with tiles of each size that it is compiled for.
+    # Decode is tried with tiles of each size that it is compiled for.
     decoding = [kernel for kernel in verdict.kernels if kernel.startswith("attention_decode")]
-    if unit == MATRIX_16X8X16:
-        assert decoding == ["attention_decode, tiles of 8", "attention_decode, tiles of 16"]
+    tiles = (8, 16) if unit == MATRIX_16X8X16 else (16,)
+    assert decoding == [f"attention_decode, tiles of {rows}" for rows in tiles]
     # A bound that a wrong layout is far from, and a right one as well.
     assert all(error < verdict.bound / 2 for error in verdict.kernels.values())
 

@@ -300,6 +300,7 @@ LANES: list[Form] = [
     ("v_div_fixup_f64", "F FFF", fixed),
     ("v_cvt_f32_i32", "f i", lambda a: a.astype(np.float32)),
     ("v_cvt_f32_u32", "f u", lambda a: a.astype(np.float32)),
+    *((f"v_cvt_f32_ubyte{n}", "f u", lambda a, n=n: (a >> 8 * n & 255).astype(np.float32)) for n in range(4)),
     ("v_cvt_i32_f32", "i f", saturated(np.int32)),
     ("v_cvt_u32_f32", "u f", saturated(np.uint32)),
     ("v_cvt_f32_f16", "f h", lambda a: a.astype(np.float32)),

@@ -32,6 +32,7 @@ BYTES = {
     "u8": 1, "ubyte": 1, "b8": 1, "byte": 1, "u16": 2, "ushort": 2, "b16": 2, "short": 2, "d16_b16": 2, "b32": 4,
     "dword": 4, "b64": 8, "dwordx2": 8, "b96": 12, "dwordx3": 12, "b128": 16, "dwordx4": 16, "b256": 32,
     "dwordx8": 32, "b512": 64, "dwordx16": 64, "d16_hi_u8": 1,
+    "d16_hi_b16": 2, "short_d16_hi": 2,
 }  # fmt: skip
 HALF = 1024
 
@@ -68,9 +69,10 @@ def _loaded(state: State, to: int, lane: int, data: NDArray[np.uint8], half: str
     state.v[to, lane] = {"": value, "low": before & 0xFFFF0000 | value, "high": before & 0xFFFF | value << 16}[half]
 
 
-def _stored(state: State, from_: int, lane: int, count: int) -> NDArray[np.uint8]:
+def _stored(state: State, from_: int, lane: int, count: int, half: str = "") -> NDArray[np.uint8]:
     words = np.array([state.v[from_ + i, lane] for i in range(max(1, count // 4))], np.uint32)
-    return words.view(np.uint8)[:count]
+    first = 2 if half == "high" else 0
+    return words.view(np.uint8)[first : first + count]
 
 
 def _global(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
@@ -107,7 +109,7 @@ def _global(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
                 if how == "load":
                     _loaded(after, TO, lane, of[at : at + count].copy(), half)
                 else:
-                    of[at : at + count] = _stored(after, FROM + 4, lane, count)
+                    of[at : at + count] = _stored(after, FROM + 4, lane, count, half)
 
         yield Case(text, state, expect)
 
