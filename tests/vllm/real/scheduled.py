@@ -11,8 +11,11 @@ import random
 import sys
 from typing import Any
 
+import msgspec
 import torch
 from vllm import EngineArgs, SamplingParams
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -30,6 +33,37 @@ from tests.vllm import doubles
 SIZE = 32
 #: Far more than the requests need, most of which wait for the daemon.
 MOST_STEPS = 20_000
+
+
+class Published:
+    """What vLLM's scheduler publishes, as a subscriber reads it: decoded by vLLM's own classes, block by block."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str | None, dict[Any, Any]] = {}
+
+    def publish(self, batch: Any) -> None:
+        """Take a batch, as it would be on the wire."""
+        read = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch)
+        for event in read.events:
+            if isinstance(event, BlockStored):
+                size, parent = event.block_size, event.parent_block_hash
+                keys = event.extra_keys or [None] * len(event.block_hashes)
+                for nth, (block, key) in enumerate(zip(event.block_hashes, keys, strict=True)):
+                    told = (parent, tuple(event.token_ids[nth * size : (nth + 1) * size]), tuple(key or ()))
+                    self.blocks.setdefault(event.medium, {})[block] = told
+                    parent = block
+
+    def told(self) -> dict[str, int]:
+        """How many blocks the connector published, how many of them salted, and of how many vLLM says otherwise."""
+        ours = self.blocks.get("CPU", {})
+        own = {
+            block: told for medium, blocks in self.blocks.items() if medium != "CPU" for block, told in blocks.items()
+        }
+        return {
+            "events": len(ours),
+            "salted_events": sum(key == ("tenant",) for _, _, key in ours.values()),
+            "other_events": sum(own.get(block) != told for block, told in ours.items()),
+        }
 
 
 class Computed:
@@ -78,6 +112,7 @@ def main(model: str, daemon: str, ahead: bool, page_size: int, blocks: int) -> N
     config = EngineArgs(
         model=model, dtype="float32", max_model_len=512, max_num_seqs=6, max_num_batched_tokens=96, block_size=SIZE,
         enforce_eager=True, kv_transfer_config=transfer, async_scheduling=ahead, skip_tokenizer_init=True,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     ).create_engine_config()  # fmt: skip
     config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=doubles.HEADS, head_size=doubles.DIM, dtype=torch.float32)
@@ -85,6 +120,7 @@ def main(model: str, daemon: str, ahead: bool, page_size: int, blocks: int) -> N
     whole = KVCacheConfig(blocks, tensors(names, spec, blocks), [KVCacheGroupSpec(names, spec)])
     kind = AsyncScheduler if ahead else Scheduler
     scheduler = kind(config, whole, StructuredOutputManager(config), block_size=SIZE, log_stats=True)
+    published = scheduler.kv_event_publisher = Published()
     layout = PageLayout(page_size, doubles.LAYERS, doubles.HEADS, doubles.DIM, "f32")
     cache = doubles.Cache(blocks, SIZE, page_size)
     worker = WorkerHalf(KvCache(daemon, f"scheduled-{page_size}", layout, pool_pages=1024), cache, page_size=page_size)
@@ -104,7 +140,8 @@ def main(model: str, daemon: str, ahead: bool, page_size: int, blocks: int) -> N
         for name, prompt in prompts.items():
             params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
             params.update_from_generation_config({}, 0)
-            requests[name] = Request(name, list(prompt), params, None, block_hasher=hasher)
+            salt = "tenant" if name.endswith(("1", "4", "7")) else None
+            requests[name] = Request(name, list(prompt), params, None, block_hasher=hasher, cache_salt=salt)
             scheduler.add_request(requests[name])
         waiting: list[tuple[Any, ModelRunnerOutput]] = []
         steps = 0
@@ -154,7 +191,7 @@ def main(model: str, daemon: str, ahead: bool, page_size: int, blocks: int) -> N
             raise RuntimeError("blocks are still held")
     counts = worker.take_counts()
     worker.close()
-    print(json.dumps({"wrong": wrong, "preempted": preempted, **counts}))
+    print(json.dumps({"wrong": wrong, "preempted": preempted, **published.told(), **counts}))
 
 
 def tensors(names: list[str], spec: Any, blocks: int) -> list[Any]:

@@ -35,3 +35,5 @@ def test_answers_are_right_and_prefixes_are_loaded(tmp_path: Path, steps: str, p
         found = json.loads(done.stdout.splitlines()[-1])
         assert found["wrong"] == 0 and found["loaded_tokens"] and found["saved_tokens"], found
         assert not found.get("lost_sessions")
+        # Users of vLLM's KV events hear of them as of vLLM's own blocks: the same hashes, parents, tokens and salts.
+        assert found["events"] and found["salted_events"] and not found["other_events"], found
