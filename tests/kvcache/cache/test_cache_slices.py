@@ -13,11 +13,13 @@ import pytest
 
 from services.common.errors import CapacityExceeded, SequenceRemoved, SessionExpired
 from services.kvcache import slices
+from services.kvcache.cache.calls import Calls
 from services.kvcache.cache.grant import Grant
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from services.kvcache.eviction.lru import LruQueue
 from services.kvcache.eviction.retention import Retention
+from services.kvcache.lease.sessions import Session
 from services.kvcache.pool.index.events import EventRing
 from services.kvcache.pool.index.prefix_cache import PrefixCache
 from services.kvcache.pool.pages.page_table import PageTable
@@ -35,6 +37,17 @@ class Sliced(Direct):
         self.stack = ExitStack()
         self.stack.enter_context(mock.patch.object(slices, "ENTRIES", entries))
         self.stack.enter_context(mock.patch("services.kvcache.cache.cache.finish", self.finish))
+        # A call begins with at most one slice of the pages whose retention is over. The model expects all of them.
+        used = Calls.use
+
+        def use(calls: Calls, session_id: str, caller: str) -> Session:
+            session = used(calls, session_id, caller)
+            cached = world.cache.pools.get(session.pool_id).table.cached
+            while not cached.pass_time(world.now, entries):
+                self.sound()
+            return session
+
+        self.stack.enter_context(mock.patch.object(Calls, "use", use))
 
     def finish(self, work: Work[Result], clock: Callable[[], float]) -> Result:
         try:
