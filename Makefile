@@ -71,7 +71,7 @@ tools: ## Install the other tools of the tests and linters, scripts/tools.txt (p
 test: $(if $(INSTALL),tools) setup ## Run the tests; with INSTALL=1, as root, install their tools first
 	@$(PY) -m tests.simulators.rocm.standin build
 	@# Distribute whole files: the tests of many share an engine, or compiled code.
-	@$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder tests
+	@$(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder tests
 
 test-fast: setup ## Run only tests that start no process and compile nothing, in a minute
 	@$(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile --fast tests
