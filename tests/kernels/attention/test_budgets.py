@@ -68,7 +68,7 @@ def test_bytes_through_lds(mnemonic: str, bytes_a_lane: int) -> None:
 
 
 def test_every_listed_instruction_has_a_class() -> None:
-    from tests.simulators.amdgpu.mnemonics import listed
+    from tests.simulators.amdgpu.code.mnemonics import listed
 
     assert {classes.of(name) for name in listed()} == {"matrix", "slow", "vector", "lds", "memory", "scalar"}
     with pytest.raises(ValueError, match="no unit executes it"):
