@@ -93,7 +93,7 @@ def test_a_name_writes_nothing_to_the_terminal_but_its_characters() -> None:
     """Names are whatever an engine or its callers say: they clear no screen, and begin no line."""
     name = "\x1b[2J\n\r\x9b1m\u202e"
     hostile = View(
-        "unix:/k.sock",
+        "127.0.0.1:50052",
         1,
         1.0,
         [PoolView(name, 100, 50, 25, 5, 20, 0.5, 0.25, 12, 3)],
