@@ -25,7 +25,7 @@ from kernels.attention.plan import BYTES, Geometry
 from kernels.device.gpu import NO_MATRIX, Gpu, matrix_unit
 from tests.kernels.attention.counting import Counted, counted
 from tests.simulators import amdgpu
-from tests.simulators.amdgpu import classes
+from tests.simulators.amdgpu.code import classes
 
 HEAD_DIM, PAGE_SIZE, GROUPS = 128, 16, (1, 2, 4, 8, 16)
 #: A prefill's tile is as large for any group.

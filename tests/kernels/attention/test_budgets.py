@@ -12,7 +12,7 @@ from kernels.device.gpu import NO_MATRIX, Gpu, matrix_unit
 from tests.kernels import devices
 from tests.kernels.attention.counting import Counted, counted
 from tests.simulators import amdgpu
-from tests.simulators.amdgpu import classes
+from tests.simulators.amdgpu.code import classes
 
 #: Vector instructions of all waves for a key of one kv head: kernel, pages, group, and the most on each of the GPUs.
 #: What was counted and 3 %: who makes a kernel better lowers them.

@@ -53,7 +53,7 @@ class Peer:
         self.log_path = directory / f"{name}.log"
         roots = f"{ROOT / 'clients' / 'python'}:{ROOT / 'protos'}"
         self.process = subprocess.Popen(
-            [os.environ["ROCMFORGE_VLLM"], str(Path(__file__).with_name("peer.py")), json.dumps(arguments)],
+            [os.environ["ROCMFORGE_VLLM"], str(Path(__file__).parent / "inside" / "peer.py"), json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -16,7 +16,7 @@ class Subscriber:
     """`subscriber.py` as a process."""
 
     def __init__(self) -> None:
-        script = str(Path(__file__).with_name("subscriber.py"))
+        script = str(Path(__file__).parent / "inside" / "subscriber.py")
         self.process = subprocess.Popen(
             [os.environ["ROCMFORGE_VLLM"], script],
             env={**os.environ, "PYTHONPATH": ":".join(map(str, ROOTS))},

@@ -86,7 +86,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 def test_other_seams_are_refused() -> None:
     roots = (ROOT, ROOT / "clients" / "python", ROOT / "protos")
     done = subprocess.run(
-        [os.environ["ROCMFORGE_VLLM"], str(Path(__file__).with_name("seams.py"))],
+        [os.environ["ROCMFORGE_VLLM"], str(Path(__file__).parent / "inside" / "seams.py")],
         env={**os.environ, "PYTHONPATH": ":".join(map(str, roots))},
         capture_output=True,
         text=True,

@@ -22,7 +22,7 @@ FEW, MANY = 30, 200
 def test_answers_are_right_and_prefixes_are_loaded(tmp_path: Path, steps: str, page_size: int, blocks: int) -> None:
     with kvcache(tmp_path) as daemon:
         roots = (ROOT, ROOT / "clients" / "python", ROOT / "protos")
-        script = str(Path(__file__).with_name("scheduled.py"))
+        script = str(Path(__file__).parent / "inside" / "scheduled.py")
         given = [str(ROOT / "models" / "shakespeare"), daemon.address, steps, str(page_size), str(blocks)]
         done = subprocess.run(
             [os.environ["ROCMFORGE_VLLM"], script, *given],
