@@ -16,16 +16,17 @@ H200 = {
     "gemv": 3.82,
 }
 
-#: Predicted from executed instruction counts on an MI300X: of decode, the share of the card's 5.3 TB/s; of prefill,
-#: TFLOP/s.
+#: Predicted for an MI300X by `benchmarks.isa` (docs/gpu.md): of decode TB/s, which is the memory's peak since the
+#: instructions take less time than the memory; of prefill TFLOP/s, if units wait for each other and if they do not.
 MI300X = {
-    "decode-bf16-1": (0.75, 0.81),
-    "decode-bf16-4": (0.72, 0.79),
-    "decode-bf16-8": (0.55, 0.62),
-    "decode-int8-4": (0.42, 0.47),
-    "decode-int8-8": (0.24, 0.26),
-    "prefill-scalar": (20.0, 30.0),
-    "prefill-matrix": (150.0, 250.0),
+    "decode-bf16-1": "at most 5.3",
+    "decode-bf16-4": "at most 5.3",
+    "decode-bf16-8": "at most 5.3",
+    "decode-bf16-16": "at most 5.3",
+    "decode-int8-4": "at most 5.3",
+    "decode-int8-8": "at most 5.3",
+    "prefill-scalar": "20 to 30",
+    "prefill-matrix": "at most 430 to 960",
 }
 
 
@@ -35,7 +36,7 @@ class Card:
 
     name: str
     tbps: float
-    predicted: dict[str, tuple[float, float]]
+    predicted: dict[str, str]
 
 
 _CARDS = (
@@ -64,9 +65,4 @@ def card(name: str) -> Card | None:
 def predicted(name: str, key: str) -> str:
     """What was predicted for a number on the card of this name; empty if nothing was."""
     found = card(name)
-    if found is None or key not in found.predicted:
-        return ""
-    low, high = found.predicted[key]
-    if key.startswith("prefill"):
-        return f"{low:g} to {high:g}"
-    return f"{low * found.tbps:.1f} to {high * found.tbps:.1f}"
+    return "" if found is None else found.predicted.get(key, "")

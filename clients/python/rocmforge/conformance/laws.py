@@ -260,7 +260,7 @@ LAWS = (
     Law("places", "writes K and V where they were granted", places),
     Law("grants", "writes nowhere else, and over no resident token", grants),
     Law("publishing", "reports tokens when their step is over, and then", publishing),
-    Law("copies", "makes the copies it is told to, and writes into no page of others", copies),
+    Law("copies", "makes the copies that its grants list, and writes to no page of others", copies),
     Law("replies", "sends a call that was not answered again as it was", replies),
     Law("batches", "takes an error for the one sequence that it is of", batches),
     Law("lease", "keeps its lease while it has nothing to do", lease),
