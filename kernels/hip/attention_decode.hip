@@ -83,9 +83,13 @@ template <int Count> struct Loaded {
             words[0] = *(const u16 *)from;
         } else if constexpr (BYTES == 4) {
             words[0] = *(const u32 *)from;
-        } else if constexpr (BYTES == 8) {
-            uint2 two = load_once((const uint2 *)from);
-            words[0] = two.x, words[1] = two.y;
+        } else if constexpr (BYTES == 8 || SCALED) {
+            // Pages of INT8 begin at multiples of 8 bytes: they end with the scales.
+#pragma unroll
+            for (int i = 0; i < BYTES / 8; i++) {
+                uint2 two = load_once((const uint2 *)from + i);
+                words[2 * i] = two.x, words[2 * i + 1] = two.y;
+            }
         } else {
 #pragma unroll
             for (int i = 0; i < BYTES / 16; i++) {

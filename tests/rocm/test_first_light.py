@@ -96,7 +96,7 @@ def test_a_hang_is_a_sentence_and_the_last(tmp_path: Path) -> None:
             "sharing",
             "40 handles open at a time: the other process saw 1024 wrong words in buffer 35; it shows",
         ),
-        ("matrix", "arithmetic", "attention_prefill with matrix units is wrong by"),
+        ("matrix", "arithmetic", "attention_decode, tiles of 16 with matrix units is wrong by"),
     ],
 )
 def test_a_fault_of_the_machine_is_a_sentence(tmp_path: Path, fault: str, step: str, said: str) -> None:

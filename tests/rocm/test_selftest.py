@@ -39,7 +39,7 @@ found = cupy.asnumpy(model.forward(rows, backend.view(memory)))
 backend.finish()
 error = float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 units = {dict(key)["RF_MATRIX"] for (_, name, *key) in __import__("kernels.device.module").device.module._loaded
-         if name == "attention_prefill"}
+         if name in ("attention_decode", "attention_prefill")}
 print(json.dumps({"units": backend.matrix_units(), "events": events, "error": error, "compiled": sorted(units)}))
 """
 
@@ -64,11 +64,11 @@ def test_amds_units_are_used_where_they_are_right() -> None:
 
 def test_units_that_are_wrong_are_told_and_not_used() -> None:
     told = started("matrix")
-    # The wrong kernel was compiled for the test; the model's steps used the scalar one, and are right.
+    # The first wrong kernel was compiled for the test; the model's steps used the scalar ones, and are right.
     assert (told["units"], told["compiled"]) == ("wrong", ["0", "2"])
     assert told["error"] < 0.05
     [event] = [event for event in told["events"] if event["event"] == "matrix_units_wrong"]
-    assert (event["log_level"], event["kernel"]) == ("warning", "attention_prefill")
+    assert event["log_level"] == "warning" and event["kernel"].startswith("attention_decode")
     assert event["error"] > 10 * event["bound"]
 
 
