@@ -51,7 +51,7 @@ def write(directory: Path, family: str, form: str) -> Path:
 @pytest.mark.parametrize(("family", "form"), [("qwen3", "folder"), ("qwen2", "gguf"), ("llama3", "gguf")])
 def test_the_tokens_are_those_of_transformers(directory: Path, family: str, form: str) -> None:
     model = write(directory, family, form)
-    with np.load(Path(__file__).parents[2] / "models" / "references.npz") as references:
+    with np.load(Path(__file__).parents[2] / "models" / "references" / "references.npz") as references:
         expected = references[f"{family}_greedy"].tolist()
     engine = RunningEngine(directory, "--model", str(model), "--max-step-tokens", "40").start()
     try:
