@@ -470,10 +470,12 @@ def test_a_reader_that_leaves(
             written.append(text)
             raise BrokenPipeError
 
-    source = write(tmp_path / "in", *({"prompt": [1, at + 2], "max_tokens": 900} for at in range(8)), {"prompt": "x"})
+    # The short one is in the first call, which the engine has room for; the last long one is refused, and waits.
+    long = ({"prompt": [1, at + 2], "max_tokens": 900, "ignore_eos": True} for at in range(8))
+    source = write(tmp_path / "in", {"prompt": "x"}, *long)
     monkeypatch.setattr(sys, "stdout", Closed())
     monkeypatch.setattr("services.engine.cli.client.drop_output", lambda: dropped.append(True))
-    assert run(engine, "batch", str(source), "--max-tokens", "2") == 1
+    assert run(engine, "batch", str(source), "--max-tokens", "2", "--retries", "1000") == 1
     assert len(written) == 1 and '"finish"' in written[0] and dropped == [True]
     assert capsys.readouterr().err == ""
     engine.idle()
