@@ -143,11 +143,15 @@ class Serving:
     def admit(self, guests: Collection[int]) -> None:
         """Serve more uids, each on a socket of its own beside each unix socket.
 
-        Raises InvalidConfiguration: it serves none of the new ones then, and those in ``guests`` are to be dismissed.
+        Raises InvalidConfiguration, and serves none of the new ones then: their sockets are gone again.
         """
         new = sorted(set(guests) - set(self._guests))
-        for uid in new:
-            self._bind_guest(uid)
+        try:
+            for uid in new:
+                self._bind_guest(uid)
+        except InvalidConfiguration:
+            self.dismiss([uid for uid in new if uid in self._guests], 0)
+            raise
         for uid in new:
             if uid in self._guests:
                 self._begin(self._guests[uid].start())

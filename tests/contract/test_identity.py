@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from services.common.access.identity import ANYONE, CALLER, Identity
 from services.common.call_stats import CallStats
 from services.common.edge.listener import Listener
 from services.common.edge.tls import Tls
+from services.common.edge.unix_sockets import guest_socket
+from services.common.errors import InvalidConfiguration
 from services.common.serving import Serving
 
 WHO = "test.Who"
@@ -61,6 +65,38 @@ def test_the_socket_shows_the_uid_and_plain_tcp_shows_nothing(tmp_path: Path) ->
     serving = Serving(health.SERVICE_NAME, [Listener(path=tmp_path / "k.sock"), Listener(host="127.0.0.1")])
     found = asyncio.run(seen_by(serving, grpc.aio.insecure_channel, grpc.aio.insecure_channel))
     assert found == [{f"uid:{os.geteuid()}"}, {"anyone"}]
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A directory that other users may pass through."""
+    with tempfile.TemporaryDirectory(prefix="rf-") as name:
+        os.chmod(name, 0o711)
+        yield Path(name)
+
+
+@pytest.mark.needs("other-users")
+def test_guests_are_admitted_all_or_none(reachable: Path) -> None:
+    listener = reachable / "k.sock"
+    first, taken = guest_socket(listener, 2998), guest_socket(listener, 2999)
+
+    async def admitted() -> None:
+        serving = Serving(health.SERVICE_NAME, [Listener(path=listener)])
+        serving.add(register, CallStats())
+        await serving.start()
+        try:
+            taken.mkdir()
+            with pytest.raises(InvalidConfiguration, match="exists and is not a socket"):
+                serving.admit([2998, 2999])
+            assert not first.exists() and serving.guests == []
+            assert serving.bound == [f"unix:{listener}"]
+            taken.rmdir()
+            serving.admit([2998, 2999])
+            assert first.exists() and taken.exists()
+        finally:
+            await serving.drain(0)
+
+    asyncio.run(admitted())
 
 
 def certificate(ca: trustme.CA, folder: Path, name: str, common_name: str | None) -> Tls:
