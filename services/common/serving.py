@@ -84,6 +84,7 @@ class Serving:
         self._leaving = False
         self._paths: list[tuple[Path, int, int | None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._starts: dict[grpc.aio.Server, asyncio.Task[None]] = {}
         self._servers: list[grpc.aio.Server] = []
         self._registered: list[tuple[Callable[[Any], None], CallStats]] = []
         self.bound: list[str] = []
@@ -154,7 +155,7 @@ class Serving:
             raise
         for uid in new:
             if uid in self._guests:
-                self._begin(self._guests[uid].start())
+                self._starts[self._guests[uid]] = self._begin(self._guests[uid].start())
 
     def dismiss(self, guests: Collection[int], grace_s: float) -> None:
         """Take uids their sockets, at once; calls in flight have ``grace_s`` seconds to end."""
@@ -165,12 +166,19 @@ class Serving:
                 unix_sockets.unlink(path, inode)
                 self.bound.remove(f"unix:{path}")
             self._paths = [one for one in self._paths if one[2] != uid]
-            self._begin(server.stop(grace_s))
+            self._begin(self._stop(server, grace_s))
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _stop(self, server: grpc.aio.Server, grace_s: float) -> None:
+        # A server of gRPC's that is stopped while it starts ends the process with a segmentation fault.
+        if (start := self._starts.pop(server, None)) is not None:
+            await start
+        await server.stop(grace_s)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _bind_guest(self, uid: int) -> None:
         guest = Identity.of_uid(uid)
@@ -217,7 +225,7 @@ class Serving:
         """Leave, reject new calls, and cancel those in flight after ``grace_s`` seconds."""
         self.leave()
         self._health.end()
-        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+        await asyncio.gather(*(self._stop(server, grace_s) for server in self._servers))
         for path, inode, _ in self._paths:
             unix_sockets.unlink(path, inode)
 
