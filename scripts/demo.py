@@ -323,9 +323,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\n{error}", file=sys.stderr)
         return 1
     except grpc.RpcError as error:
-        problem = rpc.error_from(error)
-        print(f"\n{problem.code} {problem.reason}: {problem}", file=sys.stderr)
-        return 1
+        if not interrupts.asked:  # what comes after an interrupt that a finalizer swallowed is no error
+            problem = rpc.error_from(error)
+            print(f"\n{problem.code} {problem.reason}: {problem}", file=sys.stderr)
+            return 1
     except BrokenPipeError:  # the reader has gone, as with `make run | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1

@@ -77,10 +77,40 @@ def test_an_interrupted_run_leaves_nothing(temporary: Path, number: signal.Signa
     for _ in range(times):
         process.send_signal(number)
     _, errors = told(process)
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert processes_of(temporary) == []
     assert list(temporary.iterdir()) == []
+
+
+SWALLOWED = """
+import os, signal, sys
+import grpc
+from scripts import demo
+
+class Swallows:
+    def __del__(self):  # as of gRPC's channels
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except BaseException:
+            pass
+
+def run(prompt):
+    with demo.interrupts.allowed():
+        Swallows()
+        raise grpc.RpcError
+
+demo.run = run
+sys.exit(demo.main(["run"]))
+"""
+
+
+def test_an_interrupt_that_a_finalizer_swallows_is_one_still() -> None:
+    environment = {**os.environ, "PYTHONPATH": PATH, "PROMPT": "x"}
+    done = subprocess.run(
+        [sys.executable, "-c", SWALLOWED], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr.strip()) == (130, "Interrupted.")
 
 
 def test_a_prompt_that_is_not_text(temporary: Path) -> None:
