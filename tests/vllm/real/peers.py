@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+from tests.vllm.real.scripts import ROOT, command, importing_client
+
 #: It starts in 15 s on a quiet machine of 2 cores.
 START_S = ANSWER_S = 400.0
 
@@ -51,16 +52,14 @@ class Peer:
             }
         self._log = (directory / f"{name}.log").open("ab")
         self.log_path = directory / f"{name}.log"
-        roots = f"{ROOT / 'clients' / 'python'}:{ROOT / 'protos'}"
         self.process = subprocess.Popen(
-            [os.environ["ROCMFORGE_VLLM"], str(Path(__file__).parent / "inside" / "peer.py"), json.dumps(arguments)],
+            command("peer", json.dumps(arguments)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
             env={
-                **os.environ,
-                "PYTHONPATH": os.environ.get("ROCMFORGE_VLLM_PATH", roots),
+                **importing_client(),
                 "OMP_NUM_THREADS": "1",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if alone else "1",
             },

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
-ROOTS = (ROOT, ROOT / "clients" / "python", ROOT / "protos")
+from tests.vllm.real.scripts import command, importing_tests
 
 
 class Subscriber:
     """`subscriber.py` as a process."""
 
     def __init__(self) -> None:
-        script = str(Path(__file__).parent / "inside" / "subscriber.py")
         self.process = subprocess.Popen(
-            [os.environ["ROCMFORGE_VLLM"], script],
-            env={**os.environ, "PYTHONPATH": ":".join(map(str, ROOTS))},
+            command("subscriber"),
+            env=importing_tests(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import time
@@ -20,7 +19,8 @@ import pytest
 
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from tests.processes import Service, kvcache
-from tests.vllm.real.peers import ROOT, Peer
+from tests.vllm.real.peers import Peer
+from tests.vllm.real.scripts import command, importing_tests
 from tests.vllm.real.test_vllm import HITS, clean, prompts
 
 pytestmark = pytest.mark.timeout(900)
@@ -84,10 +84,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def test_other_seams_are_refused() -> None:
-    roots = (ROOT, ROOT / "clients" / "python", ROOT / "protos")
     done = subprocess.run(
-        [os.environ["ROCMFORGE_VLLM"], str(Path(__file__).parent / "inside" / "seams.py")],
-        env={**os.environ, "PYTHONPATH": ":".join(map(str, roots))},
+        command("seams"),
+        env=importing_tests(),
         capture_output=True,
         text=True,
         timeout=300,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.processes import kvcache
+from tests.vllm.real.scripts import ROOT, command, importing_tests
 
 pytestmark = pytest.mark.timeout(600)
-ROOT = Path(__file__).parents[3]
 #: Of 32 tokens: few enough that requests wait for blocks, most often also preempt, and more than are ever needed.
 FEW, MANY = 30, 200
 
@@ -21,12 +20,10 @@ FEW, MANY = 30, 200
 @pytest.mark.parametrize(("page_size", "blocks"), [(32, FEW), (16, FEW), (64, MANY)])
 def test_answers_are_right_and_prefixes_are_loaded(tmp_path: Path, steps: str, page_size: int, blocks: int) -> None:
     with kvcache(tmp_path) as daemon:
-        roots = (ROOT, ROOT / "clients" / "python", ROOT / "protos")
-        script = str(Path(__file__).parent / "inside" / "scheduled.py")
         given = [str(ROOT / "models" / "shakespeare"), daemon.address, steps, str(page_size), str(blocks)]
         done = subprocess.run(
-            [os.environ["ROCMFORGE_VLLM"], script, *given],
-            env={**os.environ, "PYTHONPATH": ":".join(map(str, roots))},
+            command("scheduled", *given),
+            env=importing_tests(),
             stdout=subprocess.PIPE,
             text=True,
             timeout=500,
