@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     given = parser.parse_args()
+    if given.rounds < 2:
+        parser.error(f"--rounds is {given.rounds}; it must be at least 2, for quartiles")
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         daemon = stack.enter_context(kvcache(directory))
