@@ -223,8 +223,10 @@ def test_sampled_requests_of_one_batch_share_a_call(services: Traced) -> None:
     calls = {span.span_id: span for spans in found for span in spans if span.kind == CLIENT}
     for span in linked:
         [(trace, target)] = span.links
-        assert calls[target].trace_id == trace != span.trace_id
-        assert span.start >= calls[target].start and span.kind == INTERNAL
+        call = calls[target]
+        assert call.trace_id == trace != span.trace_id
+        # Each trace reads the wall clock by itself, so times of two traces do not compare.
+        assert (span.kind, span.attributes["rocmforge.demands"]) == (INTERNAL, call.attributes["rocmforge.demands"])
 
 
 def test_several_samples_have_a_decode_each(services: Traced) -> None:
