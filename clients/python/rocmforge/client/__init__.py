@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rocmforge.client.arena.views import TorchViews, Views
     from rocmforge.client.cache import KvCache
     from rocmforge.client.demands import Demand, Grant, Opening, PageCopy, Retention
-    from rocmforge.client.errors import KvCacheDown, ServiceError, SessionExpired
+    from rocmforge.client.errors import KvCacheDown, PagesFilling, ServiceError, SessionExpired
     from rocmforge.client.events import EventLog
     from rocmforge.client.layout import OpaqueLayout, PageLayout
     from rocmforge.client.step import Step
@@ -35,6 +35,7 @@ _MODULES = {
     "Opening": "demands",
     "PageCopy": "demands",
     "PageLayout": "layout",
+    "PagesFilling": "errors",
     "Retention": "demands",
     "Runtime": "arena.gpu_ipc",
     "ServiceError": "errors",
@@ -58,6 +59,7 @@ __all__ = [
     "Opening",
     "PageCopy",
     "PageLayout",
+    "PagesFilling",
     "Retention",
     "Runtime",
     "ServiceError",

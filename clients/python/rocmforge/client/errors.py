@@ -190,6 +190,12 @@ class CapacityExceeded(ServiceError):
     code, reason, retry_after_s = "RESOURCE_EXHAUSTED", "NO_PAGES", 0.1
 
 
+class PagesFilling(ServiceError):
+    """Pages of the prompt are being copied from a lower tier: opened again later, the sequence finds them cached."""
+
+    code, reason, retry_after_s = "UNAVAILABLE", "PAGES_FILLING", 0.01
+
+
 class ExceedsPool(ServiceError):
     """The demand exceeds the whole pool: even an empty one could not meet it."""
 
