@@ -74,6 +74,7 @@ ROOMS = {
         "kvevents": {"cache", "pool"},
         "lease": {"pool", "slices"},
         "arena": {"pool"},
+        "mover": {"outer"},
         "pool": {"eviction", "slices"},
     },
     "rocmforge.client": {

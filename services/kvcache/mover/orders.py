@@ -1,7 +1,7 @@
 """What the daemon and its mover say to each other, as structs in msgpack; ``frames.py`` is how they travel.
 
-Pages and slots are numbers: the mover knows
-nothing of generations, and the daemon decides with each reply whether its page is still the one it meant.
+Pages and slots are numbers: the mover knows nothing of generations, and the daemon decides with each reply whether its
+page is still the one it meant.
 
 Jobs are numbered by the daemon, each number once. How a job goes:
 
@@ -20,19 +20,17 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-DIGEST_BYTES: Final = 32
+from services.kvcache.outer.page_chain import Chain as Chain
+from services.kvcache.outer.page_chain import Digest
+from services.kvcache.outer.settings import OuterTier as OuterTier
 
 #: Keys in one lookup or ``Forget``.
 MOST_KEYS: Final = 4096
-MOST_TOKENS: Final = 65536
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Positive = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Seconds = Annotated[float, Meta(ge=0)]
-Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Digests = Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MOST_KEYS)]
-#: Token ids as 4 bytes each, little-endian.
-Tokens = Annotated[bytes, Meta(min_length=4, max_length=4 * MOST_TOKENS)]
 Detail = Annotated[str, Meta(max_length=1000)]
 
 #: How a fill ended. ``MISSING``: the outer tier has no such value. ``REFUSED``: what it has failed a check, and was
@@ -40,33 +38,8 @@ Detail = Annotated[str, Meta(max_length=1000)]
 FILLED, MISSING, REFUSED, FAILED = "filled", "missing", "refused", "failed"
 
 
-class Chain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What identifies a page outside its pool: the digest of its chain, that of its parent, and its own tokens."""
-
-    digest: Digest
-    parent: Digest
-    tokens: Tokens
-
-
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Each message is an array that begins with its name."""
-
-
-class OuterTier(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How the outer tier is reached. Secrets stay in their files, which the mover reads.
-
-    Without ``key_file``, values are stored in plaintext.
-    """
-
-    addresses: Annotated[tuple[tuple[str, int], ...], Meta(min_length=1, max_length=64)]
-    ttl_seconds: Positive
-    tls: bool = False
-    ca_file: str = ""
-    username: str = ""
-    password_file: str = ""
-    key_file: str = ""
-    operation_seconds: Annotated[float, Meta(gt=0)] = 1.0
-    connections: Annotated[int, Meta(ge=1, le=64)] = 4
 
 
 class Setup(_Message, frozen=True, tag="setup"):
