@@ -32,6 +32,7 @@ KINDS = {
     "tests/house/test_build.py": "make",
     "tests/deploy/test_kubernetes.py": "kustomize",
     "tests/deploy/test_observability.py": "promtool prometheus",
+    "tests/kvcache/outer/test_store.py": "redis",
     "tests/kvcache/test_config.py": "",
 }
 
