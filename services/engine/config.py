@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rocmforge.client.demands import MAX_FILL_WAIT_S
 from rocmforge.client.transport.tls import ClientTls, client_tls
 from services.common import settings
 from services.common.access.identity import Identity
@@ -245,6 +246,14 @@ class Config(Listening):
         name="priority-step",
         metavar="S",
     )
+    fill_wait_s: float = setting(
+        seconds(0, MAX_FILL_WAIT_S),
+        10.0,
+        "most seconds that a request waits for pages to be copied from the daemon's lower tiers; the daemon ends the "
+        "wait as soon as computing them would have been faster. 0: requests never wait",
+        name="fill-wait",
+        metavar="S",
+    )
     messages_per_s: int = setting(
         whole(1, 1 << 20),
         4000,
@@ -326,6 +335,7 @@ class Config(Listening):
             max_queue=self.max_queue,
             max_queue_tokens=self.max_queue_tokens,
             priority_step_s=self.priority_step_s,
+            fill_wait_s=self.fill_wait_s,
         )
 
     @property

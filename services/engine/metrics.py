@@ -110,6 +110,14 @@ def _tell_loop(families: Families, loop: EngineLoop, now: Snapshot) -> None:
     families.histograms("step_seconds", "Step time by phase.", ("phase",), phases)
     families.histogram("step_requests", "Requests in a step.", seen.step_requests)
     families.histogram("page_wait_seconds", "Seconds waited for each page exchange.", seen.exchange_wait)
+    families.histogram(
+        "fill_wait_seconds",
+        "Seconds that requests waited for pages from lower tiers, of those that did.",
+        seen.fill_wait,
+    )
+    families.gauge(
+        "prefill_tokens_per_second", "Prompt tokens computed per second, of recent steps.", loop.prefill_speed
+    )
 
 
 def _by(counts: dict[str, int]) -> Rows:

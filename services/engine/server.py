@@ -42,6 +42,7 @@ from services.engine.pages.traced import TracedExchanges
 from services.engine.sampling.params import Drawer, SamplingParams, sample
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.loop import EngineLoop, Launcher, StepRunner
+from services.engine.scheduling.prefill_speed import PrefillSpeed
 from services.engine.text.chat import Chat
 from services.engine.text.tokenizer import Tokenizer
 from services.launch import typed
@@ -105,6 +106,7 @@ class Engine:
         self.metrics.trace(self.tracing)
         self._endpoint = Endpoint(config.metrics, self.metrics) if config.metrics is not None else None
         self.loop: EngineLoop | None = None
+        self._prefill = PrefillSpeed()
         self.pool_id = ""
         self._make_runner = make_runner
         self._serving = Serving(
@@ -178,6 +180,7 @@ class Engine:
             outbox,
             launch=runner.launch if config.asynchronous and isinstance(runner, Launcher) else None,
             exchange=TracedExchanges(source) if self.tracing and isinstance(source, GrpcPageSource) else None,
+            prefill=self._prefill,
             patience_s=config.patience_s,
             unready_after_s=config.unready_after_s,
             on_serving=on_serving,
@@ -246,6 +249,7 @@ class Engine:
             owner=config.kvcache_owner,
             tls=config.kvcache_tls,
             calls=self.kvcache_calls,
+            prefill_tokens_per_s=self._prefill.tokens_per_s,
         )
         running = asyncio.get_running_loop()
         self._source = source

@@ -33,7 +33,9 @@ def batches(draw: st.DrawFn) -> list[Demand]:
         elif kind == "prompt":
             retention = draw(st.none() | st.builds(Retention, st.floats(0.001, 86400), st.integers(1, 100)))
             tokens = draw(TOKENS) or [1]
-            found.append(Demand.of_prompt(name, tokens, pages, salt=draw(st.text(max_size=3)), retention=retention))
+            wait = draw(st.none() | st.sampled_from([0.0, 0.25, 600.0]))
+            salt = draw(st.text(max_size=3))
+            found.append(Demand.of_prompt(name, tokens, pages, salt=salt, retention=retention, fill_wait_s=wait))
         else:
             found.append(Demand.of_fork(name, "parent", pages))
     return found
@@ -49,7 +51,8 @@ def asked(demand: Demand) -> tuple[Any, ...]:
     if demand.opening is not None:
         retention = demand.opening.retention
         kept = None if retention is None else (round(retention.ttl_s * 1e9), retention.priority)
-        return (demand.sequence_id, demand.total_pages, list(demand.opening.prompt), demand.opening.salt, kept)
+        prompt, salt, wait = list(demand.opening.prompt), demand.opening.salt, demand.opening.fill_wait_s
+        return (demand.sequence_id, demand.total_pages, prompt, salt, kept, wait)
     if demand.parent:
         return (demand.sequence_id, demand.total_pages, demand.parent)
     return (demand.sequence_id, demand.total_pages, demand.start, list(demand.tokens), demand.known_pages)
@@ -66,7 +69,8 @@ def heard(request: pb.AllocatePagesRequest) -> list[tuple[Any, ...]]:
                 continue
             kept = (prompt.retention.ttl.ToNanoseconds(), prompt.retention.priority)
             said = kept if prompt.HasField("retention") else None
-            found.append((one.sequence_id, one.total_pages, list(prompt.tokens), prompt.salt, said))
+            wait = one.fill_wait.ToNanoseconds() / 1e9 if one.HasField("fill_wait") else None
+            found.append((one.sequence_id, one.total_pages, list(prompt.tokens), prompt.salt, said, wait))
         else:
             steps, tokens = demand.steps, iter(demand.steps.tokens)
             for at, name in enumerate(steps.sequence_ids):

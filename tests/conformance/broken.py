@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from rocmforge.client import Demand, Grant
-from rocmforge.client.errors import KvCacheDown
+from rocmforge.client.errors import KvCacheDown, PagesFilling
 from rocmforge.client.lease import Lease
 from rocmforge.conformance.adapter import Adapter, Sequence, serve
 
@@ -46,8 +46,8 @@ class ChecksNothing(Adapter):
 class ReportsEarly(Adapter):
     """Reports a prompt as soon as it has pages for it."""
 
-    def begin(self, sequence: str, prompt: list[int], pages: int) -> dict[str, Any]:
-        answer = super().begin(sequence, prompt, pages)
+    def begin(self, sequence: str, prompt: list[int], pages: int, fill_wait_s: float | None = None) -> dict[str, Any]:
+        answer = super().begin(sequence, prompt, pages, fill_wait_s)
         self.cache.step([self._demand(sequence, prompt[answer["cached_tokens"] :], pages)])
         return answer
 
@@ -62,14 +62,14 @@ class CopiesNothing(Adapter):
 class AsksInOtherWords(Adapter):
     """Begins another sequence when nobody answered, and forgets the first."""
 
-    def begin(self, sequence: str, prompt: list[int], pages: int) -> dict[str, Any]:
+    def begin(self, sequence: str, prompt: list[int], pages: int, fill_wait_s: float | None = None) -> dict[str, Any]:
         step = self.cache.start_step([Demand.of_prompt(f"{sequence}?", prompt, pages)])
         try:
             step._attempt.result()
         except Exception:
-            return super().begin(sequence, prompt, pages)
+            return super().begin(sequence, prompt, pages, fill_wait_s)
         self.cache.step([], removed=[f"{sequence}?"])
-        return super().begin(sequence, prompt, pages)
+        return super().begin(sequence, prompt, pages, fill_wait_s)
 
 
 class FailsTogether(Adapter):
@@ -138,11 +138,11 @@ class Remembers(Adapter):
         self._kept: dict[tuple[int, ...], Sequence] = {}
         self._prompts: dict[str, tuple[int, ...]] = {}
 
-    def begin(self, sequence: str, prompt: list[int], pages: int) -> dict[str, Any]:
+    def begin(self, sequence: str, prompt: list[int], pages: int, fill_wait_s: float | None = None) -> dict[str, Any]:
         if (kept := self._kept.get(tuple(prompt))) is not None:
             return {"table": kept.table, "cached_tokens": 4}
         self._prompts[sequence] = tuple(prompt)
-        return super().begin(sequence, prompt, pages)
+        return super().begin(sequence, prompt, pages, fill_wait_s)
 
     def remove(self, sequence: str) -> dict[str, Any]:
         self._kept[self._prompts[sequence]] = self._sequences[sequence]
@@ -156,6 +156,22 @@ class NeverCloses(Adapter):
         return {}
 
 
+class AsksAtOnce(Adapter):
+    """Does not wait for pages that are being filled."""
+
+    def wait(self, error: PagesFilling) -> None:
+        return
+
+
+class TakesRefusals(Adapter):
+    """Begins a sequence in any pages when its own are being filled."""
+
+    def begin(self, sequence: str, prompt: list[int], pages: int, fill_wait_s: float | None = None) -> dict[str, Any]:
+        [grant] = self.cache.step([Demand.of_prompt(sequence, prompt, pages, fill_wait_s=fill_wait_s)])
+        known = self._sequences[sequence] = Sequence(list(grant.pages) or list(range(pages)), grant.cached_tokens)
+        return {"table": known.table, "cached_tokens": grant.cached_tokens}
+
+
 #: By the law that each breaks.
 BROKEN: dict[str, type[Adapter]] = {
     "attach": LeavesSessions,
@@ -165,6 +181,7 @@ BROKEN: dict[str, type[Adapter]] = {
     "copies": CopiesNothing,
     "replies": AsksInOtherWords,
     "batches": FailsTogether,
+    "filling": AsksAtOnce,
     "lease": Sleeps,
     "fence": Trusts,
     "loss": Forgets,
@@ -174,7 +191,10 @@ BROKEN: dict[str, type[Adapter]] = {
 }
 
 #: Other clients that break a law, by a name of theirs, with the law.
-OTHERS: dict[str, tuple[str, type[Adapter]]] = {"prompts": ("stale", Remembers)}
+OTHERS: dict[str, tuple[str, type[Adapter]]] = {
+    "prompts": ("stale", Remembers),
+    "refusals": ("filling", TakesRefusals),
+}
 
 
 if __name__ == "__main__":

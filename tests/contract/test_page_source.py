@@ -500,3 +500,14 @@ def test_closing_twice(make: Maker) -> None:
     source = make(4)
     source.close()
     source.close()
+
+
+def test_without_lower_tiers_an_opening_that_could_wait_for_a_fill_is_granted_at_once(make: Maker) -> None:
+    source = make(4)
+    run(source, "a", [1, 2, 3, 4])
+    how = Opening([1, 2, 3, 4, 5], fill_wait_s=60.0)
+    demand = Demand("b", start=0, tokens=[], total_pages=2, known_pages=0, opening=how)
+    grant = one(source, demand)
+    assert (grant.error, grant.cached_tokens, len(grant.pages)) == (None, 4, 2)
+    again = one(source, Demand("b", 0, [], 2, 0, Opening([1, 2, 3, 4, 5])))
+    assert again == grant, "an opening is the same whether it offers to wait or not"

@@ -435,7 +435,7 @@ class Harness:
         raise AssertionError(f"not idle after {limit} rounds: {self.loop.scheduler}")
 
     @property
-    def _progress(self) -> tuple[int, int, int]:
+    def _progress(self) -> tuple[int, ...]:
         return len(self.memory.steps), self.loop.totals.steps, self.source.failures
 
     @property

@@ -16,7 +16,7 @@ from services.engine.scheduling.queue.admission import Limits
 
 def test_defaults() -> None:
     config = Config.read([], {})
-    assert config.limits == Limits(max_batch=32, max_step_tokens=512, max_queue=1024)
+    assert config.limits == Limits(max_batch=32, max_step_tokens=512, max_queue=1024, fill_wait_s=10.0)
     assert (config.page_size, config.patience_s, config.pool_id, config.grace_s) == (16, 60.0, None, 25.0)
     assert config.kvcache.startswith("unix:/") and config.kvcache.endswith("kvcache.sock")
     assert [str(listener) for listener in config.listeners][1] == "127.0.0.1:50051"
@@ -37,7 +37,7 @@ def test_a_file_sets_what_neither_flags_nor_the_environment_do(tmp_path: Path) -
     file.write_text('max-batch = 2\nmax-queue = 2\nkvcache = "local"\npage-size = 8\nkvcache-patience = 1.5')
     environ = {"ROCMFORGE_ENGINE_CONFIG": str(file), "ROCMFORGE_ENGINE_MAX_QUEUE": "3"}
     config = Config.read(["--max-batch", "5"], environ)
-    assert config.limits == Limits(max_batch=5, max_step_tokens=512, max_queue=3)
+    assert config.limits == Limits(max_batch=5, max_step_tokens=512, max_queue=3, fill_wait_s=10.0)
     assert (config.kvcache, config.page_size, config.patience_s) == ("local", 8, 1.5)
     assert config.echo["config"] == str(file)
     assert config.echo["origins"] == {

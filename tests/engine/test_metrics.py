@@ -9,13 +9,15 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rocmforge.engine.v1 import engine_pb2 as pb
-from services.common.errors import ServiceError
+from services.common.errors import PagesFilling, ServiceError
 from services.engine.metrics import PREFIX
+from services.engine.pages.source import Demand, Grant
 from services.engine.scheduling.loop import EngineLoop
 from tests.engine.fakes import Harness, make_request
 from tests.engine.running import RunningEngine, refused
@@ -127,6 +129,20 @@ class Watched:
         assert last.response.finish.usage.completion_tokens == 2
         self.engine.idle()
 
+    def fill(self) -> None:
+        """A long prompt waits for pages that the daemon says it is filling."""
+        source = self.loop._source
+        exchange = source.exchange
+
+        def filling(demands: list[Demand], removed: list[str]) -> Any:
+            source.exchange = exchange
+            error = PagesFilling("filling", retry_after_s=0.01)
+            return SimpleNamespace(result=lambda: [Grant(demand.sequence_id, error=error) for demand in demands])
+
+        source.exchange = filling
+        collect(self.stub.Generate(request([5] * 100, max_tokens=2)))
+        self.engine.idle()
+
     def restart_the_daemon(self) -> None:
         self.daemon.kill()
         self.daemon = self.daemons.enter_context(kvcache(self.directory))
@@ -179,6 +195,7 @@ ACTIONS: list[tuple[Callable[[Watched], None], set[str]]] = [
     (Watched.fail, {"request_errors_total"}),
     (Watched.preempt, {"num_preemptions_total"}),
     (Watched.submit, {"generations_retained", "generation_bytes"}),
+    (Watched.fill, {"fill_wait_seconds", "prefill_tokens_per_second"}),
     (Watched.restart_the_daemon, {"session_recoveries_total", "lease_info"}),
     (Watched.drain, {"draining"}),
 ]

@@ -23,7 +23,8 @@ log = structlog.get_logger()
 class GrpcPageSource:
     """A page source on a daemon's pool. Call ``reopen`` to open the first session, too.
 
-    Takes what `KvCache` takes; ``calls`` counts the RPCs. Raises InvalidConfiguration for a page dtype that the backend
+    Takes what `KvCache` takes; ``calls`` counts the RPCs; ``prefill_tokens_per_s`` is called for each exchange, which
+    reports it. Raises InvalidConfiguration for a page dtype that the backend
     does not support: NumPy computes in f32.
     """
 
@@ -42,11 +43,13 @@ class GrpcPageSource:
         owner: int | None = None,
         tls: ClientTls | None = None,
         calls: CallStats | None = None,
+        prefill_tokens_per_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if gpu is None and layout.dtype != "f32":
             raise InvalidConfiguration(f"pages of {layout.dtype} are not supported by this backend")
         self.calls = CallStats() if calls is None else calls
+        self._prefill_tokens_per_s = prefill_tokens_per_s
         self._cache = KvCache(
             target,
             pool_id,
@@ -115,7 +118,9 @@ class GrpcPageSource:
 
     def exchange(self, demands: Items[Demand], removed: Items[str], traceparent: str = "") -> Exchange:
         """Start a step call, with a W3C trace context. Raises SessionExpired without a session."""
-        return self._cache.start_step(demands, removed, traceparent=traceparent)
+        return self._cache.start_step(
+            demands, removed, traceparent=traceparent, prefill_tokens_per_s=self._prefill_tokens_per_s()
+        )
 
     def reopen(self) -> None:
         """See `KvCache.reopen`: no step may be in flight, and no view of the old memory may be kept."""

@@ -25,6 +25,7 @@ from services.common.tracing.span import Span
 from services.engine.pages.source import Demand, Exchange, PageCopy, PageSource
 from services.engine.sampling.result import Result
 from services.engine.scheduling.event import Event
+from services.engine.scheduling.prefill_speed import PrefillSpeed
 from services.engine.scheduling.queue.admission import Limits
 from services.engine.scheduling.scheduler import Advance, Scheduler
 from services.engine.scheduling.sequence import FinishReason, Outcome, Request, Sequence, State, Usage
@@ -68,6 +69,7 @@ class _Launched:
 
     step: tuple[Chunk, ...]
     flight: Flight
+    at: float
 
 
 class EngineLoop:
@@ -80,6 +82,7 @@ class EngineLoop:
     failure, from which the engine does not recover.
     ``launch`` makes steps asynchronous: it queues a step after those in flight, which ``runner.run`` no longer does.
     ``exchange`` is what makes the source's exchanges if they are traced, with the spans of the requests they are for.
+    ``prefill`` is told how long steps take.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class EngineLoop:
         *,
         launch: Callable[[Items[Chunk]], Flight] | None = None,
         exchange: Callable[[Items[Demand], Items[str], Items[Span]], Exchange] | None = None,
+        prefill: PrefillSpeed | None = None,
         patience_s: float = 60.0,
         unready_after_s: float = 5.0,
         on_serving: Callable[[bool], None] = lambda serving: None,
@@ -101,6 +105,8 @@ class EngineLoop:
         self._launch_step = launch
         self._traced_exchange = exchange
         self._flight: _Launched | None = None  # between two rounds: the one step in flight
+        self._landed_at = float("-inf")  # the last step that was in flight
+        self._prefill = PrefillSpeed() if prefill is None else prefill
         self._busy_s = 0.0  # of this round: launching steps and waiting for them
         self._source = source
         self._limits = limits
@@ -186,6 +192,11 @@ class EngineLoop:
             self._close()
 
     @property
+    def prefill_speed(self) -> float:
+        """Prompt tokens computed per second, of recent steps; 0 if unknown."""
+        return self._prefill.tokens_per_s()
+
+    @property
     def stopped(self) -> bool:
         """Whether ``stop`` was called and no request holds anything."""
         return self._stopping and not self.scheduler.live
@@ -251,6 +262,7 @@ class EngineLoop:
             self.totals.steps += 1
             if self._outlived_lease():
                 return 0.0
+            self._prefill.step(step, computed - launched)
             self._apply(step, results)
         done = self._clock()
         waited_s = self._collect(exchange) if exchange is not None else 0.0
@@ -306,7 +318,7 @@ class EngineLoop:
                 self._lose(SessionExpired("the lease was not renewed in time"))
                 return 0.0
             began = self._clock()
-            flying = _Launched(step, launch(step))
+            flying = _Launched(step, launch(step), began)
             self._busy_s += self._clock() - began
             self.scheduler.launched(step)
         leads = flying is not None and flying.flight.leads and not _brings_first_token(step)
@@ -333,10 +345,14 @@ class EngineLoop:
         """Wait for a step and apply it. Returns False if the session is lost: then nothing is in flight any more."""
         began = self._clock()
         results = launched.flight.wait()
-        self._busy_s += self._clock() - began
+        landed = self._clock()
+        self._busy_s += landed - began
         self.totals.steps += 1
         if self._outlived_lease():
             return False
+        # The device begins a step when it has done the one before.
+        self._prefill.step(launched.step, landed - max(launched.at, self._landed_at))
+        self._landed_at = landed
         self._apply(launched.step, results)
         return True
 

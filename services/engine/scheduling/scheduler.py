@@ -33,6 +33,7 @@ import structlog
 from services.common.errors import (
     ExceedsPool,
     Internal,
+    PagesFilling,
     RequestExists,
     SequenceRemoved,
     SequenceUnknown,
@@ -45,6 +46,7 @@ from services.engine.scheduling.block_tables import BlockTables
 from services.engine.scheduling.event import Event
 from services.engine.scheduling.queue.admission import GROWTH_PAGES, Admission, Limits
 from services.engine.scheduling.queue.deadlines import Deadlines
+from services.engine.scheduling.queue.fill_waits import FillWaits
 from services.engine.scheduling.queue.waiting_queue import WaitingQueue
 from services.engine.scheduling.sequence import MAX_SAMPLES, Key, Outcome, Request, Sequence, State, key_of
 from services.engine.scheduling.step import Chunk, share_out
@@ -87,6 +89,7 @@ class Scheduler:
         self._page_size = page_size
         self._clock = clock
         self._admission = Admission(limits, page_size, total_pages, clock)
+        self._fill_waits = FillWaits(limits.fill_wait_s, clock)
         self._arrivals = 0
         self._source_ids = 0
         self.live: dict[Key, Sequence] = {}
@@ -121,7 +124,9 @@ class Scheduler:
     @property
     def admits_at(self) -> float | None:
         """When the next waiting request may be opened; None when none waits."""
-        return self._admission.opens_at if self.waiting else None
+        if not self.waiting:
+            return None
+        return max(self._admission.opens_at, self._fill_waits.due_at(one for one in self.waiting if one.leader is None))
 
     @property
     def next_deadline(self) -> float:
@@ -172,6 +177,7 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
             self._admission.ended(sequence)
+            self._fill_waits.forget(sequence)
         sequence.state, sequence.outcome, sequence.finished_at = State.FINISHED, outcome, self._clock()
         self._leave(sequence)
         owed = [source_id for source_id, one in self._released.items() if one is sequence]
@@ -274,7 +280,7 @@ class Scheduler:
         """Returns the demands of forks and of other waiting requests to open now, once ``returning`` is released."""
         held = self._holds.without(returning)
         forks, own = self._forks(held)
-        free = (sequence for sequence in self.waiting if sequence.leader is None)
+        free = self._fill_waits.due(sequence for sequence in self.waiting if sequence.leader is None)
         opened = [*self.running, *(sequence for _, sequence in forks)]
         return forks, [self._opening(sequence) for sequence in self._admission.candidates(free, opened, held + own)]
 
@@ -381,16 +387,22 @@ class Scheduler:
         for (demand, sequence), grant in zip(demands, grants, strict=True):
             if sequence.source_id != demand.sequence_id:
                 continue  # an earlier grant of this exchange requeued it
-            if grant.error is None:
+            error, waiting = grant.error, sequence.state is State.WAITING
+            offered = demand.opening is not None and demand.opening.fill_wait_s is not None
+            if isinstance(error, PagesFilling) and offered and waiting:
+                self._fill_waits.refused(sequence, error.retry_after_s or 0.0)
+                continue
+            self._fill_waits.over(sequence)
+            if error is None:
                 copies += self._take(sequence, demand, grant)
                 if demand.opening is not None or demand.parent:
                     opened.append(sequence)
-            elif sequence.state is State.WAITING and grant.error.code == "RESOURCE_EXHAUSTED":
+            elif waiting and (error.code == "RESOURCE_EXHAUSTED" or isinstance(error, PagesFilling)):
                 if sequence.leader is not None:  # refused as a fork: open it separately
                     self._go_alone(sequence)
                 refused.append(sequence)  # short of pages, quota or sequences; retry later
             else:
-                short |= self._refused(sequence, demand, grant.error)
+                short |= self._refused(sequence, demand, error)
         self._admission.answered(opened, refused)
         # Pages about to be released may suffice. Otherwise preempt the last in order. The first request is preempted
         # only if it is the only one running: then other engines hold the pages it needs.
@@ -416,6 +428,7 @@ class Scheduler:
         self._in_flight.clear()
         self._released.clear()
         self._unsure.clear()
+        self._fill_waits.lost()
         self._admission.open()
         leaving, self.leaving = self.leaving, {}
         for sequence in leaving.values():
@@ -448,7 +461,8 @@ class Scheduler:
         leaders = [one for one in (*self.running, *self.leaving.values()) if one.forks and one.num_generated_tokens]
         for leader in sorted(leaders, key=lambda one: one.order):
             before = takewhile(partial(_precedes, leader.forks[0]), self.waiting)
-            ahead = list(islice((one for one in before if one.leader is None), self._max_batch))
+            ready = (one for one in before if one.leader is None and self._fill_waits.is_due(one))
+            ahead = list(islice(ready, self._max_batch))
             chosen, more = self._admission.forks(leader.forks, opened, held + own, ahead)
             opened += chosen
             own += more
@@ -502,7 +516,7 @@ class Scheduler:
         pages = self._admission.pages_for(sequence.resident_target)
         request = sequence.request
         tokens = request.prompt if not sequence.num_generated_tokens else tuple(sequence.tokens)
-        opening = Opening(tokens, request.salt, request.retention)
+        opening = Opening(tokens, request.salt, request.retention, self._fill_waits.offer(sequence))
         return self._demand(sequence, pages, opening), sequence
 
     def _take(self, sequence: Sequence, demand: Demand, grant: Grant) -> list[PageCopy]:
@@ -522,6 +536,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, cached_tokens: int) -> None:
         self.waiting.remove(sequence)
+        self._fill_waits.forget(sequence)
         bisect.insort(self.running, sequence, key=lambda running: running.order)
         sequence.state = State.RUNNING
         sequence.num_computed_tokens = sequence.num_reported_tokens = cached_tokens

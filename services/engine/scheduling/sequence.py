@@ -84,7 +84,11 @@ def key_of(request_id: str, sample: int) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request used: tokens, and seconds since submission, None for a stage that it did not reach."""
+    """What a request used: tokens, and seconds since submission, None for a stage that it did not reach.
+
+    ``fill_wait_s`` are the seconds that it waited for fills from lower tiers; ``queue_s`` includes those before it was
+    first admitted.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -93,6 +97,7 @@ class Usage:
     queue_s: float | None
     first_token_s: float | None
     total_s: float | None
+    fill_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +166,7 @@ class Sequence:
     prompt_logprobs: list[Choice] = field(default_factory=list)  # so far, from the second prompt token on
     cached_tokens: int = 0
     preemptions: int = 0
+    fill_wait_s: float = 0.0
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -230,6 +236,7 @@ class Sequence:
             queue_s=queue_s,
             first_token_s=first_token_s,
             total_s=total_s,
+            fill_wait_s=self.fill_wait_s,
         )
 
     def unreported_pages(self, page_size: int) -> int:

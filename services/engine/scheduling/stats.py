@@ -92,6 +92,7 @@ class EngineStats:
         self.first_token = Histogram(FIRST_TOKEN_S)
         self.between_tokens = Histogram(BETWEEN_TOKENS_S)
         self.queue = Histogram(FIRST_TOKEN_S)
+        self.fill_wait = Histogram(FIRST_TOKEN_S)
         self.request = Histogram(REQUEST_S)
         self.prompt_tokens = Histogram(TOKENS)
         self.generated_tokens = Histogram(TOKENS)
@@ -116,5 +117,7 @@ class EngineStats:
         self.generated_tokens.observe(usage.completion_tokens)
         if usage.queue_s is not None:
             self.queue.observe(usage.queue_s)
+        if usage.fill_wait_s:
+            self.fill_wait.observe(usage.fill_wait_s)
         if usage.total_s is not None:
             self.request.observe(usage.total_s)

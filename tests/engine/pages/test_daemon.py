@@ -71,3 +71,22 @@ def test_an_untrusted_socket_is_named_by_its_setting(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidConfiguration, match=r"--kvcache unix:.*: not a socket"):
         GrpcPageSource(f"unix:{tmp_path}/file", "pool", LAYOUT).reopen()
+
+
+def test_each_exchange_says_how_fast_the_engine_prefills(daemon: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds, sent = iter([0.0, 1234.5]), list[float]()
+    source = GrpcPageSource(
+        *(str(daemon.config.listeners[0]), "pool", LAYOUT), pool_pages=8, prefill_tokens_per_s=lambda: next(speeds)
+    )
+    source.reopen()
+    send = source._cache.send
+
+    def noted(parts: list[Any], *rest: Any) -> Any:
+        sent.extend(request.prefill_tokens_per_s for request, _ in parts)
+        return send(parts, *rest)
+
+    monkeypatch.setattr(source._cache, "send", noted)
+    for _ in range(2):
+        source.exchange([], []).result()
+    source.close()
+    assert sent == [0.0, 1234.5]

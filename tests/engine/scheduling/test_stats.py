@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from services.common.call_stats import CallStats
 from services.common.histogram import Histogram
-from services.engine.scheduling.sequence import FinishReason, Usage
+from services.engine.scheduling.prefill_speed import LEAST_TOKENS, STEPS, PrefillSpeed
+from services.engine.scheduling.sequence import FinishReason, Sequence, Usage
 from services.engine.scheduling.stats import EngineStats, Totals
+from services.engine.scheduling.step import Chunk
+from tests.engine.fakes import Harness, make_request
 
 
 def test_a_bound_belongs_to_the_range_that_it_ends() -> None:
@@ -72,3 +75,42 @@ def test_what_a_request_never_came_to_is_not_observed() -> None:
     seen.ended(Usage(3, 0, 0, 0, queue_s=None, first_token_s=None, total_s=2.0))
     seen.ended(Usage(3, 0, 5, 0, queue_s=0.5, first_token_s=1.0, total_s=2.0))
     assert (seen.queue.count, seen.request.count, seen.generated_tokens.sum) == (1, 2, 5)
+
+
+def chunk(count: int) -> Chunk:
+    return Chunk(Sequence(make_request(), 1), 0, count, False)
+
+
+def test_the_prefill_speed_is_unknown_before_a_step_of_many_prompt_tokens() -> None:
+    speed = PrefillSpeed()
+    speed.step([chunk(1)] * 200, 0.1)  # decodes
+    speed.step([chunk(LEAST_TOKENS - 1)], 0.1)
+    assert speed.tokens_per_s() == 0.0
+
+
+def test_the_prefill_speed_is_the_tokens_of_recent_steps_by_their_time() -> None:
+    speed = PrefillSpeed()
+    speed.step([chunk(1000)], 10.0)
+    for _ in range(STEPS):
+        speed.step([chunk(100), chunk(100), chunk(1)], 0.5)
+    assert speed.tokens_per_s() == pytest.approx(400.0)
+
+
+def test_a_step_by_a_clock_that_stands_still_says_nothing() -> None:
+    speed = PrefillSpeed()
+    speed.step([chunk(100)], 0.0)
+    assert speed.tokens_per_s() == 0.0
+
+
+@pytest.mark.parametrize("ahead", [None, "late"])
+def test_the_engine_measures_how_fast_it_prefills(ahead: str | None) -> None:
+    harness = Harness(ahead=ahead, pages=256, max_step_tokens=100, page_size=16)
+
+    def computed(chunk: Chunk) -> None:
+        if chunk.count > 1:
+            harness.clock.now += 0.25
+
+    harness.memory.fault = computed  # called for each chunk that is computed
+    harness.submit(make_request("a", [1] * 400, max_tokens=8))
+    harness.until_idle()
+    assert harness.loop.prefill_speed == pytest.approx(400.0, rel=0.05)

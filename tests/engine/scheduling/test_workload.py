@@ -22,6 +22,7 @@ from services.engine.pages.source import Demand, Opening
 from services.engine.scheduling.sequence import FinishReason, Key, Request, key_of
 from services.engine.scheduling.step import Chunk
 from tests.engine.fakes import Harness, alone, make_request
+from tests.engine.lower_tier import Act
 
 #: Without asynchronous steps, and with them on a device that computes as early and as late as it may.
 AHEAD = (None, "early", "late")
@@ -170,6 +171,8 @@ def run_workload(harness: Harness, workload: list[object]) -> None:
                 refused_from = min(refused_from, submitted)
             case LeaseLost():
                 harness.source.lease = False
+            case Act():
+                operation.act(harness)
     neighbour(harness, taken, 0)
     harness.until_idle()
     while harness.loop._lost:  # with its session, the source still has what the lost one held

@@ -210,16 +210,26 @@ class KvCache:
 
     # --- the step call --------------------------------------------------------------------------------------------
 
-    def step(self, demands: Items[Demand], removed: Items[str] = ()) -> list[Grant]:
+    def step(
+        self, demands: Items[Demand], removed: Items[str] = (), *, prefill_tokens_per_s: float = 0.0
+    ) -> list[Grant]:
         """Make a step call and wait for it: `start_step` and `Step.result` in one."""
-        return self.start_step(demands, removed).result()
+        return self.start_step(demands, removed, prefill_tokens_per_s=prefill_tokens_per_s).result()
 
-    def start_step(self, demands: Items[Demand], removed: Items[str] = (), *, traceparent: str = "") -> Step:
+    def start_step(
+        self,
+        demands: Items[Demand],
+        removed: Items[str] = (),
+        *,
+        traceparent: str = "",
+        prefill_tokens_per_s: float = 0.0,
+    ) -> Step:
         """Send one AllocatePages, or several, one after the other, when the prompts are too long for one.
 
         The ``removed`` sequences go first: no step in flight may use their pages. Then the ``demands`` are served in
         order. Does not block: a thread of its own makes the call. ``traceparent`` is a W3C trace context, which the
-        daemon's spans of the call continue. Raises SessionExpired without a session.
+        daemon's spans of the call continue. ``prefill_tokens_per_s`` is how fast the engine prefills, 0 if it does not
+        know: by it the daemon decides what to fetch from a lower tier. Raises SessionExpired without a session.
         """
         session = self._live()
         if isinstance(removed, str):
@@ -227,7 +237,10 @@ class KvCache:
         parts: list[Part] = [
             (
                 pb.AllocatePagesRequest(
-                    session_id=session.id, remove_sequence_ids=ended, demands=demand_messages(some)
+                    session_id=session.id,
+                    remove_sequence_ids=ended,
+                    demands=demand_messages(some),
+                    prefill_tokens_per_s=prefill_tokens_per_s,
                 ),
                 some,
             )

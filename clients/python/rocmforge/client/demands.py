@@ -17,6 +17,9 @@ STEP_SEQUENCES = 4096
 #: The upper limits of a `Retention`.
 MAX_RETENTION_S, MAX_RETENTION_PRIORITY = 86400.0, 100
 
+#: The upper limit of `Opening.fill_wait_s`, in seconds.
+MAX_FILL_WAIT_S = 600.0
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -32,11 +35,17 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Opens a sequence. It shares the cached complete pages of ``prompt`` under ``salt``."""
+    """Opens a sequence. It shares the cached complete pages of ``prompt`` under ``salt``.
+
+    ``fill_wait_s`` is for how many seconds the caller can wait for pages that a lower tier holds, 0 to
+    `MAX_FILL_WAIT_S`. While they are copied into the pool, the opening is refused with PagesFilling, and changes
+    nothing; demand it again after the error's ``retry_after_s``. None: it is never refused for that.
+    """
 
     prompt: Sequence[int]
     salt: str = ""
     retention: Retention | None = None
+    fill_wait_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +88,10 @@ class Demand:
         *,
         salt: str = "",
         retention: Retention | None = None,
+        fill_wait_s: float | None = None,
     ) -> Self:
         """Open a sequence by its prompt. With 0 ``total_pages`` it holds the cached pages and no others."""
-        return cls(sequence_id, 0, (), total_pages, 0, Opening(prompt, salt, retention))
+        return cls(sequence_id, 0, (), total_pages, 0, Opening(prompt, salt, retention, fill_wait_s))
 
     @classmethod
     def of_fork(cls, sequence_id: str, parent: str, total_pages: int = 0) -> Self:

@@ -126,6 +126,8 @@ def _opening(demand: Demand) -> pb.SequenceOpening:
     if opening.retention is not None:
         message.prompt.retention.ttl.FromNanoseconds(round(opening.retention.ttl_s * 1e9))
         message.prompt.retention.priority = opening.retention.priority
+    if opening.fill_wait_s is not None:
+        message.fill_wait.FromNanoseconds(round(opening.fill_wait_s * 1e9))
     return message
 
 

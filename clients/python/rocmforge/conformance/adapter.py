@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rocmforge.client import Demand, DevicePages, Grant, KvCache, OpaqueLayout
-from rocmforge.client.errors import FieldInvalid, ServiceError, SessionExpired
+from rocmforge.client.errors import FieldInvalid, PagesFilling, ServiceError, SessionExpired
 
 
 class NotGranted(ServiceError):
@@ -69,9 +70,17 @@ class Adapter:
         self._cache.reopen()
         return {"total_pages": self._cache.total_pages}
 
-    def begin(self, sequence: str, prompt: list[int], pages: int) -> dict[str, Any]:
-        """Begin a sequence by its prompt."""
-        return self._begin(Demand.of_prompt(sequence, prompt, pages))
+    def begin(self, sequence: str, prompt: list[int], pages: int, fill_wait_s: float | None = None) -> dict[str, Any]:
+        """Begin a sequence by its prompt. It may wait for pages that are being filled, if it is told for how long."""
+        while True:
+            try:
+                return self._begin(Demand.of_prompt(sequence, prompt, pages, fill_wait_s=fill_wait_s))
+            except PagesFilling as error:
+                self.wait(error)
+
+    def wait(self, error: PagesFilling) -> None:
+        """Wait until the pages may be there. An engine computes for others meanwhile."""
+        time.sleep(error.retry_after_s or 0.0)
 
     def fork(self, sequence: str, parent: str, pages: int) -> dict[str, Any]:
         """Begin a sequence as a fork, and make the copies that its grant lists."""

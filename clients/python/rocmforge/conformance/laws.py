@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from rocmforge.conformance.subject import Failed, Refused
 FENCE_TTL_S = 5.0
 #: Of one that is to be kept.
 LEASE_TTL_S = 3.0
+#: Seconds after which a client whose pages are being filled is to ask again, and for which it may wait.
+FILL_S, FILL_WAIT_S = 0.3, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,35 @@ def batches(stage: Stage) -> None:
     stage.step("a", [], 3)
 
 
+def filling(stage: Stage) -> None:
+    """Refuse a sequence for pages that are being filled, twice; and one with the first's last call unanswered."""
+    stage.open()
+    for at, fault in enumerate((None, Fault.LOSE_REPLY)):
+        name, prompt = f"s{at}", [at + 1] * 6
+        stage.proxy.filling = [FILL_S, FILL_S]
+        if fault is not None:
+            stage.proxy.inject("AllocatePages", fault)
+        before = len(stage.proxy.calls("AllocatePages"))
+        answer = stage.again("begin", sequence=name, prompt=prompt, pages=2, fill_wait_s=FILL_WAIT_S)
+        stage.table(answer, 2)
+        offers = [call for call in stage.proxy.calls("AllocatePages")[before:] if _offers(call.request, name)]
+        sent = [call.at for call in offers if call.answered]
+        stage.check(
+            all(after - first >= FILL_S for first, after in pairwise(sent)), "it asks again sooner than it is to"
+        )
+        stage.check(
+            not offers or not stage.proxy.filling, "it was refused for pages that are filled, and took that for pages"
+        )
+        stage.write(name, range(6), 45)
+        stage.step(name, prompt, 2)
+        stage.check(stage.cached(prompt) == 4, "nobody finds what it reported")
+
+
+def _offers(request: Any, name: str) -> bool:
+    openings = [demand.opening for demand in request.demands if demand.HasField("opening")]
+    return any(opening.sequence_id == name and opening.HasField("fill_wait") for opening in openings)
+
+
 def lease(stage: Stage) -> None:
     """Leave it alone for longer than its lease."""
     stage.open(LEASE_TTL_S)
@@ -263,6 +295,7 @@ LAWS = (
     Law("copies", "makes the copies that its grants list, and writes to no page of others", copies),
     Law("replies", "sends a call that was not answered again as it was", replies),
     Law("batches", "takes an error for the one sequence that it is of", batches),
+    Law("filling", "asks again for a sequence whose pages are being filled, when it is told to", filling),
     Law("lease", "keeps its lease while it has nothing to do", lease),
     Law("fence", "stops writing before its lease can be over", fence),
     Law("loss", "closes a lost session before it opens another", loss),

@@ -16,6 +16,7 @@ import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
+from rocmforge.client.errors import PagesFilling
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"]
@@ -46,12 +47,15 @@ class Call:
 class Proxy:
     """Listens at ``address``, a unix socket, and calls the daemon through ``channel``, which it closes.
 
-    ``edit`` may change an OpenSession reply. Sessions that were opened before `restart` are unknown after it.
+    ``edit`` may change an OpenSession reply. ``filling`` has the delays, in seconds, after which the next openings that
+    offer a wait are to be sent again: each is refused once as one whose pages are being filled. Sessions that were
+    opened before `restart` are unknown after it.
     """
 
     def __init__(self, address: str, channel: grpc.Channel) -> None:
         self.address = address
         self.edit: Callable[[Any], None] | None = None
+        self.filling: list[float] = []
         self._channel = channel
         self._faults: dict[str, collections.deque[Fault]] = collections.defaultdict(collections.deque)
         self._calls: list[Call] = []
@@ -113,6 +117,9 @@ class Proxy:
         if session in self._gone and method != "CloseSession":
             self._note(method, message, at, answered=True)
             _expired(context)
+        refused: list[pb.SequenceGrant] = []
+        if method == "AllocatePages" and self.filling:
+            request, refused = self._refused(request)
         try:
             reply = self._forward(method, request)
             if fault is Fault.REPEAT:
@@ -126,7 +133,19 @@ class Proxy:
             context.abort(grpc.StatusCode.UNAVAILABLE, "the reply was lost")
         if fault is Fault.DELAY_REPLY:
             time.sleep(DELAY_S)
+        if refused:
+            answer = pb.AllocatePagesResponse.FromString(reply)
+            answer.grants.extend(refused)
+            reply = answer.SerializeToString()
         return self._edited(method, reply, session)
+
+    def _refused(self, request: bytes) -> tuple[bytes, list[pb.SequenceGrant]]:
+        """Returns a call without the openings at its end that offer a wait, and their refusals, in order."""
+        message, refused = pb.AllocatePagesRequest.FromString(request), list[pb.SequenceGrant]()
+        while self.filling and message.demands and message.demands[-1].opening.HasField("fill_wait"):
+            name = message.demands.pop().opening.sequence_id
+            refused.insert(0, pb.SequenceGrant(sequence_id=name, error=_filling(self.filling.pop(0))))
+        return message.SerializeToString(), refused
 
     def _forward(self, method: str, request: bytes) -> bytes:
         reply: bytes = self._channel.unary_unary(f"/{SERVICE.full_name}/{method}")(request, timeout=FOREVER_S)
@@ -162,6 +181,17 @@ class _Handlers(grpc.GenericRpcHandler):
 
 def _class(descriptor: Any) -> Any:
     return getattr(pb, descriptor.name)
+
+
+def _filling(retry_s: float) -> status_pb2.Status:
+    """The refusal of an opening whose pages are being copied from a lower tier."""
+    info, retry = any_pb2.Any(), any_pb2.Any()
+    info.Pack(error_details_pb2.ErrorInfo(reason=PagesFilling.reason, domain="rocmforge.kvcache"))
+    delay = error_details_pb2.RetryInfo()
+    delay.retry_delay.FromNanoseconds(round(retry_s * 1e9))
+    retry.Pack(delay)
+    code = grpc.StatusCode[PagesFilling.code].value[0]
+    return status_pb2.Status(code=code, message="its pages are being filled", details=[info, retry])
 
 
 def _expired(context: Any) -> None:

@@ -27,7 +27,8 @@ AHEAD_SHARE = 16
 class Limits:
     """At most ``max_batch`` requests run at once, with ``max_step_tokens`` tokens per step. Up to ``max_queue`` more
     may wait, with ``max_queue_tokens`` tokens in total. A growing request allocates ``growth_pages`` pages at a time.
-    One point of priority is worth being queued ``priority_step_s`` seconds earlier.
+    One point of priority is worth being queued ``priority_step_s`` seconds earlier. A request waits at most
+    ``fill_wait_s`` seconds for pages to be copied from a lower tier.
 
     The configuration requires ``max_step_tokens > max_batch``, so each step has a token for every decoding request and
     at least one for prefill.
@@ -39,6 +40,7 @@ class Limits:
     max_queue_tokens: int = 1 << 20
     growth_pages: int = GROWTH_PAGES
     priority_step_s: float = 1.0
+    fill_wait_s: float = 0.0
 
 
 class Admission:
