@@ -178,6 +178,25 @@ def test_it_keeps_no_batch_slot_from_one_that_is_ready() -> None:
     assert answer(scheduler) == {"a": None}, "its patience is over: nobody overtakes it any more"
 
 
+def test_once_its_patience_is_over_it_yields_to_nobody() -> None:
+    scheduler, clock = started(max_batch=1)
+    for name in ("a", "b"):
+        scheduler.submit(make_request(name))
+    answer(scheduler, filling=("a",), retry_s=WAIT_S)
+    clock.now += WAIT_S
+    assert answer(scheduler) == {"a": None}
+
+
+def test_it_is_not_charged_for_the_time_without_a_session() -> None:
+    scheduler, clock = started()
+    scheduler.submit(make_request("a"))
+    answer(scheduler, filling=("a",))
+    clock.now += 0.25
+    scheduler.lost_pages()
+    clock.now += 60
+    assert answer(scheduler, filling=("a",)) == {"a": pytest.approx(WAIT_S - 0.25)}
+
+
 def test_it_does_not_ask_again_at_once_whatever_it_is_told() -> None:
     scheduler, clock = started()
     scheduler.submit(make_request("a"))
@@ -204,9 +223,8 @@ def test_samples_of_other_requests_are_forked_meanwhile() -> None:
     [leader] = scheduler.running
     [chunk] = scheduler.schedule()
     scheduler.apply((chunk,), [Computed(drawn=(1, 1, 1))])
-    answer(scheduler)
-    assert [sequence.request.sample for sequence in scheduler.running] == [0, 1, 2], "one keeps its slot for a fill"
-    assert leader.forks == []
+    demands, _ = scheduler.demands()
+    assert sum(demand.parent == leader.source_id for demand in demands) == 2, "a fill keeps no slot from them"
 
 
 def test_a_prompt_of_several_samples_waits_once() -> None:
