@@ -24,7 +24,7 @@ DOMAIN = (
     *("services.common.errors", "services.common.histogram", "services.common.call_stats"),
     *("services.common.access.identity", "services.common.tracing.span"),
     *("rocmforge.client.errors", "rocmforge.client.demands", "rocmforge.client.layout"),
-    *(f"services.kvcache.{room}" for room in ("cache", "pool", "lease", "eviction")),
+    *(f"services.kvcache.{room}" for room in ("cache", "pool", "lease", "eviction", "tiers")),
     *(f"services.engine.{room}" for room in ("scheduling", "delivery")),
     *("services.engine.pages.source", "services.engine.pages.local", "services.engine.sampling.result"),
 )
@@ -68,7 +68,7 @@ ROOMS = {
         "text": {"checkpoint"},
     },
     "services.kvcache": {
-        "api": {"scrub", "cache", "lease", "pool", "eviction", "slices"},
+        "api": {"scrub", "cache", "tiers", "lease", "pool", "eviction", "slices"},
         "scrub": {"cache", "pool"},
         "cache": {"lease", "pool", "eviction", "slices"},
         "kvevents": {"cache", "pool"},
@@ -76,6 +76,7 @@ ROOMS = {
         "arena": {"pool"},
         "mover": {"outer"},
         "pool": {"eviction", "slices"},
+        "tiers": {"mover", "pool", "slices"},
     },
     "rocmforge.client": {
         "arena": {"transport", "errors", "events", "layout"},

@@ -21,6 +21,7 @@ from services.kvcache.cache.limits import Limits
 from services.kvcache.cache.opening import Opening, Prompt, check_prompt
 from services.kvcache.cache.shares import Shares
 from services.kvcache.cache.steps import Steps
+from services.kvcache.cache.tiers_below import TiersBelow
 from services.kvcache.lease.quarantine import Quarantine
 from services.kvcache.lease.sessions import Session, Sessions
 from services.kvcache.lease.witness import Observe, Process
@@ -97,8 +98,15 @@ class KvCache:
         self._observe = observe
         self._clock = clock
         self._random_bytes = random_bytes
+        #: The tiers below the pools, if there are any.
+        self.tiers: TiersBelow | None = None
         #: Called when a session has attached or has ended.
         self.on_sessions: Callable[[], None] = lambda: None
+
+    def put_below(self, tiers: TiersBelow) -> None:
+        """There are tiers below all pools, of which none is made yet."""
+        self.tiers = tiers
+        self.pools.on_made, self.pools.more_page_bytes = tiers.adopt, tiers.page_bytes
 
     def check_limits(self, limits: Limits) -> None:
         """Whether ``take_up`` can. Raises InvalidConfiguration."""

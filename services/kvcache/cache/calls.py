@@ -51,20 +51,33 @@ class Calls:
         return session
 
     def allocate(
-        self, session_id: str, demands: Iterable[Steps | Opening], removed: list[str], caller: str = ""
+        self,
+        session_id: str,
+        demands: Iterable[Steps | Opening],
+        removed: list[str],
+        caller: str = "",
+        speed: float = 0.0,
     ) -> tuple[list[tuple[str, Grant | ServiceError]], Pool]:
-        """The step call: remove, then serve the demands in order. One that fails changes nothing.
+        """The step call: remove, then serve the demands in order. One that fails changes nothing. ``speed`` is how many
+        tokens a second the engine prefills, 0 if it does not say.
 
         Returns, by sequence id, what each opening was granted or why it was not, and of steps what there is to hear:
         pages, copies and errors. Raises SessionExpired, SessionNotAttached, and HostMemoryExceeded for removed ids.
         """
-        return finish(self.allocating(session_id, demands, removed, caller), self._clock)
+        return finish(self.allocating(session_id, demands, removed, caller, speed), self._clock)
 
     def allocating(
-        self, session_id: str, demands: Iterable[Steps | Opening], removed: list[str], caller: str = ""
+        self,
+        session_id: str,
+        demands: Iterable[Steps | Opening],
+        removed: list[str],
+        caller: str = "",
+        speed: float = 0.0,
     ) -> Work[tuple[list[tuple[str, Grant | ServiceError]], Pool]]:
         """As ``allocate``, in slices. Others run between two demands, and of a long one between its pages."""
         session, pool = self._use_attached(session_id, caller)
+        if speed:
+            session.prefill_tokens_per_s = speed
         session.share_pages = self._shares.most(session, pool, self._clock()) if pool.waiting else None
         work = self._serving(session, pool, demands, removed)
         try:
@@ -84,7 +97,12 @@ class Calls:
             if isinstance(demand, Steps):
                 answers += yield from advance(session, pool, demand, now)
                 continue
-            answer = yield from open_sequence(session, pool, demand, now)
+            answer: Grant | ServiceError | None = None
+            if pool.lower is not None:
+                answer = yield from self._looking(session, pool, demand)
+                now = self._clock()
+            if answer is None:
+                answer = yield from open_sequence(session, pool, demand, now)
             answers.append((demand.sequence_id, answer))
             spent += 8 + (0 if isinstance(answer, ServiceError) else len(answer.pages))
             if spent >= slices.ENTRIES:
@@ -95,6 +113,19 @@ class Calls:
             if any(isinstance(one, CapacityExceeded) for one in refused):
                 self._shares.waits(session, pool, now)
         return answers
+
+    @staticmethod
+    def _looking(session: Session, pool: Pool, demand: Opening) -> Work[ServiceError | None]:
+        """Why a sequence is not opened yet: pages of its prompt are better waited for than computed. Any other reason
+        not to open it goes first.
+        """
+        prompt, lower = demand.origin, pool.lower
+        if lower is None or isinstance(prompt, str) or not session.is_new(demand.sequence_id):
+            return None
+        speed = session.prefill_tokens_per_s
+        return (
+            yield from lower.look(session.id, demand.sequence_id, prompt.tokens, prompt.salt, demand.fill_wait_s, speed)
+        )
 
     def append(self, session_id: str, steps: Steps, caller: str = "") -> list[tuple[str, ServiceError]]:
         """Record resident tokens and grow nothing; those whose report was refused, by id: it changed nothing.

@@ -34,6 +34,7 @@ class Opening(NamedTuple):
     sequence_id: str
     origin: Prompt | str
     total_pages: int = 0
+    fill_wait_s: float | None = None
 
 
 def open_sequence(session: Session, pool: Pool, demand: Opening, now: float) -> Work[Grant | ServiceError]:
@@ -70,7 +71,7 @@ def _open(session: Session, pool: Pool, opening: Opening, now: float) -> Grant |
     FieldInvalid, SequenceUnknown (of the parent), SequenceRemoved, SequenceMismatch, TooManySequences,
     CapacityExceeded, QuotaExceeded, ExceedsPool, HostMemoryExceeded.
     """
-    sequence_id, origin, total_pages = opening
+    sequence_id, origin, total_pages, _ = opening
     sequence = session.find(sequence_id)
     if sequence is not None:
         _check_same(sequence, origin)

@@ -25,7 +25,7 @@ def walk_pool(pool: Pool) -> Iterator[str | None]:
             yield from _check_sequence(pool, sequence)
             yield from _walk_block_table(pool, sequence, pool.sequences, listed)
         yield None
-    for among in (pool.endings.expired, pool.endings.ending):
+    for among in (pool.fills, pool.endings.expired, pool.endings.ending):
         for sequence in list(among):
             yield from _walk_block_table(pool, sequence, among, listed)
             yield None
@@ -35,6 +35,8 @@ def walk_pool(pool: Pool) -> Iterator[str | None]:
         ):
             yield f"page {page} has a promise, is {pool.table.state(page).name} and no lookup finds it held"
     yield None
+    if pool.lower is not None:
+        yield from pool.lower.walk()
     yield from _walk_holders(pool, listed)
 
 
@@ -94,7 +96,7 @@ def _walk_holders(pool: Pool, listed: array[int]) -> Iterator[str | None]:
         state = pool.table.state(page)
         if state == PageState.CACHED and not pool.index.is_primary(page):
             yield f"page {page} is cached and no lookup finds it"
-        if state in (PageState.FREE, PageState.QUARANTINED) and pool.index.is_published(page):
+        if state in (PageState.FREE, PageState.QUARANTINED, PageState.FILLING) and pool.index.is_published(page):
             yield f"page {page} is {state.name} and published"
         spent += 1 + len(holders)
         if spent >= PAUSE:
@@ -104,7 +106,7 @@ def _walk_holders(pool: Pool, listed: array[int]) -> Iterator[str | None]:
 
 def _lists(pool: Pool, holder: Hashable, page: int) -> bool:
     if not isinstance(holder, Sequence) or not any(
-        holder in among for among in (pool.sequences, pool.endings.expired, pool.endings.ending)
+        holder in among for among in (pool.sequences, pool.fills, pool.endings.expired, pool.endings.ending)
     ):
         return False
     # What has changed lately is at the end.

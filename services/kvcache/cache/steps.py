@@ -83,8 +83,12 @@ def advance(session: Session, pool: Pool, steps: Steps, now: float) -> Work[list
 
 
 def may_be_owed(pool: Pool, error: ServiceError) -> bool:
-    """Whether what is refused may be served once what ended sequences hold is given up."""
-    return len(pool.debts) > 0 and isinstance(error, CapacityExceeded | HostMemoryExceeded)
+    """Whether what is refused may be served once what ended sequences hold is given up, and what fills hold."""
+    if not isinstance(error, CapacityExceeded | HostMemoryExceeded):
+        return False
+    if pool.fills and pool.lower is not None:
+        pool.lower.give_way()
+    return len(pool.debts) > 0
 
 
 def step(

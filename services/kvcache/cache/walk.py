@@ -27,6 +27,8 @@ def walk(cache: KvCache) -> Iterator[str | None]:
     """
     yield from _walk_pools(cache.pools)
     yield from _check_account(cache)
+    if cache.tiers is not None:
+        yield from cache.tiers.walk()
     slots = {(session.pool_id, session.canary_slot) for session in cache.live_sessions()}
     if len(slots) != len(cache.live_sessions()):
         yield "two sessions share a canary slot"
@@ -66,6 +68,7 @@ def _check_account(cache: KvCache) -> Iterator[str]:
     """Whether the account is the sum of what there is, at one moment."""
     memory, sessions = cache.memory, cache.live_sessions()
     charged = memory.floor + cache.pools.charged_apart + sum(pool.charged() for pool in cache.pools)
+    charged += cache.tiers.charged() if cache.tiers is not None else 0
     charged += sum(session.held_pages * session.entry_bytes + session.ids_bytes for session in sessions)
     if memory.used > memory.ceiling:
         yield f"{memory.used} bytes of host memory are charged, of {memory.ceiling}"

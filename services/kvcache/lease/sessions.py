@@ -59,6 +59,7 @@ class Session:
     ids_bytes: int = 0  # what it is charged for sequences without their pages, and for removed ids
     engine_name: str = ""  # of the replica, and the model it serves: what KV events name it by
     model: str = ""
+    prefill_tokens_per_s: float = 0.0  # as its engine measured it last; 0 until it has
     calls: int = 0  # under way, in slices: its lease does not run out meanwhile
 
     @property
@@ -95,6 +96,11 @@ class Session:
         if sequence is None and sequence_id in self.removed:
             raise SequenceRemoved(f"sequence {sequence_id!r} was removed; open another id", sequence_id=sequence_id)
         return sequence
+
+    def is_new(self, sequence_id: str) -> bool:
+        """Whether a sequence may be opened with this id, as far as ids and their number go."""
+        unused = sequence_id not in self.sequences and sequence_id not in self.removed
+        return unused and len(self.sequences) + self.expired < self.max_sequences
 
     def sequence(self, sequence_id: str) -> Sequence:
         """The live sequence. Raises SequenceRemoved or SequenceUnknown."""

@@ -88,6 +88,9 @@ class Pools:
         self._wake = wake
         self._checksums = checksums
         self._zero_pages = zero_pages
+        #: Called with each pool that was made, which the daemon keeps so many bytes more of for each page.
+        self.on_made: Callable[[Pool], None] = lambda pool: None
+        self.more_page_bytes = 0
         self._by_id: dict[str, Pool] = {}
         self.dropped = 0
         #: What is charged for pools that are being made, and for those that are being dropped.
@@ -181,7 +184,7 @@ class Pools:
                 wanted_bytes=wanted,
                 budget_bytes=self.budget_bytes,
             )
-        needs, memory = pool_bytes(pages, layout.page_size), self._memory
+        needs, memory = pool_bytes(pages, layout.page_size) + pages * self.more_page_bytes, self._memory
         memory.check(
             needs,
             f"pool {pool_id!r} of {pages} pages",
@@ -212,6 +215,7 @@ class Pools:
         [pool] = made
         pool.owner = owner
         self._by_id[pool_id] = pool
+        self.on_made(pool)
         return pool
 
     def _new_pool(self, pool_id: str, layout: Layout, pages: int, device: int | None) -> Pool:
@@ -267,6 +271,8 @@ class Pools:
 
     def drop(self, pool: Pool) -> Work[None]:
         """Drop a pool and free its memory, as work. Raises PoolInUse if pages are held or in quarantine."""
+        if pool.lower is not None and not pool.sequences and not pool.table.quarantined_count:
+            yield from pool.lower.closing()
         yield from self._debts.paying()
         if pool.table.held_count or pool.table.quarantined_count:
             raise PoolInUse(
@@ -278,6 +284,8 @@ class Pools:
 
     def _drop(self, pool: Pool) -> Work[None]:
         """It is no pool any more from the first slice on; what it was made of goes in slices, for that takes long."""
+        if pool.lower is not None:
+            yield from pool.lower.closing()
         charged = pool.charged()
         del self._by_id[pool.id]
         self.charged_apart += charged

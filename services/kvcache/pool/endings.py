@@ -75,6 +75,12 @@ class Endings:
         self._count_ending(ended, entries)
         self._debts.owe(self._giving_up(ended, fenced))
 
+    def end_fill(self, fill: Sequence) -> None:
+        """End a fill of lower tiers, which is no live sequence: as ``end_later``."""
+        fill.tokens = array("I")
+        self._count_ending([fill], fill.page_count)
+        self._debts.owe(self._giving_up([fill], None))
+
     def _count_ending(self, ended: list[Sequence], entries: int) -> None:
         self.ending.update(dict.fromkeys(ended))
         self.entries += entries

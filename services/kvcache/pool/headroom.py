@@ -39,12 +39,13 @@ class Headroom:
             raise CapacityExceeded(
                 f"sequence {sequence_id!r} needs {more} more pages, but {available} are free or evictable: "
                 f"of {table.total}, {table.free_count} free, {table.cached_count} cached, {table.held_count} held, "
-                f"{table.quarantined_count} quarantined",
+                f"{table.quarantined_count} quarantined, {table.filling_count} filling",
                 needed_pages=more,
                 free_pages=table.free_count,
                 cached_pages=table.cached_count,
                 held_pages=table.held_count,
                 quarantined_pages=table.quarantined_count,
+                filling_pages=table.filling_count,
                 total_pages=table.total,
             )
 

@@ -120,6 +120,15 @@ class HostMemory:
         self.floor = floor
         self.used += floor
 
+    def reserve_more(self, price: int) -> None:
+        """Charge something for as long as the daemon runs. Raises InvalidConfiguration."""
+        if self.floor + price > self.limit:
+            raise InvalidConfiguration(
+                f"{FLAG} is {self.limit} bytes; {self.floor} are reserved, and the lower tiers need {price}", field=FLAG
+            )
+        self.floor += price
+        self.used += price
+
     def check_limit(self, limit: int) -> None:
         """Whether there can be another limit. Raises InvalidConfiguration if less than is charged for good."""
         if self.floor > limit:

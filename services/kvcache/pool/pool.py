@@ -19,6 +19,7 @@ from services.kvcache.pool.index.chain_hash import ChainHash
 from services.kvcache.pool.index.events import EventRing
 from services.kvcache.pool.index.prefix_cache import PrefixCache
 from services.kvcache.pool.layout import Layout
+from services.kvcache.pool.lower_tiers import LowerTiers
 from services.kvcache.pool.pages.checksums import Checksums
 from services.kvcache.pool.pages.page_table import PageTable
 from services.kvcache.pool.pages.published import PublishedPages
@@ -77,10 +78,17 @@ class Pool:
         #: The live ones, by last access.
         self.sequences: dict[Sequence, None] = {}
         self.endings = Endings(self.sequences, self.table, self.index, self.published, self.memory, self.debts)
+        #: What fills hold, of the tiers below the pool, if there are any.
+        self.fills: dict[Sequence, None] = {}
+        self.lower: LowerTiers | None = None
         self.last_used = 0.0
         self.owner = ""  # the identity for which it was made
         #: Identities that were refused for want of pages, and until when they count as waiting.
         self.waiting: dict[str, float] = {}
+
+    def adopt(self, lower: LowerTiers) -> None:
+        """There are tiers below the pool, from its beginning on."""
+        self.lower = self.published.lower = lower
 
     def match(self, prompt: array[int], salt: str, most: int | None = None, *, behind: Ordered[int] = ()) -> list[int]:
         """The pages of the prompt's longest cached prefix, in whole pages and without its last token. Read-only.
@@ -155,6 +163,8 @@ class Pool:
     def charged(self) -> int:
         """What is charged for the pool without its live sequences, recomputed."""
         apart = self.endings.charged() + self.headroom.promised_bytes
+        if self.lower is not None:
+            apart += self.lower.charged()
         return self.bytes + self.table.charged() + self.index.charged() + apart
 
     def cached_among(self, pages: list[int]) -> int:
@@ -175,6 +185,8 @@ class Pool:
         """Have a sequence that begins with cached pages alone share these, the next of its prompt."""
         before = sequence.cached_tokens
         self.table.hold_all(matched, sequence)
+        if self.lower is not None:
+            self.lower.came_back(matched)
         sequence.pages.extend(matched)
         sequence.published += len(matched)
         sequence.cached_tokens += len(matched) * self.page_size
@@ -232,6 +244,8 @@ class Pool:
             if self.index.publish(sequence.pages[at], parent, chunk, sequence.salt):
                 sequence.published += 1
                 self.totals.published_pages += 1
+                if self.lower is not None:
+                    self.lower.published(sequence.pages[at], parent, chunk, sequence.salt)
                 if self.checksums is not None:
                     self.checksums.published(sequence.pages[at])
             else:

@@ -17,4 +17,5 @@ class Totals:
     evicted_on_request: int = 0  # included in evicted_pages
     expired_pages: int = 0
     refused_demands: int = 0
+    filled_pages: int = 0  # included in published_pages
     withdrawn_pages: int = 0  # corrupted pages, and those cached behind them

@@ -41,6 +41,7 @@ class Event:
     pool_id: str
     kind: EventKind
     links: list[Link] = field(default_factory=list)
+    tier: str = ""  # the lower tier that they entered or left; empty for the pool itself
 
 
 class EventRing:
@@ -61,12 +62,13 @@ class EventRing:
         self._read = self._last
         return self._last
 
-    def add(self, pool_id: str, kind: EventKind, link: Link) -> None:
+    def add(self, pool_id: str, kind: EventKind, link: Link, tier: str = "") -> None:
         """Record an event of one link."""
         last = self._events[-1] if self._events and self._last > self._read else None
-        if last is None or last.pool_id != pool_id or last.kind is not kind or len(last.links) >= self._event_links:
+        full = last is None or len(last.links) >= self._event_links
+        if last is None or full or last.kind is not kind or last.pool_id != pool_id or last.tier != tier:
             self._last += 1
-            last = Event(self._last, pool_id, kind)
+            last = Event(self._last, pool_id, kind, tier=tier)
             self._events.append(last)
             for listener in self._listeners:
                 listener()

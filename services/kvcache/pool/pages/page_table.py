@@ -3,9 +3,11 @@
     FREE --take--> HELD --cache--> CACHED --hold--> HELD
                    HELD --free---> FREE   <--free-- CACHED
                    HELD --quarantine--> QUARANTINED --free--> FREE
+    FREE --fill--> FILLING --filled--> HELD                   FILLING --free--> FREE
 
 A page is HELD exactly while it has holders; the set of holders is its reference count. The caller that drops the last
 holder moves the page to its next state in the same transaction, so no page is between states when a transaction ends.
+A page is FILLING while its bytes come from a lower tier: nobody holds it, and no lookup finds it.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ class PageState(enum.IntEnum):
     HELD = 1
     CACHED = 2
     QUARANTINED = 3
+    FILLING = 4
 
 
 # Plain integers: looking up an enum member costs more than everything else done to a page.
 _FREE, _HELD, _CACHED = int(PageState.FREE), int(PageState.HELD), int(PageState.CACHED)
+_FILLING = int(PageState.FILLING)
 
 
 class PageTable:
@@ -57,7 +61,7 @@ class PageTable:
         self._memory = HostMemory() if memory is None else memory
         self.total = total
         self.cached = cached
-        self.quarantined_count = 0
+        self.quarantined_count = self.filling_count = 0
         self._states = bytearray(total)
         self._generations = array("I", bytes(4 * total))
         self._first: list[Hashable | None] = [None] * total
@@ -82,6 +86,11 @@ class PageTable:
     def recycled_count(self) -> int:
         """Free pages that were granted before."""
         return len(self._recycled) + (0 if self.unclean is None else self.unclean.free_count)
+
+    @property
+    def clean_count(self) -> int:
+        """Free pages that nothing is zeroing, or will: those that can be filled."""
+        return self.total - self._fresh + len(self._recycled)
 
     @property
     def held_count(self) -> int:
@@ -141,6 +150,28 @@ class PageTable:
         self._first[page] = holder
         self._held_count += 1
         return page
+
+    def fill(self) -> int:
+        """Take a free page to be filled. Raises LookupError if none is free and clean."""
+        if self._recycled:
+            page = self._recycled.pop()
+        elif self._fresh < self.total:
+            page = self._fresh
+            self._fresh += 1
+        else:
+            raise LookupError("no clean page")
+        self._states[page] = _FILLING
+        self.filling_count += 1
+        return page
+
+    def filled(self, page: int, holder: Hashable) -> None:
+        """FILLING to HELD by this holder."""
+        if self._states[page] != _FILLING:
+            raise ValueError(f"page {page} is {self.state(page).name}")
+        self._states[page] = _HELD
+        self._first[page] = holder
+        self.filling_count -= 1
+        self._held_count += 1
 
     def hold(self, page: int, holder: Hashable) -> None:
         """Add a holder to a held or cached page; idempotent. Raises ValueError for a page in another state."""
@@ -241,7 +272,7 @@ class PageTable:
         self.quarantined_count += 1
 
     def free(self, page: int) -> None:
-        """HELD without holders, CACHED or QUARANTINED to FREE. The content is lost, and the generation increments."""
+        """To FREE, from any other state but HELD with holders. The content is lost, and the generation increments."""
         state = self._states[page]
         if state == _HELD:
             self._leave_held(page)
@@ -249,6 +280,8 @@ class PageTable:
             self.cached.evict(page)
         elif state == PageState.QUARANTINED:
             self.quarantined_count -= 1
+        elif state == _FILLING:
+            self.filling_count -= 1
         else:
             raise ValueError(f"page {page} is free already")
         self._states[page] = _FREE
@@ -314,6 +347,7 @@ class PageTable:
             PageState.HELD: self.held_count,
             PageState.CACHED: self.cached_count,
             PageState.QUARANTINED: self.quarantined_count,
+            PageState.FILLING: self.filling_count,
         }
         if counts != counted:
             yield f"counted {counts}, ledger says {counted}"

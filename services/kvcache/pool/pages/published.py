@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.kvcache.pool.index.events import EventKind
 from services.kvcache.pool.index.prefix_cache import PrefixCache
+from services.kvcache.pool.lower_tiers import LowerTiers
 from services.kvcache.pool.pages.page_table import PageState, PageTable
 from services.kvcache.pool.sequence import Sequence
 from services.kvcache.pool.totals import Totals
@@ -19,12 +20,16 @@ class PublishedPages:
         self._table = table
         self._index = index
         self._totals = totals
+        #: The tiers below the pool, if there are any.
+        self.lower: LowerTiers | None = None
 
     def settle(self, page: int, unheld: bool, now: float) -> None:
         """Decide where a published page goes that has lost a holder; ``unheld`` if that was its last."""
         if self._index.is_primary(page):
             if unheld:
                 self._table.cache(page, now)
+                if self.lower is not None:
+                    self.lower.cached(page)
             return
         # A stand-by is worthless once its holder leaves. Its link was in use until now, so the primary counts as just
         # used: it must outlive the continuations that have just been cached.
@@ -65,6 +70,8 @@ class PublishedPages:
 
         Whoever holds it goes on with it, publishes nothing more, and gives it back in the end as an unfinished page.
         """
+        if self.lower is not None:
+            self.lower.withdrawn(page)
         if self._table.state(page) == PageState.CACHED:
             self._uncache(page, EventKind.EVICTED)
             return

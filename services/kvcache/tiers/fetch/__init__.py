@@ -1,0 +1,1 @@
+"""Pages from lower tiers: which are worth fetching, and how they come into a pool."""

@@ -1,0 +1,1 @@
+"""The host tier: pages in the memory of the daemon's machine."""
