@@ -83,7 +83,7 @@ class Detach(_Message, frozen=True, tag="detach"):
 class Read(_Message, frozen=True, tag="read"):
     """Copy a page out of its arena: into a slot, or into a private copy for the outer tier, or both.
 
-    ``checksum``: say in ``ReadDone`` the CRC-32C of what was copied.
+    ``checksum``: say in ``ReadDone`` the CRC-32C of what is in the slot.
     """
 
     job: Number

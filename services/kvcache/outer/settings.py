@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+#: What the extra `tiers` installs, as it is imported.
+LIBRARIES = ("crc32c", "cryptography", "glide_sync")
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 
@@ -29,3 +33,8 @@ class OuterTier(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     key_file: str = ""
     operation_seconds: Annotated[float, Meta(gt=0)] = 1.0
     connections: Annotated[int, Meta(ge=1, le=64)] = 4
+
+
+def missing_libraries() -> list[str]:
+    """Those of `LIBRARIES` that are not installed. Imports none of them."""
+    return [name for name in LIBRARIES if importlib.util.find_spec(name) is None]

@@ -42,7 +42,8 @@ OnHealth = Callable[[bool, str], None]
 
 
 class OuterStore:
-    """At most ``settings.connections`` operations at a time, each on a connection of its own; others wait for one.
+    """At most ``settings.connections`` + ``more_connections`` operations at a time, each on a connection of its own.
+    Others wait for one.
 
     Any thread may call. Every operation raises OuterError if it could not be done.
     """
@@ -53,6 +54,7 @@ class OuterStore:
         codec: Codec,
         on_health: OnHealth,
         *,
+        more_connections: int = 0,
         connect: Callable[[OuterTier], OuterConnection] = Connection,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,7 +68,7 @@ class OuterStore:
         self._detail = ""
         # Last in, first out: connections that are not needed stay idle. None: to be made.
         self._idle: queue.LifoQueue[OuterConnection | None] = queue.LifoQueue()
-        for _ in range(settings.connections):
+        for _ in range(settings.connections + more_connections):
             self._idle.put(None)
 
     @property
