@@ -13,7 +13,7 @@ from services.common.access.identity import Identity
 from services.common.access.policy import Allowance, Policy
 from services.common.edge.listener import Listener
 from services.common.errors import InvalidConfiguration
-from services.common.listening import LIVE, Listening, listen, tcp_address
+from services.common.listening import LIVE, listen, tcp_address
 from services.common.settings import Program, setting
 from services.common.values import Kind, byte_size, one_of, seconds, share, switch, whole
 from services.kvcache.api.roles import ENGINE, INCLUDES, role_allowance
@@ -24,6 +24,7 @@ from services.kvcache.eviction.policy import POLICIES, policy_name
 from services.kvcache.kvevents.format import FORMATS, MAP
 from services.kvcache.lease.quarantine import FENCES
 from services.kvcache.pool.budget import MAX_PAGES
+from services.kvcache.tier_config import TierConfig
 from services.launch import typed
 
 CPU, GPU = "cpu", "gpu"
@@ -50,7 +51,7 @@ def _directory(text: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config(Listening):
+class Config(TierConfig):
     """All settings. Sizes are in bytes, times in seconds. ``echo`` holds everything, for a log event."""
 
     listeners: list[Listener] = listen("kvcache.sock")
@@ -223,6 +224,7 @@ class Config(Listening):
         config = cls(**fields, echo=values.echo())
         config.check_exposure()
         config.check_kv_events()
+        config.check_tiers()
         return config
 
     def check_kv_events(self) -> None:

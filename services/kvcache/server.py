@@ -31,17 +31,18 @@ from services.kvcache.api.servicer import SERVICE, KvCacheServicer
 from services.kvcache.arena.device import DeviceArena, ReadChecksums
 from services.kvcache.arena.host import FileArena, prepare_directory
 from services.kvcache.arena.kernel_checksums import kernel_checksums
-from services.kvcache.arena.room import Room, check_directory, check_gpus
+from services.kvcache.arena.room import Room, check_directory, check_gpus, check_host_cache
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.config import GPU, Config
 from services.kvcache.kvevents.publisher import KvEventPublisher
 from services.kvcache.lease.process import ProcessTable
 from services.kvcache.metrics import KvCacheMetrics
 from services.kvcache.pool.arena import Arena
-from services.kvcache.pool.layout import Layout
+from services.kvcache.pool.layout import Layout, OpaqueLayout
 from services.kvcache.presence import LoopWatch, PresentClock
 from services.kvcache.scrub.scrubber import Scrubber
 from services.kvcache.slices import Slices
+from services.kvcache.tiering import Tiering
 from services.version import VERSION
 
 log = structlog.get_logger()
@@ -95,6 +96,14 @@ class Daemon:
             wake=work.set,
             wake_debts=self._owed.set,
         )
+        self.tiering: Tiering | None = None
+        if config.has_tiers:
+
+            def make_slab(page_bytes: int, slots: int) -> FileArena:
+                layout = OpaqueLayout(page_size=1, label="host-cache", page_bytes=page_bytes)
+                return FileArena(config.arena_dir, f"{next(names)}-host-cache", layout, slots, 0)
+
+            self.tiering = Tiering(self.cache, config.read_tier_settings(), config.outer_tier, make_slab)
         self.slices = Slices(self.cache.now)
         self.scrubber = Scrubber(self.cache, work)
         self.calls = CallStats()
@@ -152,11 +161,19 @@ class Daemon:
 
     async def start(self) -> None:
         """Start serving. Raises InvalidConfiguration if an address, the arena directory or memory is unavailable."""
-        if self.config.device != GPU:
+        if self.config.device != GPU or self.config.host_cache is not None:
             for name in prepare_directory(self.config.arena_dir):
                 log.info("stale_arena_removed", name=name)
+            room = Room.of(self.config.arena_dir)
+            check_host_cache(self.config.arena_dir, self.config.host_cache or 0, self._arena_bytes, room)
+        if self.config.device != GPU:
             self._open_arenas(self._policy)
-            check_directory(self.config.arena_dir, self.config.limits.budget_bytes, Room.of(self.config.arena_dir))
+            check_directory(self.config.arena_dir, self.config.limits.budget_bytes, room)
+        if self.tiering is not None:
+            try:
+                await self.tiering.start()
+            except OSError as error:
+                raise InvalidConfiguration(f"the mover does not start: {error.strerror or error}") from error
         self._serving.add(
             functools.partial(kvcache_pb2_grpc.add_KvCacheServiceServicer_to_server, self._servicer), self.calls
         )
@@ -173,8 +190,14 @@ class Daemon:
             asyncio.create_task(self._pay()),
             asyncio.create_task(self.watch.run()),
             asyncio.create_task(self.scrubber.run()),
+            *([asyncio.create_task(self.tiering.run())] if self.tiering is not None else []),
         ]
         self._serving.ready()
+
+    @property
+    def _arena_bytes(self) -> int:
+        """What pools may take in --arena-dir."""
+        return self.config.memory if self._gpus is None else 0
 
     def reload(self, read: Callable[[], Config]) -> None:
         """Take up the settings that ``read`` returns, as far as they can change, and certificates that have changed.
@@ -231,6 +254,8 @@ class Daemon:
         self._servicer.drain()
         until = asyncio.get_running_loop().time() + grace_s
         await self._serving.drain(grace_s)
+        if self.tiering is not None:
+            await self.tiering.drain(max(0.0, until - asyncio.get_running_loop().time()))
         if self.tracing is not None:
             await self.tracing.stop(max(1.0, until - asyncio.get_running_loop().time()))
         if self._endpoint is not None:
@@ -241,6 +266,8 @@ class Daemon:
                 await task
         if self.kv_events is not None:
             await self.kv_events.stop()
+        if self.tiering is not None:
+            await self.tiering.stop()
         self.cache.close()
         self.scrubber.close()
 

@@ -22,6 +22,9 @@ READ_AT_ONCE = 128
 TOKEN_SLICE = 1 << 14
 #: Pages that an explanation may have.
 MAX_EXPLAINED = 1 << 16
+#: Seconds that an opening may wait for pages of lower tiers, and tokens a second that an engine may claim to prefill.
+MAX_FILL_WAIT_S = 600
+MAX_SPEED = 10**9
 MAX_NAME = 128
 MAX_LIST = 1000
 
@@ -80,12 +83,41 @@ def _read_opening(opening: pb.SequenceOpening, field: str) -> Generator[None, No
             check_name(prompt.salt, f"{field}.prompt.salt", least=0)
             retention = read_retention(prompt.retention) if prompt.HasField("retention") else None
             origin = Prompt((yield from read_tokens(prompt.tokens)), prompt.salt, retention)
+            wait_s = read_fill_wait(opening, f"{field}.fill_wait")
+            return Opening(opening.sequence_id, origin, opening.total_pages, wait_s)
         case "parent_sequence_id":
             origin = opening.parent_sequence_id
             check_name(origin, f"{field}.parent_sequence_id")
+            if opening.HasField("fill_wait"):
+                raise FieldInvalid(
+                    f"{field}.fill_wait is set, and a fork waits for no pages", field=f"{field}.fill_wait"
+                )
         case _:
             raise FieldInvalid(f"{field} has neither a prompt nor a parent_sequence_id", field=field)
     return Opening(opening.sequence_id, origin, opening.total_pages)
+
+
+def read_fill_wait(opening: pb.SequenceOpening, field: str) -> float | None:
+    """Seconds that the caller waits for pages of lower tiers; None if it does not. Raises FieldInvalid."""
+    if not opening.HasField("fill_wait"):
+        return None
+    seconds = opening.fill_wait.ToNanoseconds() / 1e9
+    if not 0 <= seconds <= MAX_FILL_WAIT_S:
+        raise FieldInvalid(
+            f"{field} is {seconds:g} s; it must be from 0 s to {MAX_FILL_WAIT_S} s", field=field, limit=MAX_FILL_WAIT_S
+        )
+    return seconds
+
+
+def read_speed(tokens_per_s: float) -> float:
+    """How fast an engine prefills, 0 if it does not say. Raises FieldInvalid."""
+    if not 0 <= tokens_per_s <= MAX_SPEED:
+        raise FieldInvalid(
+            f"prefill_tokens_per_s is {tokens_per_s}; it must be from 0 to {MAX_SPEED}",
+            field="prefill_tokens_per_s",
+            limit=MAX_SPEED,
+        )
+    return tokens_per_s
 
 
 def read_steps(steps: pb.SequenceSteps, field: str, *, growing: bool) -> Generator[None, None, Steps]:

@@ -177,7 +177,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             await self._scrubber.verify_hits(hits)
         if (span := SPAN.get()) is not None:
             span.set(_traced(self._cache.live_session(request.session_id, caller)))
-        work = self._cache.calls.allocating(request.session_id, demands, removed, caller)
+        speed = requests.read_speed(request.prefill_tokens_per_s) if request.prefill_tokens_per_s else 0.0
+        work = self._cache.calls.allocating(request.session_id, demands, removed, caller, speed)
         served, pool = await self._slices.run(work, order=request.session_id)
         if (unclean := pool.table.unclean) is not None and unclean.granted:
             await self._scrubber.zero_granted(pool)  # nobody writes to a page whose grant is not answered yet

@@ -83,6 +83,19 @@ def check_directory(directory: Path, memory: int, room: Room | None) -> None:
         )
 
 
+def check_host_cache(directory: Path, size: int, beside: int, room: Room | None) -> None:
+    """Reject a host tier that does not fit into the file system, ``beside`` the pools. Raises InvalidConfiguration."""
+    if size and room is not None and size + beside > room.total:
+        pools = f", and pools may take {shown(beside)}" if beside else ""
+        raise InvalidConfiguration(
+            f"--host-cache {shown(size)}: the file system of --arena-dir {directory} has only {shown(room.total)}"
+            f"{pools}; lower it, or {REMEDY}",
+            field="--host-cache",
+            wanted_bytes=size,
+            total_bytes=room.total,
+        )
+
+
 def check_gpus(gpus: Sequence[Gpu], memory: int) -> None:
     """Reject a per-GPU budget larger than every GPU's memory; log a warning for each GPU that is too small.
 

@@ -48,7 +48,7 @@ class Search:
 Job: TypeAlias = Store | Fetch | Search
 
 
-class Jobs:
+class MoverJobs:
     """The jobs in flight. Each is ended by a reply, or with its mover."""
 
     def __init__(self, link: MoverLink) -> None:

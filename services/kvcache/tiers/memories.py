@@ -39,7 +39,8 @@ class Memories:
 
     def __init__(self, link: MoverLink) -> None:
         self._link = link
-        self._mapped: dict[int, bool] = {}  # every memory that a mover maps, or may
+        # Every memory that a mover maps, or may: whether it has, or None before it has answered.
+        self._mapped: dict[int, bool | None] = {}
         self._leaving: set[int] = set()
         self._number = 0
 
@@ -50,7 +51,7 @@ class Memories:
 
     def add(self, order: AttachFile | AttachGpu) -> None:
         """Have the mover map a memory."""
-        self._mapped[order.memory] = False
+        self._mapped[order.memory] = None
         self._link.attach(order)
 
     def remove(self, memory: int) -> None:
@@ -62,7 +63,11 @@ class Memories:
 
     def is_mapped(self, memory: int) -> bool:
         """Whether jobs can use a memory."""
-        return self._mapped.get(memory, False)
+        return self._mapped.get(memory) is True
+
+    def is_awaited(self, memory: int) -> bool:
+        """Whether the mover is about to map a memory."""
+        return memory in self._mapped and self._mapped[memory] is None
 
     def is_known(self, memory: int) -> bool:
         """Whether a mover maps a memory, or may."""
@@ -81,4 +86,4 @@ class Memories:
     def lost(self) -> None:
         """The mover is gone, and every mapping with it."""
         for memory in self._mapped:
-            self._mapped[memory] = False
+            self._mapped[memory] = False if memory in self._leaving else None

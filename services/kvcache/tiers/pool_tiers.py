@@ -50,6 +50,9 @@ class Below(Protocol):
     def is_mapped(self, memory: int) -> bool:
         """Whether jobs can use a memory."""
 
+    def is_awaited(self, memory: int) -> bool:
+        """Whether the mover is about to map a memory."""
+
 
 class PoolTiers:
     """``memory`` is the mover's number for the pool's arena."""
@@ -130,6 +133,11 @@ class PoolTiers:
     def is_mapped(self) -> bool:
         """Whether the mover can use the pool's memory."""
         return not self.closed and self._tiers.is_mapped(self.memory)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the mover is about to map the pool's memory."""
+        return not self.closed and self._tiers.is_awaited(self.memory)
 
     def root(self, salt: str) -> bytes:
         """The digest that first pages of a salt have as their parent's."""

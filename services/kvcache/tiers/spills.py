@@ -15,7 +15,7 @@ from services.kvcache.mover.orders import Abandon, Chain, Commit, Forget, Read, 
 from services.kvcache.tiers.counts import HOST, OUTER, MovedCounts
 from services.kvcache.tiers.host.host_tier import Slot
 from services.kvcache.tiers.host.slabs import Slabs
-from services.kvcache.tiers.jobs import Jobs, Store
+from services.kvcache.tiers.jobs import MoverJobs, Store
 from services.kvcache.tiers.pool_tiers import IN_OUTER, PoolTiers
 
 #: Pages that are read at a time, and what they may have together unless it is one.
@@ -31,7 +31,7 @@ class _Waiting(NamedTuple):
 class Spills:
     """A queue of at most ``most`` pages. What finds it full is dropped, and may come again when it is cached again."""
 
-    def __init__(self, most: int, jobs: Jobs, slabs: Slabs, counts: MovedCounts, wake: Callable[[], None]) -> None:
+    def __init__(self, most: int, jobs: MoverJobs, slabs: Slabs, counts: MovedCounts, wake: Callable[[], None]) -> None:
         """``wake`` is called when a page waits and none did."""
         self._most = most
         self._jobs = jobs
@@ -117,14 +117,16 @@ class Spills:
         if not lower.holds(page, generation):
             self._queue.popleft()
             return True
+        if lower.is_awaited:
+            return False
         digest, size = lower.digests[page], lower.page_bytes
         outer = self._to_outer(lower, page) and digest not in self._storing
         slot: Slot | None = None
         if self._to_host(digest) and digest not in self._storing and lower.is_mapped:
-            if self._slabs.growing(size, lower.gpu):
-                return False  # there will be a slot soon
             tokens, link = lower.content(page)
             slot = self._slabs.write(digest, lower, link, tokens)
+            if slot is None and self._slabs.growing(size, lower.gpu):
+                return False  # there will be one soon
         if not lower.is_mapped or (slot is None and not outer):
             self._queue.popleft()
             lower.set_queued(page, queued=False)

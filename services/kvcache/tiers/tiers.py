@@ -34,7 +34,7 @@ from services.kvcache.tiers.fetch.waits import MOST as MOST_WAITS
 from services.kvcache.tiers.fetch.waits import WAIT, Key
 from services.kvcache.tiers.host.host_tier import HostTier, Slot
 from services.kvcache.tiers.host.slabs import SlabFiles, Slabs
-from services.kvcache.tiers.jobs import Fetch, Jobs, Search, Store
+from services.kvcache.tiers.jobs import Fetch, MoverJobs, Search, Store
 from services.kvcache.tiers.memories import Memories, MoverLink
 from services.kvcache.tiers.pool_tiers import TIERED_PAGE, PoolTiers
 from services.kvcache.tiers.spills import Spills
@@ -79,11 +79,11 @@ class Tiers:
         self.counts = MovedCounts()
         self.host = HostTier(settings.host_bytes, self._changed) if settings.host_bytes else None
         self.memories = Memories(link)
-        self.jobs = Jobs(link)
+        self.jobs = MoverJobs(link)
         self.lookups = Lookups(self.jobs, clock)
         self.slabs = Slabs(self.host, self.memories, memory, files, wake)
         self.spills = Spills(settings.queue, self.jobs, self.slabs, self.counts, wake)
-        self.fetcher = Fetcher(self.jobs, self.host, self.memories, self.lookups, memory, self.counts, clock)
+        self.fetcher = Fetcher(self.jobs, self.host, self.memories, self.lookups, memory, self.counts, clock, wake)
         self.choices = FetchOrCompute(
             self.fetcher, self.host, self.lookups, self.counts, settings.prefill_tokens_per_s, clock
         )
@@ -130,6 +130,10 @@ class Tiers:
     def is_mapped(self, memory: int) -> bool:
         """Whether jobs can use a memory."""
         return self.memories.is_mapped(memory)
+
+    def is_awaited(self, memory: int) -> bool:
+        """Whether the mover is about to map a memory."""
+        return self.memories.is_awaited(memory)
 
     def let_go(self, lower: PoolTiers) -> bool:
         """Whether nothing maps the memory of a pool that is closing; otherwise that comes nearer."""

@@ -20,7 +20,7 @@ from services.kvcache.tiers.fetch.fill import Fill, Run
 from services.kvcache.tiers.fetch.lookups import Lookups
 from services.kvcache.tiers.fetch.rates import Rate
 from services.kvcache.tiers.host.host_tier import HostTier
-from services.kvcache.tiers.jobs import Fetch, Jobs
+from services.kvcache.tiers.jobs import Fetch, MoverJobs
 from services.kvcache.tiers.memories import Memories
 from services.kvcache.tiers.pool_tiers import IN_OUTER, RETURNED
 
@@ -33,15 +33,17 @@ class Fetcher:
 
     def __init__(
         self,
-        jobs: Jobs,
+        jobs: MoverJobs,
         host: HostTier | None,
         memories: Memories,
         lookups: Lookups,
         memory: HostMemory,
         counts: MovedCounts,
         clock: Callable[[], float],
+        wake: Callable[[], None],
     ) -> None:
-        """``memory`` is charged for fills."""
+        """``memory`` is charged for fills. ``wake`` is called when one begins."""
+        self._wake = wake
         self._jobs = jobs
         self._host = host
         self._memories = memories
@@ -86,6 +88,7 @@ class Fetcher:
             self.stop(fill)
             return False
         self._counts.fills += 1
+        self._wake()
         self.go_on(fill)
         return not fill.ended
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.kvcache.mover.orders import MOST_KEYS, Lookup
-from services.kvcache.tiers.jobs import Jobs, Search
+from services.kvcache.tiers.jobs import MoverJobs, Search
 
 #: Seconds for which an answer is taken as true.
 _TRUE_S = 1.0
@@ -23,7 +23,7 @@ OnFound = Callable[[int, int, float], None]
 class Lookups:
     """Answers by the digest of the first page that was looked up."""
 
-    def __init__(self, jobs: Jobs, clock: Callable[[], float]) -> None:
+    def __init__(self, jobs: MoverJobs, clock: Callable[[], float]) -> None:
         self._jobs = jobs
         self._clock = clock
         self._answers: dict[bytes, tuple[int, float]] = {}
