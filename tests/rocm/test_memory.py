@@ -216,3 +216,22 @@ def test_a_kernel_that_leaves_memory_ends_its_process(start: Starts) -> None:
         process.run("f((1,), (64,), (np.intp(p),))")
     assert ended.value.status == -6
     assert "memory access fault: kernel past, in block (0,0,0), thread (0,0,0)" in ended.value.said
+
+
+def test_host_memory_is_registered_once_and_unregistered_once(buffer: Process) -> None:
+    """CuPy for ROCm has no call for it."""
+    buffer.run(
+        "import ctypes\n"
+        "path = next(line.split()[-1] for line in open('/proc/self/maps') if '/libamdhip64.so' in line)\n"
+        "hip = ctypes.CDLL(path)\n"
+        "register = lambda at, size: hip.hipHostRegister(ctypes.c_void_p(at), ctypes.c_size_t(size), 0)\n"
+        "unregister = lambda at: hip.hipHostUnregister(ctypes.c_void_p(at))"
+    )
+    already, unknown = 712, 713
+    assert buffer.get("register(h, 1000), register(h, 1000), register(h - 8, 100), register(h + 999, 1)") == (
+        *(0, already, already, already),
+    )
+    assert buffer.get("unregister(h + 1), unregister(p), unregister(h), unregister(h)") == (
+        *(unknown, unknown, 0, unknown),
+    )
+    assert buffer.get("register(h, 0), register(0, 8), register(p, 8)") == (INVALID_VALUE, INVALID_VALUE, already)

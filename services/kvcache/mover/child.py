@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 #: What a mover inherits: where programs and libraries are, and which GPUs are meant.
 _INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
-_INHERITED_PREFIXES = ("LC_", "HIP_", "ROCR_", "ROCM_", "HSA_", "CUDA_", "CUPY_", "GPU_", "SSL_CERT_")
+_INHERITED_PREFIXES = ("LC_", "HIP", "ROCR_", "ROCM_", "HSA_", "CUDA_", "CUPY_", "GPU_", "SSL_CERT_")
 
 #: A process that was killed and is not gone after so long hangs in a driver, which is worth a line.
 GONE_S = 10.0

@@ -79,13 +79,14 @@ class Copies:
         self._gpus = Gpus()
         self._begun: dict[GpuStream, None] = {}
 
-    def attach(self, order: AttachFile | AttachGpu) -> None:
-        """Map a memory. Raises MemoryFault."""
+    def attach(self, order: AttachFile | AttachGpu) -> str:
+        """Map a memory. Returns what is not as it should be, or nothing. Raises MemoryFault."""
         if order.memory in self._attached:
             raise MemoryFault(f"memory {order.memory} is attached")
         memory = opened(order, self._gpus)
         with self._lock:
             self._attached[order.memory] = _Attached(memory)
+        return memory.detail
 
     def detach(self, number: int, on_gone: Callable[[], None]) -> None:
         """Unmap a memory once nobody holds it, and call ``on_gone``, on the thread that held it last."""

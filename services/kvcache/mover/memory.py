@@ -49,13 +49,19 @@ class GpuStream:
         """Register host memory, so that the GPU copies it at full speed and meanwhile."""
         with self._calling("hostRegister"):
             self.gpu.use()
-            self._api.hostRegister(address, size, 0)
+            if self.gpu.runtime.is_hip:
+                _hip("hipHostRegister", ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_uint(0))
+            else:
+                self._api.hostRegister(address, size, 0)
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
         with self._calling("hostUnregister"):
             self.gpu.use()
-            self._api.hostUnregister(address)
+            if self.gpu.runtime.is_hip:
+                _hip("hipHostUnregister", ctypes.c_void_p(address))
+            else:
+                self._api.hostUnregister(address)
 
     @contextlib.contextmanager
     def _calling(self, function: str) -> Any:
@@ -67,12 +73,29 @@ class GpuStream:
             raise MemoryFault(f"GPU {self.gpu.ordinal}: {function}: {str(error).splitlines()[0]}") from error
 
 
+def _hip(name: str, *arguments: Any) -> None:
+    """Call HIP itself, where CuPy for ROCm only says that it does not know. Raises MemoryFault."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+            # The one that CuPy has loaded: another would have devices and memory of its own.
+            path = next(line.split(maxsplit=5)[5].strip() for line in maps if "/libamdhip64.so" in line)
+        status = getattr(ctypes.CDLL(path), name)(*arguments)
+    except (StopIteration, OSError, AttributeError) as error:
+        raise MemoryFault(f"{name} is not there: {error}") from error
+    if status:
+        raise MemoryFault(f"{name}: error {status}")
+
+
 class FileMemory:
-    """A file of this user's, or root's, mapped shared; pinned if it was mapped for a GPU."""
+    """A file of this user's, or root's, mapped shared, and pinned for ``stream``'s GPU if it can be.
+
+    ``detail`` says why it is not.
+    """
 
     def __init__(self, order: AttachFile, stream: GpuStream | None) -> None:
         self.page_bytes, self.pages = order.page_bytes, order.pages
-        self._stream = stream
+        self.detail = ""
+        self._pinned_by: GpuStream | None = None
         size = order.page_bytes * order.pages
         try:
             file = open_file(Path(order.path))
@@ -89,9 +112,9 @@ class FileMemory:
         if stream is not None:
             try:
                 stream.pin(self._address, size)
-            except MemoryFault:
-                self._unmap()
-                raise
+                self._pinned_by = stream
+            except MemoryFault as error:
+                self.detail = f"not pinned, copies are slower: {error}"
 
     def address(self, page: int) -> int:
         """Where a page begins."""
@@ -103,18 +126,17 @@ class FileMemory:
 
     def close(self) -> None:
         """Unmap. Raises MemoryFault if the GPU still has it registered; it stays mapped then."""
-        if self._stream is not None:
-            self._stream.finish()
-            self._stream.unpin(self._address)
-        self._unmap()
-
-    def _unmap(self) -> None:
+        if self._pinned_by is not None:
+            self._pinned_by.finish()
+            self._pinned_by.unpin(self._address)
         del self._first
         self._map.close()
 
 
 class GpuMemory:
     """An allocation of a GPU, opened by its IPC handle."""
+
+    detail = ""
 
     def __init__(self, order: AttachGpu, stream: GpuStream) -> None:
         self.page_bytes, self.pages = order.page_bytes, order.pages

@@ -163,7 +163,7 @@ Order = (
 
 
 class Attached(_Message, frozen=True, tag="attached"):
-    """A memory can be used; or, unless ``ok``, all jobs with it will fail."""
+    """A memory can be used, with ``detail`` if it could not be pinned; unless ``ok``, all jobs with it will fail."""
 
     memory: Number
     ok: bool

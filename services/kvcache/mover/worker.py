@@ -125,12 +125,14 @@ class Worker:
 
     def _attach(self, order: AttachFile | AttachGpu) -> None:
         try:
-            self._copies.attach(order)
+            detail = self._copies.attach(order)
         except MemoryFault as error:
             log.warning("memory_not_attached", memory=order.memory, detail=str(error))
             self._say(Attached(order.memory, False, short(error)))
         else:
-            self._say(Attached(order.memory, True))
+            if detail:
+                log.warning("memory_not_pinned", memory=order.memory, detail=detail)
+            self._say(Attached(order.memory, True, detail[:500]))
 
     def _read(self, order: Read) -> None:
         begun, slot, body = self._clock(), None, None

@@ -24,6 +24,8 @@ enum Error : int {
     NOT_FOUND = 500,
     NOT_READY = 600,
     PEER_ACCESS_NOT_ENABLED = 705,
+    HOST_MEMORY_ALREADY_REGISTERED = 712,
+    HOST_MEMORY_NOT_REGISTERED = 713,
     LAUNCH_FAILURE = 719,
     NOT_SUPPORTED = 801,
     UNKNOWN = 999,
@@ -56,7 +58,7 @@ constexpr int SHARED_BYTES = 64 * 1024;
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
-enum class Kind { DEVICE, HOST, MANAGED, IMPORTED };
+enum class Kind { DEVICE, HOST, MANAGED, IMPORTED, REGISTERED };
 
 struct Allocation {
     char *base;

@@ -303,6 +303,31 @@ HIP_API int hipHostFree(void *pointer) {
     HIP_BEGIN;
     return told(release(pointer, [](Kind kind) { return kind == Kind::HOST; }));
 }
+// Memory that the process has got elsewhere, a mapped file for one. Nothing is pinned; what overlaps is refused.
+HIP_API int hipHostRegister(void *pointer, size_t bytes, unsigned flags) {
+    HIP_BEGIN;
+    constexpr unsigned KNOWN_FLAGS = 0xF;
+    if (!pointer || !bytes || flags & ~KNOWN_FLAGS) return told(INVALID_VALUE);
+    std::lock_guard<std::recursive_mutex> hold(memory_lock);
+    char *base = (char *)pointer;
+    auto next = table().lower_bound((uintptr_t)base);
+    if (find(base) || (next != table().end() && next->second.base < base + bytes))
+        return told(HOST_MEMORY_ALREADY_REGISTERED);
+    Allocation allocation = {base, bytes, bytes, Kind::REGISTERED, current_device()};
+    allocation.flags = flags;
+    remember(allocation);
+    return SUCCESS;
+}
+HIP_API int hipHostUnregister(void *pointer) {
+    HIP_BEGIN;
+    if (!pointer) return told(INVALID_VALUE);
+    std::lock_guard<std::recursive_mutex> hold(memory_lock);
+    Allocation *allocation = find(pointer);
+    if (!allocation || allocation->base != pointer || allocation->kind != Kind::REGISTERED)
+        return told(HOST_MEMORY_NOT_REGISTERED);
+    forget(allocation);
+    return SUCCESS;
+}
 // Free is what no process has: a device is shared.
 HIP_API int hipMemGetInfo(size_t *free_bytes, size_t *total) {
     HIP_BEGIN;
@@ -350,7 +375,7 @@ HIP_API int hipPointerGetAttributes(PointerAttributes *attributes, const void *p
         *attributes = {TYPE_UNREGISTERED, NO_SUCH_DEVICE, nullptr, nullptr, 0, 0};
         return SUCCESS;
     }
-    bool host = allocation->kind == Kind::HOST, managed = allocation->kind == Kind::MANAGED;
+    bool host = allocation->kind == Kind::HOST || allocation->kind == Kind::REGISTERED, managed = allocation->kind == Kind::MANAGED;
     int type = host ? TYPE_HOST : managed ? TYPE_MANAGED : TYPE_DEVICE;
     *attributes = {type, allocation->device, (void *)pointer, host || managed ? (void *)pointer : nullptr, managed,
                    allocation->flags};
