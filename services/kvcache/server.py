@@ -125,6 +125,7 @@ class Daemon:
             owner_of=processes.owner,
             shared_pools=config.shared_pools,
             slices=self.slices,
+            tiers=self.tiering.tiers if self.tiering is not None else None,
         )
         self._serving = Serving(
             SERVICE,

@@ -67,6 +67,8 @@ def pool_stats_message(pool: Pool, sessions: int) -> pb.PoolStats:
         corrupted_pages=pool.checksums.corrupted_pages if pool.checksums else 0,
         withdrawn_pages=totals.withdrawn_pages,
         zeroed_pages=table.unclean.zeroed_pages if table.unclean is not None else 0,
+        filling_pages=table.filling_count,
+        filled_pages=totals.filled_pages,
     )
 
 

@@ -21,6 +21,7 @@ from services.common.errors import Draining, FieldInvalid
 from services.common.tracing.span import SPAN, Value
 from services.kvcache.api import requests, responses
 from services.kvcache.api.roles import ENGINE, INCLUDES, NEEDED, OPERATOR
+from services.kvcache.api.tier_responses import mover_message, name_tiers, tier_messages
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.cache.walk import walk
 from services.kvcache.lease.sessions import Session
@@ -28,6 +29,7 @@ from services.kvcache.lease.witness import Process
 from services.kvcache.pool.sequence import Sequence
 from services.kvcache.scrub.scrubber import Report, Scrubber
 from services.kvcache.slices import Result, Slices, Work, found_in
+from services.kvcache.tiers.tiers import Tiers
 from services.version import VERSION
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
@@ -54,6 +56,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         owner_of: Callable[[Process], int | None] = lambda process: None,
         shared_pools: bool = False,
         slices: Slices | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self._cache = cache
         self._scrubber = scrubber
@@ -61,6 +64,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         self._owner_of = owner_of
         self._shared_pools = shared_pools
         self._slices = slices or Slices(cache.now)
+        self._tiers = tiers
         self._draining = False
         self._watchers: set[asyncio.Event] = set()
         self._fsck = asyncio.Lock()  # one at a time: each has copies of its own
@@ -270,6 +274,8 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
             host_memory_limit_bytes=cache.memory.limit,
             sessions=[responses.session_message(session, cache.now()) for session in cache.live_sessions()],
             version=VERSION,
+            tiers=tier_messages(self._tiers, cache.now()) if self._tiers is not None else (),
+            mover=mover_message(self._tiers) if self._tiers is not None else None,
         )
 
     @maps_errors
@@ -311,6 +317,9 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
         answers = await self._slices.run(self._cache.explain(request.pool_id, prompt, request.salt, others=others))
         response = pb.ExplainPrefixResponse(epoch=self._cache.epoch)
         await self._slices.run(responses.fill_explanation(response, answers))
+        if self._tiers is not None:
+            pool = self._cache.pools.get(request.pool_id)
+            await name_tiers(self._slices, self._tiers, pool, prompt, request.salt, response)
         return response
 
     @maps_errors

@@ -23,16 +23,14 @@ class TierCounts:
     looked_up_pages: int = 0
     found_pages: int = 0
     failed_pages: int = 0
-    evicted_pages: int = 0
     store_seconds: Histogram = field(default_factory=lambda: Histogram(BOUNDS))
     fetch_seconds: Histogram = field(default_factory=lambda: Histogram(BOUNDS))
 
 
 @dataclass(slots=True)
 class MovedCounts:
-    """The movement between tiers. Pages, but for ``restarts``, ``fills`` and ``waited_openings``."""
+    """The movement between tiers. Pages, but for ``fills`` and ``waited_openings``."""
 
-    restarts: int = 0
     dropped_pages: int = 0
     outdated_pages: int = 0  # had been given up before they were read
     lost_pages: int = 0

@@ -14,6 +14,14 @@ class MoverLink(Protocol):
     What is sent is answered by a reply, or by the end of its mover, once that is proven gone.
     """
 
+    @property
+    def running(self) -> bool:
+        """Whether there is a mover that takes orders."""
+
+    @property
+    def restarts(self) -> int:
+        """How many movers were started after the first."""
+
     def send(self, order: Order) -> bool:
         """Whether the mover gets the order; if not, nothing has happened."""
 

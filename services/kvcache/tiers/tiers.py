@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.common.errors import ServiceError
 from services.kvcache import slices
@@ -58,6 +59,20 @@ class TierSettings:
     key: bytes = b""
 
 
+class TierState(NamedTuple):
+    """``detail`` says why a tier is not available, or why it is smaller than it may be."""
+
+    available: bool
+    detail: str
+
+
+class Located(NamedTuple):
+    """The fastest tier that has a page, empty if none is known to, and whether it is on its way into a pool."""
+
+    tier: str
+    filling: bool
+
+
 class Tiers:
     """Belongs to the loop that owns the cache. ``wake`` is called when ``work`` is to be called soon."""
 
@@ -77,6 +92,7 @@ class Tiers:
         self.admits_all, self.key = settings.admits_all, settings.key
         self.page_bytes = TIERED_PAGE
         self.counts = MovedCounts()
+        self.mover = link
         self.host = HostTier(settings.host_bytes, self._changed) if settings.host_bytes else None
         self.memories = Memories(link)
         self.jobs = MoverJobs(link)
@@ -185,7 +201,6 @@ class Tiers:
 
     def lost(self, jobs: Sequence[int]) -> None:
         """The mover is proven gone: it writes nothing any more, and maps nothing."""
-        self.counts.restarts += 1
         self.memories.lost()
         self.slabs.mapped()
         self.spills.outer_up = self.lookups.is_up = False
@@ -224,27 +239,40 @@ class Tiers:
 
     # --- looking ---
 
-    def locate(self, pool: Pool, prompt: array[int], salt: str) -> Work[tuple[int, list[str], list[bytes]]]:
-        """How many pages of a prompt the pool has, where those behind them are, and the digests of those of which only
-        the outer tier can say it: from the first that the host tier does not have on.
+    def state(self, tier: str) -> TierState | None:
+        """Whether a tier can be used; None if there is none."""
+        if tier == HOST:
+            if self.host is None:
+                return None
+            detail = self.slabs.failure if self.mover.running else "there is no mover"
+            return TierState(self.mover.running and (bool(self.host.slabs) or not detail), detail)
+        if not self.settings.outer:
+            return None
+        return TierState(self.lookups.is_up, self.outer_detail)
+
+    def locate(
+        self, pool: Pool, prompt: array[int], salt: str
+    ) -> Work[tuple[int, list[Located], list[tuple[int, bytes]]]]:
+        """How many pages of a prompt the pool has, where those behind them are, and position and digest of those of
+        which only the outer tier can say it: from the first that the host tier does not have on.
         """
-        lower, size = next(one for one in self._lowers.values() if one.pool is pool), pool.page_size
-        whole, found = (len(prompt) - 1) // size, len(pool.match(prompt, salt))
-        digest, tiers, beyond = lower.root(salt), list[str](), list[bytes]()
+        lower = next((one for one in self._lowers.values() if one.pool is pool), None)
+        if lower is None:  # it is being dropped
+            return 0, [], []
+        size = pool.page_size
+        matched, _ = yield from pool.matching(prompt, salt)
+        whole, found = (len(prompt) - 1) // size, len(matched)
+        digest, behind, beyond = lower.root(salt), list[Located](), list[tuple[int, bytes]]()
         for at in range(whole):
             digest = chain_digest(digest, prompt[at * size : (at + 1) * size].tobytes())
             if at >= found:
                 stored = self.host is not None and self.host.holds(digest)
-                tiers.append(HOST if stored else "")
                 if beyond or not stored:
-                    beyond.append(digest)
+                    beyond.append((len(behind), digest))
+                behind.append(Located(HOST if stored else "", self.fetcher.of(digest) is not None))
             if at % slices.ENTRIES == slices.ENTRIES - 1:
                 yield None
-        return found, tiers, beyond[: self.lookups.most] if self.lookups.is_up else []
-
-    def is_filling(self, digest: bytes) -> bool:
-        """Whether a page with this digest is on its way into a pool."""
-        return self.fetcher.of(digest) is not None
+        return found, behind, beyond[: self.lookups.most] if self.lookups.is_up else []
 
     def charged(self) -> int:
         """What is charged for the slots of the host tier."""

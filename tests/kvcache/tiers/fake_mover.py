@@ -68,8 +68,13 @@ class FakeMover:
         self.outer_up = False
         self.alive = True
         self.full = False
+        self.restarts = 0
 
     # --- the daemon's side ---
+
+    @property
+    def running(self) -> bool:
+        return self.alive
 
     def send(self, order: Order) -> bool:
         if not self.alive:
@@ -213,7 +218,7 @@ class FakeMover:
             outcome = FAILED
         elif order.chain.digest in self.corrupt:
             outcome = REFUSED
-            del self.outer[order.chain.digest]
+            self.outer.pop(order.chain.digest, None)
             self.corrupt.discard(order.chain.digest)
         else:
             outcome = FILLED if whole else MISSING

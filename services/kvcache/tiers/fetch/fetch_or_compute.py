@@ -109,7 +109,8 @@ class FetchOrCompute:
         if most < host + outer:
             rest = host + outer - most
             self._fetcher.regret.computed(rest * lower.page_bytes, rest * compute_s)
-        if not most or (wait_s is None and pool.table.clean_count <= most):
+        # This sequence goes first: what is fetched for others takes free pages that it does not need.
+        if not most or (wait_s is None and pool.table.clean_count < most + whole + 2 - found):
             return None
         fill = Fill(lower, next(self._numbers), salt, found, chunks[:most], digests[:most], self._clock())
         fill.compute_s = most * compute_s

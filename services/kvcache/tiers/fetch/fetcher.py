@@ -27,6 +27,9 @@ from services.kvcache.tiers.pool_tiers import IN_OUTER, RETURNED
 #: Pages that are fetched at a time, of all fills, and what they may have together unless it is one.
 MOST_MOVING, MOST_MOVING_BYTES = 128, 256 << 20
 
+#: Share of a pool that can be filling: a page that a mover may be writing cannot be granted, however long that takes.
+MOST_FILLING = 0.25
+
 
 class Fetcher:
     """The fills of all pools."""
@@ -110,7 +113,7 @@ class Fetcher:
     def _make_room(self, fill: Fill) -> bool:
         """Whether a page can be filled, which may have to be evicted before."""
         pool, table = fill.lower.pool, fill.lower.pool.table
-        if pool.headroom.pages <= 0:
+        if pool.headroom.pages <= 0 or table.filling_count >= max(1, int(table.total * MOST_FILLING)):
             return False
         missing = fill.planned - fill.ordered
         if not table.clean_count and fill.waited and table.free_count < missing and table.cached_count:

@@ -51,12 +51,15 @@ class Lookups:
                 self._learn(digests[count], 0)
             on_found(len(digests), count, seconds)
 
-        if not self.is_up or not self._jobs.begin(
-            Search(len(digests), found), lambda number: Lookup(number, tuple(digests))
-        ):
+        if not self.begin(digests, found):
             return False
         self._asked.add(first)
         return True
+
+    def begin(self, digests: list[bytes], found: Callable[[int, float], None]) -> bool:
+        """Look these pages up, whatever is known of them; False if that cannot be done now."""
+        search = Search(len(digests), found)
+        return self.is_up and self._jobs.begin(search, lambda number: Lookup(number, tuple(digests)))
 
     def _learn(self, digest: bytes, count: int) -> None:
         self._answers.pop(digest, None)
