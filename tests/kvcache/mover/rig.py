@@ -61,7 +61,12 @@ class Rig:
     """``async with`` starts the mover and attaches an arena of random pages, and a host memory of zeros."""
 
     def __init__(
-        self, folder: Path, outer: OuterTier | None = None, staging: int = 64 << 20, silence_s: float = 10.0
+        self,
+        folder: Path,
+        outer: OuterTier | None = None,
+        staging: int = 64 << 20,
+        silence_s: float = 10.0,
+        job_s: float = 10.0,
     ) -> None:
         self.arena, self.host = Arena(folder / "pages.arena"), Arena(folder / "host.arena")
         for page in range(PAGES):
@@ -69,7 +74,7 @@ class Rig:
         self.replies: list[Reply] = []
         self.lost: list[list[int]] = []
         self._changed = asyncio.Event()
-        self.mover = Mover(outer, staging, self._replied, self._are_lost, silence_s=silence_s)
+        self.mover = Mover(outer, staging, self._replied, self._are_lost, silence_s=silence_s, job_s=job_s)
 
     async def __aenter__(self) -> Rig:
         await self.mover.start()

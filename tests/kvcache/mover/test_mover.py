@@ -163,6 +163,14 @@ async def test_a_stopped_mover_is_killed_and_its_jobs_are_lost_after_it_is_gone(
         assert rig.of(Filled, 1) == []
 
 
+async def test_a_stopped_mover_is_killed_also_when_it_has_nothing_to_do(tmp_path: Path) -> None:
+    async with Rig(tmp_path, silence_s=1.0) as rig:
+        assert rig.mover.pid
+        os.kill(rig.mover.pid, signal.SIGSTOP)
+        await rig.ready_again(1)
+        assert rig.lost == [[]]
+
+
 async def test_a_mover_that_answers_is_not_killed_for_being_idle(tmp_path: Path) -> None:
     async with Rig(tmp_path, silence_s=1.0) as rig:
         first, loop = rig.mover.pid, asyncio.get_running_loop()

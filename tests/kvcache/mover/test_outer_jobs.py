@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.kvcache.mover.orders import (
@@ -186,6 +187,23 @@ async def test_a_server_that_hangs_holds_neither_host_copies_nor_the_mover(
             assert rig.mover.restarts == 0
         finally:
             server.resume()
+
+
+async def test_a_mover_that_is_alive_and_does_not_end_a_job_is_killed(
+    tmp_path: Path, outer: OuterTier, server: RedisServer
+) -> None:
+    """Its library hangs for longer than the limit that it was given says: here, because that limit is long."""
+    hanging = msgspec.structs.replace(outer, operation_seconds=100.0)
+    async with Rig(tmp_path, hanging, silence_s=1.0, job_s=0.5) as rig:
+        await rig.healthy()
+        server.stop()
+        try:
+            assert rig.mover.send(FillFromOuter(1, ARENA, 9, chain_of(1)))
+            await rig.ready_again(1)
+        finally:
+            server.resume()
+        assert rig.lost == [[1]]
+        assert (await rig.filled(FillFromOuter(2, ARENA, 9, chain_of(1)), 2)).outcome in ("missing", "failed")
 
 
 async def test_a_memory_is_detached_after_the_fills_into_it(

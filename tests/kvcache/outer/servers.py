@@ -80,13 +80,17 @@ class RedisServer:
 
 
 class Cutting:
-    """Passes bytes to a server and back, until so many have come back: then both connections are reset."""
+    """Passes bytes to a server and back, until so many have come back: then both connections are reset.
+
+    With ``delay_s``, every 4 KiB that come back take so long.
+    """
 
     def __init__(self, port: int) -> None:
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.cut_after: int | None = None
+        self.delay_s = 0.0
         self.connections = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -109,6 +113,8 @@ class Cutting:
                         for end in (source, target):
                             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                         break
+                if back and self.delay_s:
+                    time.sleep(self.delay_s)  # what a slow line does to each packet
                 target.sendall(data)
         for end in (source, target):
             with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,21 @@ def test_a_server_that_does_not_answer_takes_no_longer_than_the_limit(server: Re
     assert tier.until(lambda: tier.get(FIRST)) == PAGE
 
 
+def test_a_value_that_trickles_takes_no_longer_than_the_limit(server: RedisServer) -> None:
+    """Each packet comes in time, and there are always more."""
+    proxy = Cutting(server.port)
+    tier = Tier(settings(proxy.port, operation_seconds=0.5))
+    tier.put(FIRST)
+    proxy.delay_s = 0.3
+    begun = time.monotonic()
+    with pytest.raises(OuterError):
+        tier.get(FIRST)
+    assert time.monotonic() - begun < 2 * 0.5 + 1.5
+    proxy.delay_s = 0.0
+    assert tier.until(lambda: tier.get(FIRST)) == PAGE
+    proxy.close()
+
+
 def test_a_late_write_is_the_page_or_nothing(server: RedisServer) -> None:
     """The caller's memory is written again while the server has yet to read what was sent."""
     tier = Tier(settings(server.port, operation_seconds=0.5))
@@ -184,12 +199,12 @@ def test_a_full_server_refuses_to_store_and_is_still_read(server: RedisServer, t
     tier.put(FIRST)
     assert server.command("CONFIG", "SET", "maxmemory-policy", "noeviction") == b"+OK"
     assert server.command("CONFIG", "SET", "maxmemory", "1mb") == b"+OK"
-    for _ in range(10):
+    for _ in range(5):
         with pytest.raises(OuterError):
             tier.put(SECOND)
-        assert tier.get(FIRST) == PAGE
     with pytest.raises(OuterError, match=r"left alone.*OOM"):
         tier.put(SECOND)
+    assert tier.get(FIRST) == PAGE
     assert tier.said == [True]
     server.command("CONFIG", "SET", "maxmemory", "0")
     tier.until(lambda: tier.put(SECOND))
@@ -294,6 +309,35 @@ def test_a_connection_that_is_reset_in_the_middle_of_a_value_is_no_page(server: 
         proxy.cut_after = None
         assert tier.until(lambda: tier.get(FIRST)) == PAGE
     proxy.close()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_connection_that_was_lost_is_closed_and_never_used_again(lost: bool) -> None:
+    """What the library still has in flight on it goes with it, and the address is looked up anew."""
+    made: list[Any] = []
+
+    class Broken:
+        closed = False
+        fails = True
+
+        def __init__(self, _: OuterTier) -> None:
+            made.append(self)
+
+        def exist(self, keys: Sequence[bytes]) -> list[bool]:
+            assert not self.closed
+            if self.fails:
+                raise OuterError("refused", lost=lost)
+            return [True for _ in keys]
+
+        def close(self) -> None:
+            self.closed = True
+
+    store = OuterStore(settings(1, connections=1), Codec(None), lambda *_: None, connect=Broken)  # type: ignore[arg-type]
+    with pytest.raises(OuterError, match="refused"):
+        store.lookup([FIRST.digest])
+    Broken.fails = False
+    assert store.lookup([FIRST.digest]) == 1
+    assert [each.closed for each in made] == ([True, False] if lost else [False])
 
 
 def test_so_many_operations_at_a_time_and_no_more(server: RedisServer) -> None:
