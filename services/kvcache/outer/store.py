@@ -26,15 +26,20 @@ PREFIX = b"rocmforge:page:1:"
 class OuterConnection(Protocol):
     """See `connection.Connection`, the only one that is not a test's."""
 
-    def set(self, key: bytes, value: memoryview, ttl_seconds: int) -> None: ...
+    def set(self, key: bytes, value: memoryview, ttl_seconds: int) -> None:
+        """Write a value that expires."""
 
-    def get(self, key: bytes, into: memoryview) -> int | None: ...
+    def get(self, key: bytes, into: memoryview) -> int | None:
+        """Read a value; its length, None if there is none."""
 
-    def exist(self, keys: Sequence[bytes]) -> list[bool]: ...
+    def exist(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys there are."""
 
-    def delete(self, keys: Sequence[bytes]) -> None: ...
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Delete keys."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Idempotent."""
 
 
 #: Whether the outer tier is reached, with what was wrong last; called on the thread of the operation that noticed.

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def until(done: Callable[[], bool], otherwise: str) -> None:
+    """Ask again and again, with a deadline: nobody tells the test when another process has got so far."""
+    deadline, between = time.monotonic() + WAIT_S, threading.Event()
+    while not done():
+        assert time.monotonic() < deadline, otherwise
+        between.wait(0.02)
 
 
 class RedisServer:
@@ -45,14 +54,14 @@ class RedisServer:
             stdout=(self.folder.parent / f"redis-{self.port}.log").open("ab"),
             stderr=subprocess.STDOUT,
         )
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                assert self.process.poll() is None and time.monotonic() < deadline, "redis-server does not start"
-                time.sleep(0.01)
+        until(self._listens, "redis-server does not start")
+
+    def _listens(self) -> bool:
+        assert self.process.poll() is None, "redis-server has ended"
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+            return True
+        return False
 
     def command(self, *words: str | bytes) -> bytes:
         """Send a command; the first line of the answer, and the value after it if there is one."""
@@ -91,6 +100,7 @@ class Cutting:
         self.port: int = self._listener.getsockname()[1]
         self.cut_after: int | None = None
         self.delay_s = 0.0
+        self._closed = threading.Event()
         self.connections = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -114,7 +124,7 @@ class Cutting:
                             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                         break
                 if back and self.delay_s:
-                    time.sleep(self.delay_s)  # what a slow line does to each packet
+                    self._closed.wait(self.delay_s)  # what a slow line does to each packet
                 target.sendall(data)
         for end in (source, target):
             with contextlib.suppress(OSError):
@@ -122,6 +132,7 @@ class Cutting:
             end.close()
 
     def close(self) -> None:
+        self._closed.set()
         self._listener.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -20,7 +21,7 @@ from services.kvcache.outer.page_chain import Chain
 from services.kvcache.outer.settings import OuterTier
 from services.kvcache.outer.store import PREFIX, OuterStore
 from services.kvcache.outer.value import Codec, InvalidValue
-from tests.kvcache.outer.servers import WAIT_S, Cutting, RedisServer, settings
+from tests.kvcache.outer.servers import WAIT_S, Cutting, RedisServer, settings, until
 
 pytestmark = pytest.mark.needs("redis")
 
@@ -64,13 +65,15 @@ class Tier:
 
     def until(self, work: Callable[[], Any]) -> Any:
         """What the work returns once it raises no OuterError any more."""
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            try:
-                return work()
-            except OuterError:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+        found: list[Any] = []
+
+        def works() -> bool:
+            with contextlib.suppress(OuterError):
+                found.append(work())
+            return bool(found)
+
+        until(works, "the outer tier does not come back")
+        return found[0]
 
     def open_the_breaker(self) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -216,10 +219,7 @@ def test_a_server_that_cannot_save_refuses_to_store_and_is_still_read(server: Re
     shutil.rmtree(server.folder)
     server.command("CONFIG", "SET", "save", "900 1")
     server.command("BGSAVE")
-    deadline = time.monotonic() + WAIT_S
-    while not server.command("SET", "probe", "1").startswith(b"-MISCONF"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: server.command("SET", "probe", "1").startswith(b"-MISCONF"), "it saves where there is no folder")
     with pytest.raises(OuterError, match="MISCONF"):
         tier.put(SECOND)
     assert tier.get(FIRST) == PAGE
@@ -359,10 +359,7 @@ def test_a_cluster_has_the_pages_of_a_chain_on_any_node(tmp_path: Path) -> None:
     server = RedisServer(tmp_path / "node", "--cluster-enabled", "yes")
     try:
         assert server.command("CLUSTER", "ADDSLOTSRANGE", "0", "16383") == b"+OK"
-        deadline = time.monotonic() + WAIT_S
-        while b"cluster_state:ok" not in server.command("CLUSTER", "INFO"):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: b"cluster_state:ok" in server.command("CLUSTER", "INFO"), "the cluster does not come up")
         tier = Tier(settings(server.port, cluster=True))
         for chain in CHAINS[:20]:
             tier.until(lambda chain=chain: tier.put(chain, b"page"))  # type: ignore[misc]
