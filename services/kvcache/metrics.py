@@ -14,6 +14,8 @@ from services.kvcache.kvevents.publisher import KvEventPublisher
 from services.kvcache.lease.quarantine import Fence
 from services.kvcache.pool.pool import Pool
 from services.kvcache.presence import LoopWatch
+from services.kvcache.tier_metrics import tell_tiers
+from services.kvcache.tiers.tiers import Tiers
 from services.version import VERSION
 
 PREFIX = "rocmforge_kvcache_"
@@ -33,7 +35,9 @@ class KvCacheMetrics(Collector):
         loop: asyncio.AbstractEventLoop,
         kv_events: KvEventPublisher | None,
         traced: Traced | None,
+        tiers: Tiers | None = None,
     ) -> None:
+        self._tiers = tiers
         self._traced = traced
         self._cache = cache
         self._kv_events = kv_events
@@ -77,6 +81,8 @@ class KvCacheMetrics(Collector):
         events = self._kv_events
         families.counter("kv_event_batches_total", "Batches of KV events published.", events.published if events else 0)
         families.counter("kv_event_replays_total", "Replays of KV events served.", events.replayed if events else 0)
+        if self._tiers is not None:
+            tell_tiers(families, self._tiers)
         _tell_pools(families, cache)
         return families.metrics
 
@@ -97,6 +103,7 @@ def _tell_pools(families: Families, cache: KvCache) -> None:
         states[pool.id, "held"] = table.held_count
         states[pool.id, "cached"] = table.cached_count
         states[pool.id, "quarantined"] = table.quarantined_count
+        states[pool.id, "filling"] = table.filling_count
     families.gauges("pages", "Pages by state; the states add up to the pool.", ("pool", "state"), states)
     gauge("pages_retained", "Cached pages under retention.", {p: p.table.cached.retained_count for p in pools})
     gauge("page_bytes", "Bytes per page.", {pool: pool.layout.page_bytes for pool in pools})
@@ -108,6 +115,9 @@ def _tell_pools(families: Families, cache: KvCache) -> None:
         "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", {p: p.totals.hit_tokens for p in pools}
     )
     counter("pages_granted_total", "Pages granted to sequences.", {p: p.totals.granted_pages for p in pools})
+    counter(
+        "pages_filled_total", "Pages fetched from lower tiers and indexed.", {p: p.totals.filled_pages for p in pools}
+    )
     counter("pages_published_total", "Pages completed and indexed.", {p: p.totals.published_pages for p in pools})
     counter(
         "demands_refused_total",

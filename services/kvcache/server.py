@@ -183,7 +183,8 @@ class Daemon:
             self.kv_events.start()
         if self.config.metrics is not None:
             loop = asyncio.get_running_loop()
-            collector = KvCacheMetrics(self.cache, self.calls, self.watch, loop, self.kv_events, self.tracing)
+            tiers = self.tiering.tiers if self.tiering is not None else None
+            collector = KvCacheMetrics(self.cache, self.calls, self.watch, loop, self.kv_events, self.tracing, tiers)
             self._endpoint = Endpoint(self.config.metrics, collector)
             await asyncio.to_thread(self._endpoint.start)
         self._tasks = [

@@ -11,7 +11,7 @@ import grpc
 from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from services.common import rpc
-from services.top.view import EngineView, PoolView, SequenceView, SessionView, View
+from services.top.view import EngineView, PoolView, SequenceView, SessionView, TierView, View
 
 #: Seconds that an answer may take.
 CALL_S = 2.0
@@ -34,6 +34,7 @@ class Looker:
         ]
         self._models: dict[str, str] = {}
         self._pools_before: dict[str, kvcache_pb2.PoolStats] = {}
+        self._tiers_before: dict[int, kvcache_pb2.TierStats] = {}
         self._engines_before: dict[str, engine_pb2.GetStatsResponse] = {}
         self._epoch = 0
         self._looked_at: float | None = None
@@ -66,6 +67,7 @@ class Looker:
             return View(self._target, trouble=rpc.error_from(failure).message)
         if stats.epoch != self._epoch:
             self._pools_before.clear()
+            self._tiers_before.clear()
         names = {one.session_handle: one.engine_name or one.client_name or "?" for one in stats.sessions}
         view = View(
             self._target,
@@ -75,7 +77,9 @@ class Looker:
             [*map(_session, stats.sessions), *map(_lost, stats.lost_sessions)],
             [_sequence(one, names.get(one.session_handle, "")) for one in listed],
             sum(pool.active_sequences for pool in stats.pools),
+            tiers=[_tier(tier, self._tiers_before.get(tier.tier), passed) for tier in stats.tiers],
         )
+        self._tiers_before = {tier.tier: tier for tier in stats.tiers}
         self._epoch = stats.epoch
         self._pools_before = {pool.pool_id: pool for pool in stats.pools}
         return view
@@ -132,6 +136,22 @@ def _pool(now: kvcache_pb2.PoolStats, before: kvcache_pb2.PoolStats | None, pass
         _share(now.hit_tokens, now.lookup_tokens),
         _rate(now.granted_pages - before.granted_pages, passed),
         _rate(now.evicted_pages + now.expired_pages - before.evicted_pages - before.expired_pages, passed),
+        now.filling_pages,
+    )
+
+
+def _tier(now: kvcache_pb2.TierStats, before: kvcache_pb2.TierStats | None, passed: float) -> TierView:
+    before = now if before is None else before
+    return TierView(
+        "host" if now.tier == kvcache_pb2.TIER_HOST else "outer",
+        now.pages,
+        now.used_bytes,
+        now.capacity_bytes,
+        _share(now.found_pages - before.found_pages, now.looked_up_pages - before.looked_up_pages),
+        _rate(now.stored_bytes - before.stored_bytes, passed),
+        _rate(now.fetched_bytes - before.fetched_bytes, passed),
+        now.failed_pages,
+        "" if now.available else now.detail or "not used yet",
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from rich.text import Text
 
-from services.top.view import EngineView, PoolView, SequenceView, SessionView, View
+from services.top.view import EngineView, PoolView, SequenceView, SessionView, TierView, View
 
 #: The states of a page: its character in the map, its name, its style.
 STATES = (
@@ -14,6 +14,7 @@ STATES = (
     ("=", "cached", "cyan"),
     ("+", "retained", "blue"),
     ("!", "quarantined", "bold red"),
+    ("~", "filling", "magenta"),
     (".", "free", "dim"),
 )
 
@@ -33,9 +34,10 @@ POOLS   The map has a pool's pages by state; each character is a share of them.
                   prefix, evicted when others need pages
   +  retained     cached, and evicted after the others, as a request asked for
   !  quarantined  a lost engine may still write it: see fence in docs/daemon.md
-  .  free
+  ~  filling      on its way from a lower tier             .  free
   hit   prompt tokens found in the cache, since the last look and (ever)
   new/s and out/s   pages granted and evicted or expired per second
+TIERS   in/s, out/s: MB that are stored and fetched. found: of pages looked up.
 ENGINES run: requests that hold pages. wait: of the queue's limit. ttft: mean
         time to the first token since the last look. pre: preemptions. rec:
         sessions lost and opened again.
@@ -56,6 +58,7 @@ def render(
         lines.append(Text(f"the daemon does not answer: {view.trouble}", style="bold red"))
     for pool in view.pools:
         lines += _pool(pool, width)
+    lines += map(_tier, view.tiers)
     if view.engines:
         lines += [_title("ENGINE", "model            run  wait/limit   ttft  tokens/s  pre  rec")]
         lines += [_engine(one) for one in _most(view.engines, 4)]
@@ -100,7 +103,7 @@ def _title(name: str, rest: str) -> Text:
 
 
 def _pool(pool: PoolView, width: int) -> list[Text]:
-    counts = (pool.held, pool.cached, pool.retained, pool.quarantined, pool.free)
+    counts = (pool.held, pool.cached, pool.retained, pool.quarantined, pool.filling, pool.free)
     hit = f"hit {_percent(pool.hit_rate)} ({_percent(pool.hit_rate_ever)})"
     said = f"{pool.total} pages  {hit}  new/s {pool.granted_s:.0f} out/s {pool.evicted_s:.0f}"
     first = Text()
@@ -111,8 +114,22 @@ def _pool(pool: PoolView, width: int) -> list[Text]:
         second.append(mark * cells, style=style)
     third = Text("  ")
     for (mark, name, style), count in zip(STATES, counts, strict=True):
-        third.append(f"{mark} {name} {count}   ", style=style)
+        if count or name != "filling":
+            third.append(f"{mark} {name} {count}   ", style=style)
     return [first, second, third]
+
+
+def _tier(tier: TierView) -> Text:
+    text = Text()
+    text.append(f"tier {tier.name:<7}", style="bold")
+    if tier.capacity_bytes:
+        text.append(f"{tier.pages} pages, {tier.used_bytes / 2**20:.0f} of {tier.capacity_bytes / 2**20:.0f} MiB  ")
+    text.append(f"found {_percent(tier.found)}  in/s {tier.stored_s / 1e6:.1f} out/s {tier.fetched_s / 1e6:.1f}  ")
+    if tier.failed:
+        text.append(f"failed {tier.failed}  ", style="yellow")
+    if tier.trouble:
+        text.append(tier.trouble, style="bold red")
+    return text
 
 
 def shares(counts: tuple[int, ...], cells: int) -> list[int]:

@@ -19,11 +19,27 @@ class PoolView:
     hit_rate_ever: float | None
     granted_s: float
     evicted_s: float
+    filling: int = 0
 
     @property
     def total(self) -> int:
         """All pages."""
-        return self.free + self.held + self.cached + self.retained + self.quarantined
+        return self.free + self.held + self.cached + self.retained + self.quarantined + self.filling
+
+
+@dataclass(frozen=True, slots=True)
+class TierView:
+    """A lower tier. Rates are bytes per second since the last look; ``trouble`` says why it is not used."""
+
+    name: str
+    pages: int
+    used_bytes: int
+    capacity_bytes: int
+    found: float | None  # of pages looked up since the last look; None if there were none
+    stored_s: float
+    fetched_s: float
+    failed: int
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +99,5 @@ class View:
     sequences: list[SequenceView] = field(default_factory=list)
     all_sequences: int = 0
     engines: list[EngineView] = field(default_factory=list)
+    tiers: list[TierView] = field(default_factory=list)
     trouble: str = ""

@@ -54,7 +54,7 @@ def test_everything_is_there_at_80_by_24() -> None:
 
 def test_the_map_shows_every_state_by_its_own_character() -> None:
     [bar] = [line for line in render(view(), 80, 24).plain.splitlines() if line.startswith("#####")]
-    assert [bar.count(mark) for mark, _, _ in STATES] == [20, 10, 2, 8, 40]
+    assert [bar.count(mark) for mark, _, _ in STATES] == [20, 10, 2, 8, 0, 40]
     assert len({mark for mark, _, _ in STATES}) == len(STATES) == len({style for _, _, style in STATES})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator
 from operator import attrgetter
 
 from google.protobuf import duration_pb2
@@ -12,14 +12,11 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
 from services.common.errors import ServiceError
 from services.kvcache.api.requests import DTYPES, READ_AT_ONCE, TOKEN_SLICE
-from services.kvcache.cache.cache import KvCache
 from services.kvcache.cache.explain import PageAnswer
 from services.kvcache.cache.grant import Grant, check_live
 from services.kvcache.eviction.retention import Retention
 from services.kvcache.lease.quarantine import Record
 from services.kvcache.lease.sessions import Session
-from services.kvcache.pool.index.events import MAX_LINKS, Event, EventKind
-from services.kvcache.pool.index.frozen_links import FrozenLinks
 from services.kvcache.pool.layout import Layout, OpaqueLayout
 from services.kvcache.pool.pool import Pool
 from services.kvcache.pool.sequence import Sequence as CachedSequence
@@ -28,12 +25,6 @@ from services.kvcache.slices import ENTRIES, Work
 DOMAIN = "rocmforge.kvcache"
 
 _TOKENS = attrgetter("tokens")
-_EVENT_FIELDS = {
-    EventKind.STORED: "stored",
-    EventKind.EVICTED: "evicted",
-    EventKind.EXPIRED: "expired",
-    EventKind.DROPPED: "dropped",
-}
 _DATA_TYPES = {name: value for value, name in DTYPES.items()}
 
 
@@ -203,57 +194,6 @@ def fill_explanation(response: pb.ExplainPrefixResponse, answers: list[PageAnswe
 def page_message(reference: tuple[int, int]) -> pb.PageRef:
     """A page by id and generation."""
     return pb.PageRef(page_id=reference[0], generation=reference[1])
-
-
-def event_messages(cache: KvCache, event: Event, *, tokens: bool) -> Iterator[pb.WatchEventsResponse]:
-    """One event of WatchEvents; with its ``tokens`` in as many messages as they take, all but the last with the number
-    of the event before.
-    """
-    pool = next((pool for pool in cache.pools if pool.id == event.pool_id), None)
-    columns = [link.hash for link in event.links], [link.parent for link in event.links]
-    with_tokens = tokens and event.kind is EventKind.STORED
-    pieces = _links_messages(event.pool_id, pool, *columns, tokens=with_tokens)
-    for links, last in pieces:
-        answer = pb.WatchEventsResponse(epoch=cache.epoch, sequence_number=event.number - (not last))
-        getattr(answer, _EVENT_FIELDS[event.kind]).CopyFrom(links)
-        yield answer
-
-
-def snapshot_messages(cache: KvCache, pool_id: str, *, tokens: bool = False) -> Iterator[pb.CacheLinks | None]:
-    """Everything cached now in one pool, or in all when ``pool_id`` is empty; None now and then.
-
-    It is copied at once, as whole arrays; the messages are made one by one, whatever has changed since.
-    """
-    taken = [(pool, pool.index.frozen()) for pool in cache.pools if not pool_id or pool.id == pool_id]
-    return _column_messages(taken, tokens=tokens)
-
-
-def _column_messages(taken: list[tuple[Pool, FrozenLinks]], *, tokens: bool) -> Iterator[pb.CacheLinks | None]:
-    for pool, links in taken:
-        for columns in links.columns(MAX_LINKS):
-            if columns is None:
-                yield None
-                continue
-            yield from (message for message, _ in _links_messages(pool.id, pool, *columns, tokens=tokens))
-
-
-def _links_messages(
-    pool_id: str, pool: Pool | None, hashes: Sequence[int], parents: Sequence[int], *, tokens: bool
-) -> Iterator[tuple[pb.CacheLinks, bool]]:
-    """Links of one pool, and whether it is the last message of them."""
-    size = 0 if pool is None else pool.page_size
-    most = max(1, TOKEN_SLICE // size) if tokens and size else MAX_LINKS
-    for at in range(0, len(hashes), most):
-        message = pb.CacheLinks(
-            pool_id=pool_id, hashes=hashes[at : at + most], parent_hashes=parents[at : at + most], page_size=size
-        )
-        for position, link in enumerate(message.hashes if tokens else ()):
-            content = None if pool is None else pool.index.content(link)
-            if content is None:
-                message.gone.append(position)
-            else:
-                message.tokens.extend(array("I", content[0]))
-        yield message, at + most >= len(hashes)
 
 
 def retention_message(retention: Retention | None) -> pb.Retention | None:

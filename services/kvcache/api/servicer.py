@@ -20,6 +20,7 @@ from services.common.access.policy import Policy
 from services.common.errors import Draining, FieldInvalid
 from services.common.tracing.span import SPAN, Value
 from services.kvcache.api import requests, responses
+from services.kvcache.api.event_messages import event_messages, snapshot_messages
 from services.kvcache.api.roles import ENGINE, INCLUDES, NEEDED, OPERATOR
 from services.kvcache.api.tier_responses import mover_message, name_tiers, tier_messages
 from services.kvcache.cache.cache import KvCache
@@ -359,7 +360,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
     @maps_errors
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         """See the proto."""
-        tokens = request.include_tokens
+        tokens, tiers = request.include_tokens, request.include_tiers
         role = OPERATOR if tokens else NEEDED["WatchEvents"]
         self._policy.require(role)
         ring, epoch = self._cache.events, self._cache.epoch
@@ -381,7 +382,7 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
                 if why or gap:
                     # The snapshot is taken whole, before the first await, at the number it is true for.
                     number = ring.last_number
-                    snapshot = responses.snapshot_messages(self._cache, request.pool_id, tokens=tokens)
+                    snapshot = snapshot_messages(self._cache, request.pool_id, tokens=tokens, tiers=tiers)
                     reset = pb.CacheReset(reason=why or pb.RESET_REASON_GAP)
                     yield pb.WatchEventsResponse(epoch=epoch, sequence_number=number, reset=reset)
                     for links in snapshot:
@@ -393,8 +394,10 @@ class KvCacheServicer(kvcache_pb2_grpc.KvCacheServiceServicer):
                     continue
                 for event in events:
                     number = event.number
+                    if event.tier and not tiers:
+                        continue
                     if not request.pool_id or event.pool_id == request.pool_id:
-                        for message in responses.event_messages(self._cache, event, tokens=tokens):
+                        for message in event_messages(self._cache, event, tokens=tokens):
                             yield message
                 if not events:
                     await changed.wait()

@@ -103,7 +103,7 @@ def _fates(events: EventRing, pool_id: str, hashes: set[int]) -> Generator[None,
     """The last event of each link, if it is gone."""
     found: dict[int, EventKind] = {}
     for event in events.kept():
-        if event.pool_id == pool_id:
+        if event.pool_id == pool_id and not event.tier:
             for link in event.links:
                 if link.hash in hashes:
                     found[link.hash] = event.kind

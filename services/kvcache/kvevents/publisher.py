@@ -13,6 +13,7 @@ events back.
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -24,10 +25,11 @@ import zmq.asyncio
 from services.common.edge.listener import Listener
 from services.common.errors import InvalidConfiguration
 from services.kvcache.cache.cache import KvCache
+from services.kvcache.cache.tiers_below import TiersBelow
 from services.kvcache.kvevents import chains
 from services.kvcache.kvevents.format import END, AllBlocksCleared, KvEvent, encode, topic
 from services.kvcache.kvevents.journal import NOBODY, Journal, Message
-from services.kvcache.pool.index.events import Event, EventKind
+from services.kvcache.pool.index.events import Event, EventKind, Link
 from services.kvcache.pool.index.frozen_links import FrozenLinks
 from services.kvcache.pool.pool import Pool
 
@@ -196,7 +198,7 @@ class KvEventPublisher:
                 # The events of a pool that is gone are of engines that have left, and their topics are cleared.
                 pool = next((pool for pool in self._cache.pools if pool.id == event.pool_id), None)
                 if names and pool is not None:
-                    async for one in _pausing(_kv_events(pool, event)):
+                    async for one in _pausing(_kv_events(pool, event, self._cache.tiers)):
                         self._publish_to(names, [one])
                 self._number = event.number
 
@@ -213,11 +215,12 @@ class KvEventPublisher:
 
     def _states(self, names: Iterable[str]) -> dict[str, Iterator[KvEvent | None]]:
         """All that is cached under topics, copied now and made into events when it is read."""
-        frozen: dict[str, tuple[Pool, FrozenLinks]] = {}
+        frozen, tiers = dict[str, tuple[Pool, FrozenLinks, list[Link]]](), self._cache.tiers
         for pool_id in {pool_id for name in names for pool_id in self._topics[name]}:
             pool = self._cache.pools.get(pool_id)
-            frozen[pool_id] = (pool, pool.index.frozen())
-        return {name: _all_stored([frozen[pool_id] for pool_id in sorted(self._topics[name])]) for name in names}
+            below = [] if tiers is None else [one.link for one in tiers.stored_links(pool_id)]
+            frozen[pool_id] = (pool, pool.index.frozen(), below)
+        return {name: _all_stored([frozen[id_] for id_ in sorted(self._topics[name])], tiers) for name in names}
 
     # --- replays ---
 
@@ -281,15 +284,20 @@ def _topics(cache: KvCache) -> dict[str, frozenset[str]]:
     return found
 
 
-def _all_stored(pools: list[tuple[Pool, FrozenLinks]]) -> Iterator[KvEvent | None]:
-    for pool, links in pools:
+def _all_stored(
+    pools: list[tuple[Pool, FrozenLinks, list[Link]]], tiers: TiersBelow | None
+) -> Iterator[KvEvent | None]:
+    for pool, links, below in pools:
         yield from chains.stored(pool, chains.parents_first(links))
+        if tiers is not None:
+            yield from chains.stored(pool, below, functools.partial(tiers.stored_link, pool.id))
 
 
-def _kv_events(pool: Pool, event: Event) -> Iterable[KvEvent | None]:
+def _kv_events(pool: Pool, event: Event, tiers: TiersBelow | None) -> Iterable[KvEvent | None]:
+    below = functools.partial(tiers.stored_link, pool.id) if event.tier and tiers is not None else None
     if event.kind is EventKind.STORED:
-        return chains.stored(pool, event.links)
-    return [chains.removed(event.links, chains.medium(pool))]
+        return chains.stored(pool, event.links, below)
+    return [chains.removed(event.links, chains.medium(pool) if below is None else chains.tier_medium(pool))]
 
 
 async def _pausing(events: Iterable[KvEvent | None]) -> AsyncIterator[KvEvent]:

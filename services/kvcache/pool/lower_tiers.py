@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from services.common.errors import ServiceError
+from services.kvcache.pool.index.events import Link
 from services.kvcache.slices import Work
+
+
+class StoredLink(NamedTuple):
+    """A page that the host tier has: its link, its tokens, and its salt if it is a first link."""
+
+    link: Link
+    tokens: bytes
+    salt: str | None
 
 
 class LowerTiers(Protocol):

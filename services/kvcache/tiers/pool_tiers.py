@@ -9,6 +9,7 @@ from typing import Protocol
 
 from services.common.errors import ServiceError
 from services.kvcache.pool.budget import device_of
+from services.kvcache.pool.lower_tiers import StoredLink
 from services.kvcache.pool.pages.page_table import PageState
 from services.kvcache.pool.pool import Pool
 from services.kvcache.slices import Work
@@ -163,14 +164,14 @@ class PoolTiers:
         """A published page waits to be stored, or does not any more."""
         self.flags[page] = self.flags[page] | QUEUED if queued else self.flags[page] & ~QUEUED
 
-    def content(self, page: int) -> tuple[bytes, tuple[int, int]]:
-        """The tokens of a published page, and the hashes of its link."""
-        link = self.pool.index.link(page)
-        return self.pool.index.tokens(page) or b"", (link.hash, link.parent)
+    def content(self, page: int) -> StoredLink:
+        """The link of a published page, with its tokens."""
+        index = self.pool.index
+        return StoredLink(index.link(page), index.tokens(page) or b"", index.salt(page))
 
     def parent_digest(self, page: int) -> bytes:
         """The digest of a published page's parent."""
         parent = self.pool.index.parent(page)
         if parent is not None:
             return self.digests[parent]
-        return self.root(self.pool.index.salt(page))
+        return self.root(self.pool.index.salt(page) or "")

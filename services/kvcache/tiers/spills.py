@@ -123,15 +123,14 @@ class Spills:
         outer = self._to_outer(lower, page) and digest not in self._storing
         slot: Slot | None = None
         if self._to_host(digest) and digest not in self._storing and lower.is_mapped:
-            tokens, link = lower.content(page)
-            slot = self._slabs.write(digest, lower, link, tokens)
+            slot = self._slabs.write(digest, lower, lower.content(page))
             if slot is None and self._slabs.growing(size, lower.gpu):
                 return False  # there will be one soon
         if not lower.is_mapped or (slot is None and not outer):
             self._queue.popleft()
             lower.set_queued(page, queued=False)
             return True
-        chain = Chain(digest, lower.parent_digest(page), lower.content(page)[0]) if outer else None
+        chain = Chain(digest, lower.parent_digest(page), lower.content(page).tokens) if outer else None
         job = Store(lower, page, generation, digest, slot, outer, size)
 
         def order(number: int) -> Read:

@@ -23,7 +23,7 @@ from services.kvcache.mover.orders import (
 )
 from services.kvcache.pool.host_memory import HostMemory
 from services.kvcache.pool.index.events import EventKind, EventRing
-from services.kvcache.pool.index.events import Link as ChainLink
+from services.kvcache.pool.lower_tiers import StoredLink
 from services.kvcache.pool.pool import Pool
 from services.kvcache.slices import Work
 from services.kvcache.tiers.counts import HOST, MovedCounts
@@ -274,6 +274,15 @@ class Tiers:
                 yield None
         return found, behind, beyond[: self.lookups.most] if self.lookups.is_up else []
 
+    def stored_links(self, pool_id: str) -> list[StoredLink]:
+        """What the host tier has of a pool, all of it as it is now."""
+        return [] if self.host is None else [slot.content for slot in self.host.stored() if slot.pool_id == pool_id]
+
+    def stored_link(self, pool_id: str, key: int) -> StoredLink | None:
+        """What the host tier has of a pool under the hash of a link; None if it has nothing."""
+        slot = self.host.of_link(pool_id, key) if self.host is not None else None
+        return None if slot is None else slot.content
+
     def charged(self) -> int:
         """What is charged for the slots of the host tier."""
         return self.slabs.charged()
@@ -299,4 +308,4 @@ class Tiers:
 
     def _changed(self, stored: bool, slot: Slot) -> None:
         kind = EventKind.STORED if stored else EventKind.EVICTED
-        self._events.add(slot.pool_id, kind, ChainLink(*slot.link), HOST)
+        self._events.add(slot.pool_id, kind, slot.content.link, HOST)

@@ -16,6 +16,7 @@ from services.common import rpc
 from services.common.errors import SequenceRemoved
 from services.kvcache import slices
 from services.kvcache.api import requests, responses
+from services.kvcache.api.event_messages import snapshot_messages
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
 from services.kvcache.lease.sessions import Session
@@ -225,7 +226,7 @@ def test_a_snapshot_is_of_the_moment_at_which_it_is_taken() -> None:
         run(world, session, f"a{at}", [at, *range(20)], 6)
     [pool] = world.cache.pools
     before = {(link.hash, link.parent) for link in pool.index.links()}
-    work = responses.snapshot_messages(world.cache, "")
+    work = snapshot_messages(world.cache, "")
     world.cache.calls.remove(session.id, ["a0", "a1"])
     world.cache.evict_pages("pool", None)
     run(world, session, "b", [9] * 20, 6)
@@ -239,10 +240,10 @@ def test_a_snapshot_of_a_large_pool_pauses() -> None:
     world = World(100_000, budget_bytes=1 << 40)
     session = world.attached()
     run(world, session, "a", list(range(8000)), 2001)
-    made = list(responses.snapshot_messages(world.cache, "pool"))
+    made = list(snapshot_messages(world.cache, "pool"))
     sizes = [len(message.hashes) for message in made if message is not None]
     assert sum(sizes) == 2000 and max(sizes) <= MAX_LINKS and made.count(None) >= 200_000 // 4096
-    assert not [message for message in responses.snapshot_messages(world.cache, "other") if message is not None]
+    assert not [message for message in snapshot_messages(world.cache, "other") if message is not None]
 
 
 def long_sequence(world: World, pages: int) -> tuple[Session, Sequence]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
-from services.kvcache.api import responses
+from services.kvcache.api import event_messages
 from services.kvcache.pool.index.chain_hash import blake2b_chain, root_hash
 from tests.kvcache.clients.messages import opening, step
 from tests.kvcache.conftest import Running
@@ -70,7 +70,7 @@ def test_a_page_that_has_left_has_no_tokens(running: Running) -> None:
 def test_one_event_in_several_messages_can_be_resumed_between_them(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(responses, "TOKEN_SLICE", 8)
+    monkeypatch.setattr(event_messages, "TOKEN_SLICE", 8)
     session = running.session()
     publish(running, session, "a", [*range(20)])
     stream = watch(running, after_sequence_number=0, epoch=running.daemon.epoch)

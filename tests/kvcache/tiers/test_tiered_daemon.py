@@ -14,7 +14,10 @@ from google.protobuf import duration_pb2
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common import rpc
 from services.common.errors import BY_REASON
+from services.kvcache.metrics import PREFIX
 from tests.kvcache.conftest import LAYOUT_PB, Running
+from tests.kvcache.test_metrics import ENDPOINT, TIERED, documented
+from tests.scraping import scrape
 
 PAGE = LAYOUT_PB.page_size
 TOKENS = list(range(5 * PAGE + 1))
@@ -78,7 +81,7 @@ class Engine:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
-    one = Running(tmp_path, "--host-cache", "1MiB", "--tier-admission", "all")
+    one = Running(tmp_path, "--host-cache", "1MiB", "--tier-admission", "all", *ENDPOINT)
     yield one
     one.close()
 
@@ -116,6 +119,54 @@ def test_what_was_evicted_comes_back(running: Running) -> None:
     assert mover.running and (mover.fills, mover.waited_openings, mover.restarts) == (1, 1, 0)
     assert (pool.filled_pages, pool.filling_pages) == (5, 0)
     assert not running.stub.Fsck(pb.FsckRequest(deep=True)).violations
+
+
+def test_metrics_of_tiers(running: Running) -> None:
+    engine = Engine(running)
+    engine.serve("a", TOKENS)
+    until(lambda: host_tier(running).pages == 5)
+    engine.forget()
+    engine.come_back("b", TOKENS)
+    bound = running.daemon.metrics_bound
+    assert bound is not None
+    seen, tier = scrape(bound), host_tier(running)
+    assert {PREFIX + name for name in TIERED} < seen.own() == documented()
+    for event in ("stored", "fetched", "looked_up", "found", "failed"):
+        counted = seen.value(f"{PREFIX}tier_pages_total", tier="host", event=event)
+        assert counted == getattr(tier, f"{event}_pages")
+    assert seen.value(f"{PREFIX}tier_bytes_total", tier="host", way="fetch") == tier.fetched_bytes > 0
+    assert seen.value(f"{PREFIX}tier_bytes_total", tier="host", way="store") == tier.stored_bytes > 0
+    assert seen.value(f"{PREFIX}host_cache_bytes") == tier.used_bytes
+    assert seen.value(f"{PREFIX}host_cache_pages") == tier.pages
+    assert seen.value(f"{PREFIX}host_cache_limit_bytes") == 1 << 20
+    assert seen.value(f"{PREFIX}pages_filled_total", pool="pool") == 5
+    assert seen.value(f"{PREFIX}pages", pool="pool", state="filling") == 0
+    assert seen.value(f"{PREFIX}tier_available", tier="host") == seen.value(f"{PREFIX}mover_running") == 1
+    assert seen.value(f"{PREFIX}fills_total") == seen.value(f"{PREFIX}openings_waited_total") == 1
+
+
+def test_events_of_tiers(running: Running) -> None:
+    """What the host tier stores and forgets is told to those who want it, and to nobody else."""
+    engine = Engine(running)
+    both = running.stub.WatchEvents(pb.WatchEventsRequest(include_tiers=True, include_tokens=True))
+    alone = running.stub.WatchEvents(pb.WatchEventsRequest())
+    assert next(both).HasField("reset") and next(alone).HasField("reset")
+    engine.serve("a", TOKENS)
+    until(lambda: host_tier(running).pages == 5)
+    pool, below = list[int](), list[int]()
+    while len(below) < 5:
+        links = next(both).stored
+        assert list(links.tokens) == TOKENS[: 5 * PAGE][-len(links.tokens) :] or links.tokens
+        (below if links.tier == pb.TIER_HOST else pool).extend(links.hashes)
+    assert sorted(below) == sorted(pool) and len(set(pool)) == 5
+    running.stub.EvictPages(pb.EvictPagesRequest(pool_id="pool"))
+    seen = [next(alone), next(alone)]
+    assert [one.WhichOneof("event") for one in seen] == ["stored", "evicted"]
+    assert {one.stored.tier for one in seen} == {pb.TIER_UNSPECIFIED}
+    late = running.stub.WatchEvents(pb.WatchEventsRequest(include_tiers=True))
+    assert next(late).HasField("reset")
+    links = next(late).stored
+    assert links.tier == pb.TIER_HOST and sorted(links.hashes) == sorted(below)
 
 
 def test_who_does_not_wait_is_never_refused(running: Running) -> None:

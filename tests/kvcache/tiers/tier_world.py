@@ -189,7 +189,7 @@ class TierWorld(World):
             tokens = [*array("I", pool.index.tokens(at) or b""), *tokens]
             parent = pool.index.parent(at)
             if parent is None:
-                salt = pool.index.salt(at)
+                salt = pool.index.salt(at) or ""
                 break
             at = parent
         return self.truth(salt, tokens)

@@ -80,9 +80,9 @@ class PrefixCache:
         """The primary page of a published page's parent link; None for a first link."""
         return None if page in self._salts else self._of_key[self._parents[page]]
 
-    def salt(self, page: int) -> str:
-        """The salt of a page that is a first link; empty for others."""
-        return self._salts.get(page, "")
+    def salt(self, page: int) -> str | None:
+        """The salt of a page that is a first link; None for others."""
+        return self._salts.get(page)
 
     def tokens(self, page: int) -> bytes | None:
         """The tokens of a published page; None for others."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from services.kvcache.pool.lower_tiers import StoredLink
+
 #: Bytes that the daemon keeps of a slot, its page's tokens apart.
 SLOT = 704
 
@@ -55,8 +57,7 @@ class Slot:
     number: int
     digest: bytes
     pool_id: str
-    link: tuple[int, int]  # the hash of its chain and of its parent's, as events name it
-    tokens: bytes
+    content: StoredLink
     checksum: int | None = None
     outer: bool = False
     pins: int = 0
@@ -77,6 +78,7 @@ class HostTier:
         self._of_slab: dict[Slab, dict[Slot, None]] = {}
         # Those of one size, least recently used first.
         self._by_use: dict[tuple[int, int | None], dict[Slot, None]] = {}
+        self._by_link: dict[tuple[str, int], Slot] = {}  # as events name them
         self._writing: dict[Slot, None] = {}
         self.evicted = 0
 
@@ -140,9 +142,7 @@ class HostTier:
         """Whether the page is stored."""
         return digest in self._by_digest
 
-    def write(
-        self, digest: bytes, page_bytes: int, gpu: int | None, pool_id: str, link: tuple[int, int], tokens: bytes
-    ) -> Slot | None:
+    def write(self, digest: bytes, page_bytes: int, gpu: int | None, pool_id: str, content: StoredLink) -> Slot | None:
         """A slot to write this page to, pinned: a free one, or that of the page used longest ago. None if all slots
         of this size are pinned, or there are none.
         """
@@ -151,7 +151,7 @@ class HostTier:
             slab = self._evict(page_bytes, gpu)
         if slab is None:
             return None
-        slot = Slot(slab, slab.free.pop(), digest, pool_id, link, tokens)
+        slot = Slot(slab, slab.free.pop(), digest, pool_id, content)
         self._writing[slot] = None
         self.pin(slot)
         return slot
@@ -174,6 +174,7 @@ class HostTier:
         self._by_digest[slot.digest] = slot
         self._of_slab[slot.slab][slot] = None
         self._by_use.setdefault(_size(slot), {})[slot] = None
+        self._by_link[slot.pool_id, slot.content.link.hash] = slot
         self._on_change(True, slot)
         self.unpin(slot)
 
@@ -206,6 +207,9 @@ class HostTier:
         if self._by_digest.get(slot.digest) is not slot:
             return
         del self._by_digest[slot.digest], self._of_slab[slot.slab][slot], self._by_use[_size(slot)][slot]
+        key = slot.pool_id, slot.content.link.hash
+        if self._by_link.get(key) is slot:
+            del self._by_link[key]
         self._on_change(False, slot)
         if not slot.pins:
             slot.slab.free.append(slot.number)
@@ -221,6 +225,10 @@ class HostTier:
         for slot in list(self._of_slab[slab])[:most]:
             self.forget(slot)
         return not slab.pinned and not self._of_slab[slab]
+
+    def of_link(self, pool_id: str, key: int) -> Slot | None:
+        """The page of a pool with the link of this hash; None if it is not stored."""
+        return self._by_link.get((pool_id, key))
 
     def stored(self) -> list[Slot]:
         """Every page that lookups find."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from services.kvcache.mover.orders import AttachFile
 from services.kvcache.pool.host_memory import HostMemory
+from services.kvcache.pool.lower_tiers import StoredLink
 from services.kvcache.tiers.host.host_tier import HostTier, Slab, Slot
 from services.kvcache.tiers.memories import Memories
 
@@ -66,7 +67,7 @@ class Slabs:
         making = self._making
         return bool(there) or (making is not None and making.page_bytes == page_bytes and making.gpu == gpu)
 
-    def write(self, digest: bytes, owner: Owner, link: tuple[int, int], tokens: bytes) -> Slot | None:
+    def write(self, digest: bytes, owner: Owner, content: StoredLink) -> Slot | None:
         """A slot to write a page to; a slab is made when there is none and room for one."""
         host = self.host
         if host is None:
@@ -79,7 +80,7 @@ class Slabs:
             elif not host.has_slabs(size, gpu) and self._leaving is None and size <= host.capacity:
                 self._leaving = host.spare_slab(self.live)
                 self._wake()
-        return host.write(digest, size, gpu, owner.pool_id, link, tokens)
+        return host.write(digest, size, gpu, owner.pool_id, content)
 
     def _make(self, page_bytes: int, page_size: int, slots: int, gpu: int | None) -> None:
         slab = Slab(self._memories.next_number(), page_bytes, page_size, slots, gpu)
