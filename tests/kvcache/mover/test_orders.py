@@ -44,7 +44,7 @@ ORDERS: st.SearchStrategy[Any] = st.one_of(
     st.builds(Forget, st.lists(DIGESTS, min_size=1, max_size=5).map(tuple)),
     st.builds(
         Setup,
-        st.none() | st.builds(OuterTier, st.just((("localhost", 6379),)), st.integers(1, 1 << 40)),
+        st.none() | st.builds(OuterTier, st.just((("localhost", 6379),)), st.integers(1, 1 << 31)),
         st.integers(1, 1 << 40),
         st.floats(0.1, 100),
     ),
