@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,10 +20,12 @@ from tests.kvcache.outer.servers import RedisServer
 from tests.processes import Service, engine, kvcache
 
 PAGE = 16
-POOL_PAGES = 128
+POOL_PAGES = 192
 PATIENCE_S = 60.0
+#: Every page is stored, and an engine that does not say how fast it prefills is taken to be slow.
+EAGER = ("--tier-admission", "all", "--tier-prefill-speed", "500")
 #: Of whole pages and a bit. No two prompts of different seeds share a page.
-PROMPT_TOKENS = 40 * PAGE + 5
+PROMPT_TOKENS = 56 * PAGE + 5
 
 
 def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
@@ -58,12 +61,15 @@ class Node:
     def start_daemon(self) -> None:
         """Start the daemon, where it was before."""
         self.daemon: Service = self._stack.enter_context(
-            kvcache(self.directory, "--memory", "64MiB", "--tier-admission", "all", *self.daemon_flags)
+            kvcache(self.directory, "--memory", "64MiB", *self.daemon_flags, *(EAGER if self.daemon_flags else ()))
         )
+        until(lambda: all(tier.available for tier in self.stats().tiers), "a tier is not available")
 
     def start_engine(self) -> None:
         """Start an engine."""
-        flags = ("--pool-pages", str(POOL_PAGES), "--max-batch", "8", *self.engine_flags)
+        # Steps too small to be measured, and slow: fetching pays, however busy the machine.
+        shape = ("--max-batch", "8", "--max-step-tokens", "32")
+        flags = ("--pool-pages", str(POOL_PAGES), *shape, *self.engine_flags)
         self.engine: Service = self._stack.enter_context(
             engine(self.directory, self.daemon.address, *flags, model=MODEL)
         )
@@ -121,6 +127,10 @@ class Node:
         pid: int = until(lambda: mover_of(self.daemon.pid), "there is no mover")
         return pid
 
+    def until_awaited(self, waited_openings: int) -> None:
+        """Wait until one more opening waits for the mover."""
+        until(lambda: self.stats().mover.waited_openings > waited_openings, "nobody waits for the mover")
+
     def until_restarted(self, restarts: int) -> None:
         """Wait until a mover runs after one more restart."""
         until(lambda: self.stats().mover.restarts > restarts and self.stats().mover.running, "no mover comes after it")
@@ -157,10 +167,10 @@ def until_gone(pid: int) -> None:
 
 def until(found: Callable[[], Any], otherwise: str, patience_s: float = PATIENCE_S) -> Any:
     """Wait until something is true; returns it."""
-    deadline = time.monotonic() + patience_s
+    deadline, pause = time.monotonic() + patience_s, threading.Event()
     while not (value := found()):
         assert time.monotonic() < deadline, otherwise
-        time.sleep(0.01)
+        pause.wait(0.01)
     return value
 
 
