@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from rocmforge.client import demands, messages
 from rocmforge.client.demands import Demand, Grant, Retention
-from rocmforge.client.errors import CapacityExceeded, ExceedsPool
+from rocmforge.client.errors import CapacityExceeded, ExceedsPool, InvalidConfiguration
+from rocmforge.client.layout import Layout, OpaqueLayout, PageLayout
 from rocmforge.client.statuses import error_from, error_from_status
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common.rpc import status_of
@@ -169,3 +170,28 @@ def test_details_count_only_for_the_status_that_they_are_of() -> None:
     own, foreign = error_from(Failure(8)), error_from(Failure(5))
     assert (own.reason, own.message) == ("NO_PAGES", "none is free")
     assert (foreign.reason, foreign.code, foreign.message) == ("UNKNOWN", "RESOURCE_EXHAUSTED", "words of gRPC")
+
+
+@pytest.mark.parametrize(
+    ("layout", "field"),
+    [
+        (PageLayout(1 << 32, 1, 1, 8, "f32"), "layout.page_size"),
+        (PageLayout(4, 1, 1, 1 << 40, "f32"), "layout.head_dim"),
+        (PageLayout(4, -1, 1, 8, "f32"), "layout.layers"),
+        (OpaqueLayout(4, "label", 1 << 64), "layout.opaque.page_bytes"),
+    ],
+)
+def test_a_number_that_no_message_carries_is_named(layout: Layout, field: str) -> None:
+    with pytest.raises(InvalidConfiguration, match=f"^{field} is -?[0-9]+; it must be 0 to") as caught:
+        messages.opening_request(
+            "pool",
+            layout,
+            client_name="",
+            engine_name="",
+            model="",
+            pool_pages=None,
+            max_pages=None,
+            ttl_s=None,
+            device_ordinal=None,
+        )
+    assert caught.value.field == field
