@@ -23,6 +23,10 @@ GO := $(shell command -v go 2>/dev/null)
 PROTOC_GEN_GO := google.golang.org/protobuf/cmd/protoc-gen-go@v1.33.0
 PROTOC_GEN_GO_GRPC := google.golang.org/grpc/cmd/protoc-gen-go-grpc@v1.3.0
 
+# Many containers set it. Here it costs minutes: each of the processes that the tests start compiles all that it imports,
+# and each of pytest's workers rewrites all tests.
+export PYTHONDONTWRITEBYTECODE :=
+
 # pip must not prompt, nor advertise its own updates.
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
