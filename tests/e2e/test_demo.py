@@ -49,7 +49,7 @@ def demo(
 
 
 def told(process: subprocess.Popen[bytes]) -> tuple[str, str]:
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=240)
     return output.decode(), errors.decode()
 
 
@@ -134,7 +134,7 @@ def test_a_reader_that_leaves(temporary: Path) -> None:
     process.stdout.close()
     errors = process.stderr.read()
     process.stderr.close()
-    assert process.wait(60) == 1
+    assert process.wait(240) == 1
     assert errors == b""
     assert processes_of(temporary) == []
     assert list(temporary.iterdir()) == []

@@ -9,7 +9,7 @@ from tests.processes import engine, kvcache
 
 
 def test_both_logs_name_the_session_and_the_engine(short_path: Path) -> None:
-    with kvcache(short_path, "--session-ttl", "1") as daemon:
+    with kvcache(short_path) as daemon:
         with engine(short_path, daemon.address, "--engine-name", "replica-7", model=MODEL) as one:
             [opened] = one.events("session_opened")
             [attached] = daemon.events("session_attached")

@@ -47,10 +47,10 @@ def daemon(tmp_path: Path) -> Iterator[Running]:
     one.close()
 
 
-def pings(monkeypatch: pytest.MonkeyPatch, client_s: float, server_s: float) -> None:
-    monkeypatch.setattr(keepalive, "CLIENT", keepalive.pings(client_s, PATIENCE_S))
+def pings(monkeypatch: pytest.MonkeyPatch, client_s: float, server_s: float, patience_s: float = PATIENCE_S) -> None:
+    monkeypatch.setattr(keepalive, "CLIENT", keepalive.pings(client_s, patience_s))
     least = serving_keepalive.SERVER[-1]
-    monkeypatch.setattr(serving_keepalive, "SERVER", [*keepalive.pings(server_s, PATIENCE_S), least])
+    monkeypatch.setattr(serving_keepalive, "SERVER", [*keepalive.pings(server_s, patience_s), least])
 
 
 def test_an_unanswered_call_gets_the_next_one_a_channel_of_its_own(
@@ -118,7 +118,7 @@ def test_a_call_whose_client_is_gone_ends(tmp_path: Path, proxy: Proxy, monkeypa
 
 
 def test_pings_of_a_client_are_no_flood(daemon: Running, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    pings(monkeypatch, PING_S, NEVER_S)
+    pings(monkeypatch, PING_S, NEVER_S, patience_s=60.0)
     with grpc.insecure_channel(proxy.address, options=client.options()) as channel:
         stub = kvcache_pb2_grpc.KvCacheServiceStub(channel)
         stub.GetStats(pb.GetStatsRequest())

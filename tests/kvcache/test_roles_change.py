@@ -30,7 +30,7 @@ from tests.processes import Service, kvcache
 
 TENANT, RIVAL = 3000, 3001
 LAYOUT = json_format.MessageToDict(LAYOUT_PB)
-WAIT_S = 15.0
+WAIT_S = 60.0
 
 pytestmark = pytest.mark.needs("other-users")
 
@@ -81,15 +81,15 @@ def house() -> Iterator[House]:
         os.chmod(name, 0o711)
         settings = Path(name) / "settings.toml"
         settings.write_text(f"allow = ['engine=uid:{TENANT}']\nmemory = '1MiB'\n")
-        with kvcache(Path(name), "--config", str(settings), "--session-ttl", "2") as daemon:
+        with kvcache(Path(name), "--config", str(settings)) as daemon:
             yield House(daemon, settings)
             assert not daemon.events("sweep_failed")
 
 
-def opened(user: Stranger) -> dict[str, Any]:
-    """A session of another user's, attached by root's hands in its name."""
+def opened(user: Stranger, ttl_s: int = 600) -> dict[str, Any]:
+    """A session of another user's, attached by root's hands in its name. Nobody renews it but by its calls."""
     process = {"pid": user.pid, "startTime": user.start_time, "pidNamespace": os.readlink("/proc/self/ns/pid")}
-    session = user.ask("OpenSession", poolId="pool", layout=LAYOUT, poolPages=16, process=process)
+    session = user.ask("OpenSession", poolId="pool", layout=LAYOUT, poolPages=16, process=process, ttl=f"{ttl_s}s")
     with open(session["arena"]["filePath"], "r+b") as file:
         size = int(session["arena"]["sizeBytes"])
         with mmap.mmap(file.fileno(), size) as arena:
@@ -128,7 +128,7 @@ def test_a_user_with_a_new_role_comes_in_and_one_without_is_shut_out(house: Hous
 def test_the_sessions_of_who_has_lost_its_role_end_as_of_an_engine_that_is_silent(house: House) -> None:
     """With their leases, and into quarantine: it may be in a step. Its word frees its pages, without a role too."""
     with Stranger(TENANT, house.address(TENANT)) as tenant:
-        session = opened(tenant)
+        session = opened(tenant, ttl_s=5)
         path = Path(session["arena"]["filePath"])
         assert "error" not in str(allocated(tenant, session["sessionId"], 5))
         house.allow(f"engine=uid:{RIVAL}")
