@@ -16,10 +16,11 @@ def walk_pool(pool: Pool) -> Iterator[str | None]:
     run.
     """
     yield from pool.table.walk()
-    yield from pool.table.cached.frozen(pool.index.frozen()).walk()
+    yield from pool.table.cached.walk()
     yield from pool.index.walk()
     # Of each page the sum of those that list it, to be compared with that of its holders.
-    listed = array("Q", bytes(8 * pool.table.total))
+    listed = array("Q", [0]) * pool.table.total
+    yield None
     for sequence in list(pool.sequences):
         if sequence in pool.sequences:
             yield from _check_sequence(pool, sequence)
@@ -29,12 +30,6 @@ def walk_pool(pool: Pool) -> Iterator[str | None]:
         for sequence in list(among):
             yield from _walk_block_table(pool, sequence, among, listed)
             yield None
-    for page in list(pool.table.cached.promises()):
-        if pool.table.cached.has_promise(page) and (
-            pool.table.state(page) != PageState.HELD or not pool.index.is_primary(page)
-        ):
-            yield f"page {page} has a promise, is {pool.table.state(page).name} and no lookup finds it held"
-    yield None
     yield from _walk_holders(pool, listed)
 
 
@@ -94,6 +89,8 @@ def _walk_holders(pool: Pool, listed: array[int]) -> Iterator[str | None]:
         state = pool.table.state(page)
         if state == PageState.CACHED and not pool.index.is_primary(page):
             yield f"page {page} is cached and no lookup finds it"
+        if pool.table.cached.has_promise(page) and (state != PageState.HELD or not pool.index.is_primary(page)):
+            yield f"page {page} has a promise, is {state.name} and no lookup finds it held"
         if state in (PageState.FREE, PageState.QUARANTINED) and pool.index.is_published(page):
             yield f"page {page} is {state.name} and published"
         spent += 1 + len(holders)

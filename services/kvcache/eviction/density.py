@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Self
 
 from services.kvcache.eviction.lru import PAUSE, Links, LruQueue
 from services.kvcache.eviction.reuse import LEVELS, ReuseModel
@@ -55,9 +54,7 @@ class DensityQueue(LruQueue):
         super().__init__(total)
         self._links = links
         self._model = ReuseModel(total)
-        self._clock = 0
         self._batch = max(1, min(BATCH, int(total * BATCH_SHARE)))
-        self._cached_at = array("Q", bytes(8 * total))
         self._returns = bytearray([_NEW]) * total
         self._place = bytearray(total)
         self._parent = array("i", [_NONE]) * total
@@ -110,18 +107,20 @@ class DensityQueue(LruQueue):
     def push(self, page: int, now: float) -> None:
         """Add a page as the newest. Raises ValueError if it is queued already."""
         super().push(page, now)
-        self.note_cached(page)
+        self._begin(page)
         self._rank(page)
 
     def enter(self, page: int, now: float) -> None:
         """Add an already cached page as the newest. Raises ValueError if it is queued already."""
         super().push(page, now)
-        self._clock += 1
         self._rank(page)
 
     def note_cached(self, page: int) -> None:
         """Begin a stay."""
         self._clock += 1
+        self._begin(page)
+
+    def _begin(self, page: int) -> None:
         link = self._links.key(page)
         returns = self._recall(link) if self._returns[page] == _NEW else self._returns[page] + 1
         self._returns[page] = returns = min(returns, len(_LEVEL) - 1)
@@ -130,7 +129,6 @@ class DensityQueue(LruQueue):
     def _rank(self, page: int) -> None:
         """Append a page, already in the caching order, to the queue of its level."""
         parent = self._links.parent(page)
-        self._cached_at[page] = self._clock
         if parent is not None:
             if self._place[parent] == _CONDEMNED and not self._continuations[parent]:
                 # The sequence of this page held a stand-by of the parent and has ended: the parent is not a victim now.
@@ -209,55 +207,67 @@ class DensityQueue(LruQueue):
         else:
             self._before[after] = before
 
-    def frozen(self, links: Links) -> Self:
-        """A copy of now, for ``walk``; ``links`` is the index of now."""
-        frozen = super().frozen(links)
-        frozen._links = links
-        frozen._cached_at, frozen._returns, frozen._place = self._cached_at[:], self._returns[:], self._place[:]
-        frozen._parent, frozen._continuations = self._parent[:], self._continuations[:]
-        frozen._before, frozen._after = self._before[:], self._after[:]
-        frozen._ends = [list(ends) for ends in self._ends]
-        return frozen
-
     def walk(self) -> Iterator[str | None]:
-        """Violations: those of the caching order, a wrong queue, a wrong count of continuations; None now and then. Of
-        a queue that does not change meanwhile.
+        """Violations: those of the caching order, a wrong queue, a wrong count of continuations; None now and then.
+
+        The queue may change meanwhile: what is said of a page was seen in one look at it, that of the counts and that
+        of the queues by level are each of one moment.
         """
         yield from super().walk()
-        count = array("i", bytes(4 * len(self._parent)))
-        for at, page in enumerate(self):
+        for page in range(self.total):
+            if page % PAUSE == 0:
+                yield None
+            if (self._place[page] != _OUT) != (page in self):
+                yield f"page {page} is {'' if page in self else 'not '}queued and its place is {self._place[page]}"
+            if page in self:
+                yield from self._check_parent(page)
+        yield from self._walk_counts()
+        yield from self._walk_levels()
+
+    def _check_parent(self, page: int) -> Iterator[str]:
+        try:
+            parent = self._links.parent(page)
+        except KeyError:  # the index is inconsistent and reports that itself
+            return
+        if self._parent[page] != (_NONE if parent is None else parent):
+            yield f"page {page} is queued as the continuation of {self._parent[page]}, which is {parent}"
+        elif parent is None or parent not in self or self._links.has_standby(parent):
+            return
+        elif self.is_before(parent, page):
+            yield f"page {page} is queued behind its parent {parent}"
+
+    def _walk_counts(self) -> Iterator[str | None]:
+        parents, continuations = self._parent[:], self._continuations[:]
+        yield None
+        count = array("i", [0]) * len(parents)
+        for at, parent in enumerate(parents):
             if at % PAUSE == 0:
                 yield None
-            try:
-                parent = self._links.parent(page)
-            except KeyError:  # the index is inconsistent and reports that itself
-                continue
-            if self._parent[page] != (_NONE if parent is None else parent):
-                yield f"page {page} is queued as the continuation of {self._parent[page]}, which is {parent}"
-            elif parent is not None:
+            if parent != _NONE:
                 count[parent] += 1
-                late = self._cached_at[parent] <= self._cached_at[page]
-                if parent in self and late and not self._links.has_standby(parent):
-                    yield f"page {page} was cached before its continuation {parent}"
-        if count != self._continuations:
+        if count != continuations:
             yield "the counts of continuations are wrong"
-        expected = [0] * len(self._ends)
-        queue_of = bytearray([_NOWHERE]) * len(self._parent)
-        for number, page in enumerate(self):
-            if number % PAUSE == 0:
+
+    def _walk_levels(self) -> Iterator[str | None]:
+        queue_of, expected = self._place[:], [0] * len(self._ends)
+        returns, continuations = self._returns[:], self._continuations[:]
+        before, after, ends = self._before[:], self._after[:], [list(pair) for pair in self._ends]
+        for page, place in enumerate(queue_of):
+            if page % PAUSE == 0:
                 yield None
-            if self._place[page] == _QUEUED:
-                queue_of[page] = self._level(page)
-            elif not count[page]:
+            if place == _QUEUED:
+                queue_of[page] = _LEVEL[returns[page]]
+            elif place == _CONDEMNED and not continuations[page]:
                 queue_of[page] = LEVELS
             else:
+                queue_of[page] = _NOWHERE
                 continue
             expected[queue_of[page]] += 1
-        for at, (oldest, newest) in enumerate(self._ends):
-            seen, before, page = 0, _NONE, oldest
-            while page != _NONE and self._before[page] == before and queue_of[page] == at and seen <= expected[at]:
-                seen, before, page = seen + 1, page, self._after[page]
+        for at, (oldest, newest) in enumerate(ends):
+            seen, last, page = 0, _NONE, oldest
+            while page != _NONE and before[page] == last and queue_of[page] == at and seen <= expected[at]:
+                seen, last, page = seen + 1, page, after[page]
                 if seen % PAUSE == 0:
                     yield None
-            if page != _NONE or before != newest or seen != expected[at]:
-                yield f"queue {at} links {seen} pages up to {before}, expected {expected[at]} up to {newest}"
+            if page != _NONE or last != newest or seen != expected[at]:
+                yield f"queue {at} links {seen} pages up to {last}, expected {expected[at]} up to {newest}"

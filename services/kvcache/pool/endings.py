@@ -8,11 +8,11 @@ from itertools import chain
 
 from services.kvcache import slices
 from services.kvcache.pool.debts import Debts
-from services.kvcache.pool.host_memory import HostMemory, ending_bytes, expired_bytes
+from services.kvcache.pool.host_memory import HostMemory, all_expired_bytes, ending_bytes, expired_bytes
 from services.kvcache.pool.index.prefix_cache import PrefixCache
 from services.kvcache.pool.pages.page_table import PageState, PageTable
 from services.kvcache.pool.pages.published import PublishedPages
-from services.kvcache.pool.sequence import Sequence
+from services.kvcache.pool.sequence import Sequence, entries_of, salts_of
 from services.kvcache.slices import Work
 
 #: Takes pages that a lost engine may still write. False when it is known by now that it does not: they are free.
@@ -49,7 +49,7 @@ class Endings:
 
     def charged(self) -> int:
         """What is charged for them, recomputed."""
-        expired = sum(expired_bytes(sequence.salt, sequence.page_count) for sequence in self.expired)
+        expired = all_expired_bytes(salts_of(self.expired), entries_of(self.expired))
         return expired + ending_bytes(len(self.ending), self.entries)
 
     def end(self, ended: list[Sequence], entries: int, now: float, fenced: Fenced | None = None) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Collection, Iterable
+from operator import attrgetter
 
 from services.kvcache.eviction.retention import Retention
 
@@ -64,6 +66,20 @@ class Sequence:
     def page_count(self) -> int:
         """Pages it holds: its block table, and the source of a copy that is still to be made."""
         return len(self.pages) if self.copy is None else len(self.pages) + 1
+
+
+_COPY, _PAGES, _SALT = attrgetter("copy"), attrgetter("pages"), attrgetter("salt")
+
+
+def entries_of(sequences: Collection[Sequence]) -> int:
+    """The pages that all of these hold, each its own: very many of them in one look."""
+    copies = len(sequences) - list(map(_COPY, sequences)).count(None)
+    return sum(map(len, map(_PAGES, sequences))) + copies
+
+
+def salts_of(sequences: Iterable[Sequence]) -> list[str]:
+    """The salt of each."""
+    return list(map(_SALT, sequences))
 
 
 def digest_prompt(prompt: array[int], salt: str) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 
 
@@ -31,10 +31,9 @@ class UncleanPages:
         """Whether pages wait to be zeroed."""
         return bool(self._waiting or self.granted)
 
-    def free(self) -> Iterator[int]:
-        """The free pages among them."""
-        yield from self._waiting
-        yield from self._in_work
+    def listed(self, page: int) -> int:
+        """How often a page is listed as a free one among them."""
+        return (page in self._waiting) + (page in self._in_work)
 
     def add(self, page: int) -> None:
         """A page has become free."""
