@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import json
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from services.doctor import check, probe, roundtrip, stack
 from services.doctor.check import Check, Finding, Status
 from services.doctor.machine import Machine
 from tests.fakegpu import Machine as Gpus
+from tests.loopback import own_host
 
 
 @pytest.fixture
@@ -52,8 +52,7 @@ def unknown_host(*_: object, **__: object) -> None:
 
 
 def test_sockets(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of all the addresses of this host one that nobody else listens on: the port stays free when it is given back.
-    own = f"127.{os.getpid() % 251 + 2}.{secrets.randbelow(256)}.{secrets.randbelow(254) + 1}"
+    own = own_host()  # where the port stays free when it is given back
     with socket.create_server((own, 0)) as server:
         taken = Listener(host=own, port=server.getsockname()[1])
         assert machine.bind_errno(taken) == errno.EADDRINUSE and machine.connect_errno(taken) == 0

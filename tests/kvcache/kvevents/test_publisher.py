@@ -20,6 +20,7 @@ from services.kvcache.kvevents.publisher import KvEventPublisher
 from tests.kvcache.clients.messages import opening, step
 from tests.kvcache.conftest import Running
 from tests.kvcache.kvevents.reader import Block, Reader
+from tests.loopback import own_host
 
 FLAGS = ("--kv-events", "127.0.0.1:0", "--kv-events-replay", "127.0.0.1:0")
 Blocks = dict[str, dict[int, Block]]
@@ -75,7 +76,7 @@ def truth(running: Running) -> tuple[Blocks, int]:
     return found
 
 
-def until(look: Callable[[], Any], seconds: float = 20) -> Any:
+def until(look: Callable[[], Any], seconds: float = 60) -> Any:
     """What is found, once there is something."""
     deadline = time.monotonic() + seconds
     while not (found := look()):
@@ -85,7 +86,7 @@ def until(look: Callable[[], Any], seconds: float = 20) -> Any:
 
 def follow(running: Running, *readers: Reader) -> Blocks:
     """Have all readers read to the end; they know what is true then."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         for reader in readers:
             while reader.read(0.02):
@@ -264,7 +265,8 @@ def test_a_replay_of_more_than_is_kept_clears_the_engines_that_left(
 
 
 def test_a_new_run_of_the_daemon_is_seen_by_its_numbers(tmp_path: Path) -> None:
-    one = Running(tmp_path, *FLAGS)
+    host = own_host()
+    one = Running(tmp_path, "--kv-events", f"{host}:0", "--kv-events-replay", f"{host}:0")
     address, replay = publisher(one).bound, publisher(one).replay_bound
     reader = reader_of(one)
     session = one.session(engine_name="one", model="pool")
