@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -313,15 +314,27 @@ def test_no_slice_is_long() -> None:
         serve_fast(session.id, [Opening(f"s{at}", Prompt(prompt, "", None), 500)], [])
         serve_fast(session.id, [Steps([f"s{at}"], [0], [len(prompt)], prompt, [500], [500])], [])
     world.cache.calls.remove(session.id, [f"s{at}" for at in range(100)])
-    spans, began = [], time.thread_time()
-    for said in walk(world.cache):
-        assert said is None
-        now = time.thread_time()
-        spans.append(now - began)
-        began = now
-    assert len(spans) > 5 * pages / 512
+
+    def spans() -> list[float]:
+        """The processor's time of each slice."""
+        found, began = [], time.thread_time()
+        for said in walk(world.cache):
+            assert said is None
+            now = time.thread_time()
+            found.append(now - began)
+            began = now
+        return found
+
+    gc.collect()
+    gc.disable()  # else the garbage of all tests before this one may be a slice's
+    try:
+        # What a busy machine adds to a slice, it does not add to the same one each time.
+        least = [min(times) for times in zip(*(spans() for _ in range(3)), strict=True)]
+    finally:
+        gc.enable()
+    assert len(least) > 5 * pages / 512
     # 50 ms of the 8 s that a million pages take are a 160th.
-    assert max(spans) < sum(spans) / 40
+    assert max(least) < sum(least) / 40
 
 
 def test_a_sequence_is_checked_while_it_grows() -> None:
