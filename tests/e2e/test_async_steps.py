@@ -72,7 +72,7 @@ def test_requests_that_end_with_two_steps_in_flight_give_their_pages_back_and_hu
         steps.let()
         expected = [collect(stub.Generate(asked(at, "alone")))[1] for at in range(REQUESTS)]
         steps.hold()
-        streams = [stub.Generate(asked(at), timeout=10 if at == 1 else None) for at in range(REQUESTS)]
+        streams = [stub.Generate(asked(at), timeout=20 if at == 1 else None) for at in range(REQUESTS)]
         until_live(one, REQUESTS)
         steps.let(20)
         begun = [list(next(stream).token_ids) for stream in streams]

@@ -119,7 +119,8 @@ def test_calls_are_made_once_a_step_and_few_pages_are_held_ahead(daemon: Service
     with contextlib.closing(engine(daemon.address)) as one:
         for request in workload(3, 20):
             one.add(request)
-        one.between = lambda: one.tables.wait(1) if one.tables.unanswered else None  # a step takes longer than a call
+        # A step takes longer than a call.
+        one.between = lambda: one.tables.wait(DEADLINE_S) if one.tables.unanswered else None
         while not one.idle:
             one.step()
             tables = [each for each in one.tables._tables.values() if each.used]
