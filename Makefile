@@ -102,7 +102,7 @@ test-isa: setup ## Run all kernel tests as AMD machine code on this CPU
 # Another environment that has vLLM serves as well: make test-vllm VLLM=FOLDER
 VLLM := build/vllm
 
-test-vllm: setup $(VLLM)/bin/vllm ## Run the tests of the vLLM connector, with the real vLLM in VLLM=build/vllm (6 GB, made if need be)
+test-vllm: smollm2 $(VLLM)/bin/vllm ## Run the tests of the vLLM connector, with the real vLLM in VLLM=build/vllm (6 GB, made if need be)
 	@ROCMFORGE_VLLM=$(abspath $(VLLM))/bin/python $(PY) -m pytest tests/vllm
 
 # vLLM's environment has transformers, too; another one serves as well: make test-transformers TRANSFORMERS=FOLDER
