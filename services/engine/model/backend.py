@@ -146,6 +146,12 @@ def _tuning(tuned: str, arch: str) -> tuning.Tuning:
 
 
 def _tell(verdict: Verdict, ordinal: int) -> None:
+    gpu = verdict.gpu
+    if verdict.occupancy_refused:
+        change = "none: plans assume as many blocks as were measured on other GPUs"
+        log.warning("occupancy_unknown", gpu=ordinal, detail=verdict.occupancy_refused, change=change)
+    else:
+        log.info("occupancy", gpu=ordinal, decode=dict(gpu.decode_fits), prefill=gpu.prefill_fits)
     if verdict.state == "wrong":
         log.warning(
             "matrix_units_wrong",

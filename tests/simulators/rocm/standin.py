@@ -48,6 +48,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 SOURCES = Path(__file__).parent / "hip"
+RESOURCES = Path(__file__).parent / "resources.py"
 EXECUTOR = ROOT / "tests" / "simulators" / "cpu" / "source"
 BUILD = ROOT / "build" / "rocm"
 WHEEL = "cupy-rocm-7-0"
@@ -59,7 +60,10 @@ LIBRARIES: dict[str, tuple[str, list[Path]]] = {
     "libamdhip64.so.7": (
         r"(__)?hip[A-Z]",
         [
-            *(SOURCES / f"{name}.cpp" for name in ("error", "device", "memory", "ipc", "stream", "module")),
+            *(
+                SOURCES / f"{name}.cpp"
+                for name in ("error", "device", "memory", "ipc", "stream", "module", "occupancy")
+            ),
             *(EXECUTOR / f"{name}.cpp" for name in ("block", "fiber")),
         ],
     ),
@@ -112,6 +116,7 @@ def environment(
     machine: str | None = None,
     idle: bool = False,
     fault: str = "",
+    occupancy: bool = False,
 ) -> dict[str, str]:
     """Return the whole environment of a process that runs on the stand-in; builds it.
 
@@ -119,6 +124,7 @@ def environment(
     already, as `machine_of` tells; by default it is a new one. An ``idle`` one checks kernels and products as ever and
     runs none: what is left is the time of the host. What is wrong with it is its ``fault``: ``matrix``, other rows in
     the matrix unit's lanes than the kernels expect, or ``handles``, wrong memory from the 36th opened IPC handle on.
+    With ``occupancy`` it answers how many blocks of a kernel fit, by what clang for AMD's GPUs makes of the source.
     """
     if fault not in ("", "matrix", "handles"):
         raise ValueError(f"fault is {fault!r}; it must be matrix or handles")
@@ -134,6 +140,7 @@ def environment(
         "HIPSTANDIN_MEMORY": str(memory),
         "HIPSTANDIN_IDLE": str(int(idle)),
         "HIPSTANDIN_FAULT": fault,
+        "HIPSTANDIN_RESOURCES": shlex.join([sys.executable, str(RESOURCES)]) if occupancy else "",
         "LD_LIBRARY_PATH": _before(str(folder / "lib"), "LD_LIBRARY_PATH"),
         "PATH": _before(str(folder / "bin"), "PATH"),
         "PYTHONPATH": _before(str(_site()), "PYTHONPATH"),

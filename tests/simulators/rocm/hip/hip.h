@@ -99,3 +99,12 @@ std::string memory_path(const Owner &owner, int physical, uint64_t sequence);
 
 // Device ordinal of a live stream, the current one of a default stream, or -1.
 int stream_device(const void *stream);
+
+// --- functions -------------------------------------------------------------------------------------------------------
+
+// What a live function was compiled from, as code.h has it; false: there is no such function.
+struct Origin {
+    std::string name, text;
+    int wave, most_threads;
+};
+bool function_origin(const void *function, Origin *origin);
