@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from scripts import protos_bundle
 from services.version import VERSION
 from tests import tools
-from tests.archives import unpack
+from tests.contract.archives import unpack
 from tests.processes import ROOT
 
 BUF = ROOT / "build" / "npm" / "node_modules" / ".bin" / "buf"

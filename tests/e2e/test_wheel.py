@@ -19,7 +19,7 @@ import pytest
 
 from services.healthcheck import wait_serving
 from services.version import VERSION
-from tests.archives import unpack
+from tests.contract.archives import unpack
 from tests.processes import ROOT, START_S
 
 pytestmark = [pytest.mark.needs("git", "venv"), pytest.mark.timeout(600)]

@@ -13,7 +13,7 @@ import pytest
 
 from scripts import protos_bundle
 from tests import tools
-from tests.archives import unpack
+from tests.contract.archives import unpack
 from tests.e2e.conftest import Pair
 from tests.processes import ROOT
 
