@@ -22,6 +22,7 @@ from services.doctor.check import Check, Finding, Status
 from services.doctor.machine import Machine
 from tests.fakegpu import Machine as Gpus
 from tests.loopback import own_host
+from tests.polling import until
 
 
 @pytest.fixture
@@ -109,8 +110,7 @@ def test_children_end_with_the_doctor(machine: Machine) -> None:
     done: list[object] = []
     thread = threading.Thread(target=lambda: done.append(machine.run(["sleep", "infinity"], 600)))
     thread.start()
-    while not machine._children:
-        pass
+    until(lambda: machine._children)
     machine.kill_children()
     thread.join(30)
     assert done and not machine._children

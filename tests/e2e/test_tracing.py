@@ -8,7 +8,6 @@ import secrets
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from rocmforge.engine.v1 import engine_pb2 as pb
 from rocmforge.engine.v1 import engine_pb2_grpc
 from tests.collector import Collector, Received
 from tests.generation import collect, request
+from tests.polling import until
 from tests.processes import ROOT, Service, engine, kvcache
 from tests.scraping import scrape
 
@@ -309,11 +309,8 @@ def counted(service: Service, name: str, result: str) -> float:
 
 
 def until_counted(service: Service, name: str, result: str, least: float) -> float:
-    deadline = time.monotonic() + 60
-    while (count := counted(service, name, result)) < least:
-        assert time.monotonic() < deadline, f"{count} {result}"
-        threading.Event().wait(0.05)
-    return count
+    until(lambda: counted(service, name, result) >= least, f"fewer than {least} {result}")
+    return counted(service, name, result)
 
 
 def until_dropped(service: Service) -> list[dict[str, Any]]:

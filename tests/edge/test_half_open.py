@@ -24,6 +24,7 @@ from services.engine.pages.source import Demand, Opening, PageLayout
 from services.engine.scheduling.loop import BACKOFF_S
 from tests.engine.running import RunningEngine
 from tests.kvcache.conftest import Running
+from tests.polling import until
 from tests.proxy import Proxy
 
 GEOMETRY = PageLayout(4, layers=2, kv_heads=1, head_dim=2, dtype="f32")
@@ -112,8 +113,7 @@ def test_a_call_whose_client_is_gone_ends(tmp_path: Path, proxy: Proxy, monkeypa
         next(stream)
         proxy.forget()
         assert proxy.dropped.wait(60), "the daemon still waits for an answer to its ping"
-        while daemon.daemon.calls.handled.get(("WatchEvents", "CANCELLED")) != 1:
-            pass
+        until(lambda: daemon.daemon.calls.handled.get(("WatchEvents", "CANCELLED")) == 1)
     daemon.close()
 
 

@@ -25,6 +25,7 @@ from services.engine.cli import COMMANDS
 from services.engine.config import BUNDLED_MODEL
 from tests.gated import gated, until_live
 from tests.generation import collect, request
+from tests.polling import until
 from tests.processes import ROOT, Service, engine, kvcache
 
 PROMPT = "KING HENRY:\nOnce more unto the breach, dear friends; or close the wall up with our English dead.\n"
@@ -162,8 +163,7 @@ def test_the_cache_outlives_a_killed_engine(directory: Path) -> None:
             text, tokens, finish = collect(stub_of(other).Generate(sampled()))
             assert (text, tokens) == expected[:2]
             assert finish.usage.cached_tokens == (finish.usage.prompt_tokens - 1) // 16 * 16 > 0
-            while pool_of(daemon).quarantined_pages:  # until the daemon saw that the process is gone
-                pass
+            until(lambda: not pool_of(daemon).quarantined_pages)  # the daemon saw that the process is gone
             assert pool_of(daemon).held_pages == 0
 
 
@@ -182,8 +182,7 @@ def test_sigterm_lets_a_stream_end_and_gives_the_session_back(directory: Path) -
 
 def test_it_waits_for_a_daemon_that_comes_later(directory: Path) -> None:
     with engine(directory, f"unix:{directory}/kvcache.sock", model=BUNDLED_MODEL, wait=False) as one:
-        while not one.events("kvcache_not_ready"):
-            assert one.process.poll() is None
+        until(lambda: one.events("kvcache_not_ready"), one.log)
         with kvcache(directory):
             one.wait_serving("rocmforge.engine.v1.EngineService")
             assert len(collect(stub_of(one).Generate(request(max_tokens=4)))[1]) == 4
@@ -192,8 +191,7 @@ def test_it_waits_for_a_daemon_that_comes_later(directory: Path) -> None:
 
 def test_sigterm_while_it_still_waits_for_its_daemon(directory: Path) -> None:
     with engine(directory, f"unix:{directory}/none.sock", model=BUNDLED_MODEL, wait=False) as one:
-        while not one.events("kvcache_not_ready"):
-            assert one.process.poll() is None
+        until(lambda: one.events("kvcache_not_ready"), one.log)
         assert one.stop() == 0
         assert "Traceback" not in one.log() and one.events("engine_stopped")
 

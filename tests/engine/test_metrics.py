@@ -17,6 +17,7 @@ from rocmforge.engine.v1 import engine_pb2 as pb
 from services.common.errors import ServiceError
 from services.engine.metrics import PREFIX
 from services.engine.scheduling.loop import EngineLoop
+from tests import polling
 from tests.engine.fakes import Harness, make_request
 from tests.engine.running import RunningEngine, refused
 from tests.generation import collect, request
@@ -139,8 +140,7 @@ class Watched:
         assert self.engine.steps.reached.wait(60)
         self.stopping = self.engine.begin(self.engine.engine.stop(30))
         self.engine.stopped = True
-        while not self.engine.engine.servicer.draining:
-            pass
+        polling.until(lambda: self.engine.engine.servicer.draining)
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ import mmap
 import os
 import signal
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from services.common import rpc
 from services.common.edge.unix_sockets import guest_socket
 from tests.kvcache.clients.stranger import Stranger
 from tests.kvcache.conftest import LAYOUT_PB
+from tests.polling import until
 from tests.processes import Service, kvcache
 
 TENANT, RIVAL = 3000, 3001
@@ -33,14 +33,6 @@ LAYOUT = json_format.MessageToDict(LAYOUT_PB)
 WAIT_S = 60.0
 
 pytestmark = pytest.mark.needs("other-users")
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    """What a condition becomes that is true at last."""
-    deadline = time.monotonic() + WAIT_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, what
-    return found
 
 
 @dataclass
@@ -61,7 +53,7 @@ class House:
         before = len(self.daemon.events("settings_read"))
         self.write(*allowed, more=more)
         self.daemon.process.send_signal(signal.SIGHUP)
-        until(lambda: len(self.daemon.events("settings_read")) > before, self.daemon.log())
+        until(lambda: len(self.daemon.events("settings_read")) > before, self.daemon.log)
 
     def write(self, *allowed: str, more: str = "") -> None:
         self.settings.write_text(f"allow = {list(allowed)!r}\nmemory = '1MiB'\n{more}")
@@ -168,7 +160,7 @@ def test_roles_that_cannot_be_given_change_nothing(house: House) -> None:
     taken.mkdir()
     house.write(f"viewer=uid:{TENANT}", "viewer=uid:2999", f"viewer=uid:{RIVAL}", more="drain = 7\n")
     house.daemon.process.send_signal(signal.SIGHUP)
-    [kept] = until(lambda: house.daemon.events("settings_kept"), house.daemon.log())
+    [kept] = until(lambda: house.daemon.events("settings_kept"), house.daemon.log)
     assert f"{taken}: exists and is not a socket" in kept["detail"]
     assert not house.daemon.events("settings_read") and not house.socket(2999).exists()
     with Stranger(TENANT, house.address(TENANT)) as tenant:
@@ -188,7 +180,7 @@ def test_roles_that_cannot_be_given_change_nothing(house: House) -> None:
 def test_a_bad_value_keeps_all_the_others_as_they_were(house: House, line: str, detail: str) -> None:
     house.settings.write_text(f"identity-unattached = 1\n{line}\n")
     house.daemon.process.send_signal(signal.SIGHUP)
-    [kept] = until(lambda: house.daemon.events("settings_kept"), house.daemon.log())
+    [kept] = until(lambda: house.daemon.events("settings_kept"), house.daemon.log)
     assert detail in kept["detail"]
     with Stranger(TENANT, house.address(TENANT)) as tenant:
         for _ in range(2):

@@ -16,6 +16,7 @@ import pytest
 from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from rocmforge.vllm.direct.exchange import AHEAD
 from rocmforge.vllm.direct.window import Window
+from tests.polling import until
 from tests.processes import Service, kvcache
 from tests.vllm import doubles
 from tests.vllm.direct_doubles import PAGE_BYTES, SIZE, Engine, Request, engine
@@ -39,10 +40,8 @@ def clean(daemon: Service) -> None:
     """No page differs from what was published, and nothing is held."""
     stub = kvcache_pb2_grpc.KvCacheServiceStub(daemon.channel)
     assert not stub.Fsck(kvcache_pb2.FsckRequest(deep=True)).violations
-    until = time.monotonic() + DEADLINE_S
-    while (pool := stats(daemon)).held_pages or pool.quarantined_pages or pool.active_sequences:
-        assert time.monotonic() < until, pool
-    assert not pool.corrupted_pages
+    until(lambda: not ((pool := stats(daemon)).held_pages or pool.quarantined_pages or pool.active_sequences))
+    assert not stats(daemon).corrupted_pages
 
 
 def run(*engines: Engine) -> None:

@@ -15,6 +15,7 @@ from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
 from tests.e2e.conftest import MODEL
 from tests.gated import gated, until_live
 from tests.generation import collect, request
+from tests.polling import until
 from tests.processes import Service, engine, kvcache
 
 REQUESTS = 32
@@ -167,8 +168,6 @@ def test_an_engine_killed_under_a_full_batch_comes_back_to_a_warm_cache(director
             assert warm[2].usage.cached_tokens == (warm[2].usage.prompt_tokens - 1) // 16 * 16 > 0
             cache = kvcache_pb2_grpc.KvCacheServiceStub(daemon.channel)
             # Until the daemon saw that the process is gone; the 32 have left complete pages alone.
-            while cache.GetStats(kvcache_pb2.GetStatsRequest()).pools[0].held_pages:
-                pass
-            while cache.GetStats(kvcache_pb2.GetStatsRequest()).pools[0].quarantined_pages:
-                pass
+            until(lambda: not cache.GetStats(kvcache_pb2.GetStatsRequest()).pools[0].held_pages)
+            until(lambda: not cache.GetStats(kvcache_pb2.GetStatsRequest()).pools[0].quarantined_pages)
             assert_clean(stub_of(other), daemon)

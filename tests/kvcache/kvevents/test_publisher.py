@@ -6,7 +6,7 @@ import contextlib
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.kvcache.clients.messages import opening, step
 from tests.kvcache.conftest import Running
 from tests.kvcache.kvevents.reader import Block, Reader
 from tests.loopback import own_host
+from tests.polling import until
 
 FLAGS = ("--kv-events", "127.0.0.1:0", "--kv-events-replay", "127.0.0.1:0")
 Blocks = dict[str, dict[int, Block]]
@@ -73,14 +74,6 @@ def truth(running: Running) -> tuple[Blocks, int]:
         return found, said._journal.next - 1
 
     found: tuple[Blocks, int] = until(lambda: running.call(body))
-    return found
-
-
-def until(look: Callable[[], Any], seconds: float = 60) -> Any:
-    """What is found, once there is something."""
-    deadline = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < deadline, "in vain"
     return found
 
 
