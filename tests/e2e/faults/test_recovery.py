@@ -19,7 +19,7 @@ from tests.polling import until
 from tests.processes import Service, engine, kvcache
 
 REQUESTS = 32
-TOKENS = 150
+TOKENS = 90
 
 
 @pytest.fixture
