@@ -168,7 +168,7 @@ class Quarantine:
         if session.sequences or mapped or session.id in self._records:
             record = self._record(session, pool)
             record.lost_at = now
-            pool.endings.end(list(session.sequences.values()), session.held_pages, now, record.keep)
+            pool.endings.end_session(session.id, session.sequences, session.held_pages, now, record.keep)
             expired = list(record.expired.values())
             record.expired.clear()
             record.kept -= sum(sequence.page_count for sequence in expired)

@@ -132,7 +132,7 @@ class Session:
 
     def end(self) -> None:
         """Forget all sequences and all ids: nobody can name them any more."""
-        self.sequences.clear()
+        self.sequences = {}  # those that there were may be the pool's now
         self.removed.clear()
         self.hold(-self.held_pages)
         self._charge(-self.ids_bytes)

@@ -76,7 +76,9 @@ class Pool:
         self.published = PublishedPages(self.table, self.index, self.totals)
         #: The live ones, by last access.
         self.sequences: dict[Sequence, None] = {}
-        self.endings = Endings(self.sequences, self.table, self.index, self.published, self.memory, self.debts)
+        self.endings = Endings(
+            self.sequences, self.table, self.index, self.published, self.memory, self.debts, self.page_size
+        )
         self.last_used = 0.0
         self.owner = ""  # the identity for which it was made
         #: Identities that were refused for want of pages, and until when they count as waiting.
@@ -146,6 +148,18 @@ class Pool:
         if sequence.published or sequence.chain_broken or len(sequence.tokens) + new < self.page_size:
             return 0
         return SALT + text_bytes(sequence.salt)
+
+    def parts(self) -> list[object]:
+        """All arrays, lists and tables that it is made of: of a large pool each takes a while to be freed."""
+        owners: list[object] = [self.table, self.index, self.checksums]
+        parts = list[object]()
+        for owner in owners:  # which grows meanwhile
+            for part in vars(owner).values() if hasattr(owner, "__dict__") else ():
+                if isinstance(part, array | bytearray | list | dict):
+                    parts.append(part)
+                elif type(part).__module__.startswith(__package__.rpartition(".")[0]) and part not in owners:
+                    owners.append(part)
+        return parts
 
     @property
     def bytes(self) -> int:

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from services.kvcache import slices
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
@@ -301,6 +302,43 @@ def test_damage_of_sessions_and_quarantine_is_found_too(damage: Callable[[KvCach
     damage(world.cache)
     assert list(check(world.cache))
     assert found_meanwhile(world, session)
+
+
+def test_a_pool_that_is_dropped_meanwhile_is_no_damage() -> None:
+    for ahead in range(0, 300, 13):
+        world = World(40)
+        session = world.attached()
+        run(world, session, "a", list(range(40)), 11)
+        world.cache.close_session(session.id)
+        with pausing_everywhere(), mock.patch.object(slices, "ENTRIES", 1):
+            walking, dropping = walk(world.cache), world.cache.dropping("pool")
+            assert not any(islice(walking, ahead))
+            for job in dropping:
+                if job is not None:
+                    job()
+                assert not any(islice(walking, 1))
+            assert not any(walking)
+
+
+def test_a_session_of_many_sequences_that_ends_meanwhile_is_no_damage() -> None:
+    for ahead in range(0, 200, 17):
+        world = World(40)
+        session = world.attached()
+        for at in range(9):
+            run(world, session, f"s{at}", [at, *range(7)], 3)
+        with pausing_everywhere(), mock.patch.object(slices, "ENTRIES", 4):
+            walking = walk(world.cache)
+            assert not any(islice(walking, ahead))
+            world.cache.close_session(session.id)
+            [pool] = world.cache.pools
+            assert not pool.sequences and pool.endings.sessions
+            while world.cache.debts:
+                world.sound()
+                assert not any(islice(walking, 3))
+                world.cache.debts.pay(world.now)
+            assert not any(walking)
+            assert not pool.endings.sessions and not pool.endings.entries and not pool.table.held_count
+            world.sound()
 
 
 def test_no_slice_is_long() -> None:

@@ -35,6 +35,13 @@ class UncleanPages:
         """How often a page is listed as a free one among them."""
         return (page in self._waiting) + (page in self._in_work)
 
+    def dismantle(self, most: int) -> bool:
+        """Give up some of the pages that wait, of a pool that is used no more; whether there were any."""
+        some = min(most, len(self._waiting))
+        for _ in range(some):
+            self._waiting.popitem()
+        return some > 0
+
     def add(self, page: int) -> None:
         """A page has become free."""
         self.granted.pop(page, None)
