@@ -22,10 +22,10 @@ from services.engine.cli import client
 from services.engine.pages.daemon import GrpcPageSource
 from services.engine.pages.source import Demand, Opening, PageLayout
 from services.engine.scheduling.loop import BACKOFF_S
+from tests.edge.proxy import Proxy
 from tests.engine.running import RunningEngine
 from tests.kvcache.conftest import Running
 from tests.polling import until
-from tests.proxy import Proxy
 
 GEOMETRY = PageLayout(4, layers=2, kv_heads=1, head_dim=2, dtype="f32")
 OPENING = Demand("a", start=0, tokens=[], total_pages=2, known_pages=0, opening=Opening([1, 2, 3]))
