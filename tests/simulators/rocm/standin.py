@@ -22,7 +22,8 @@ outside of any ends the process.
 
 **What it is not.** Nothing is asynchronous: every call has done its work when it returns, so a missing synchronisation
 is never noticed, and no time means anything. Denormals are kept where a GPU flushes them. A kernel may read memory of
-another device. Device code that was compiled into CuPy, and libraries of ROCm but the parts of hipBLAS that the product
+another device. Stream capture keeps kernels and products of one stream; copies, memory sets and events end a capture
+with an error. Device code that was compiled into CuPy, and libraries of ROCm but the parts of hipBLAS that the product
 uses, are not there: a call ends the process, and says of what.
 
 What differs between machines is set by the arguments of `environment`, which see. ``HIP_VISIBLE_DEVICES`` is honoured.
@@ -62,7 +63,7 @@ LIBRARIES: dict[str, tuple[str, list[Path]]] = {
         [
             *(
                 SOURCES / f"{name}.cpp"
-                for name in ("error", "device", "memory", "ipc", "stream", "module", "occupancy")
+                for name in ("error", "device", "memory", "ipc", "stream", "graph", "module", "occupancy")
             ),
             *(EXECUTOR / f"{name}.cpp" for name in ("block", "fiber")),
         ],

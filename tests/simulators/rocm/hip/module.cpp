@@ -146,6 +146,22 @@ Error run(const Function &function, executor::Index grid, executor::Index block,
     return SUCCESS;
 }
 
+// A launch's arguments, which the caller may change once it has returned.
+struct Kept {
+    std::vector<std::vector<unsigned char>> values;
+    Kept(const executor::Entry &entry, void **arguments) {
+        for (int i = 0; i < entry.count; i++) {
+            auto *from = (const unsigned char *)arguments[i];
+            values.emplace_back(from, from + entry.parameters[i].size);
+        }
+    }
+    std::vector<void *> places() const {
+        std::vector<void *> found;
+        for (const auto &value : values) found.push_back((void *)value.data());
+        return found;
+    }
+};
+
 Error check(const Function &function, executor::Index grid, executor::Index block, unsigned shared) {
     const unsigned most_threads = (unsigned)MOST_THREADS;
     if (!grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z) return INVALID_CONFIGURATION;
@@ -233,6 +249,9 @@ HIP_API int hipModuleLaunchKernel(
     if (extra || (!arguments && function->entry->count)) return told(INVALID_VALUE);
     executor::Index grid = {grid_x, grid_y, grid_z}, block = {block_x, block_y, block_z};
     if (Error error = check(*function, grid, block, shared)) return told(error);
+    const Kept kept(*function->entry, arguments);
+    const auto work = [=] { return standin_idle() ? SUCCESS : run(*function, grid, block, shared, kept.places().data()); };
+    if (captured(stream, work)) return SUCCESS;
     return standin_idle() ? SUCCESS : told(run(*function, grid, block, shared, arguments));
 }
 
