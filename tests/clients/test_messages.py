@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rocmforge.client import demands, messages
-from rocmforge.client.demands import Demand, Grant, Retention
+from rocmforge.client.demands import Demand, Grant, Retention, ReuseHint
 from rocmforge.client.errors import CapacityExceeded, ExceedsPool, InvalidConfiguration
 from rocmforge.client.layout import Layout, OpaqueLayout, PageLayout
 from rocmforge.client.statuses import error_from, error_from_status
@@ -33,8 +33,12 @@ def batches(draw: st.DrawFn) -> list[Demand]:
             found.append(Demand.of_step(name, draw(st.integers(0, 2**40)), tokens, pages, draw(st.integers(0, 5))))
         elif kind == "prompt":
             retention = draw(st.none() | st.builds(Retention, st.floats(0.001, 86400), st.integers(1, 100)))
-            tokens = draw(TOKENS) or [1]
-            found.append(Demand.of_prompt(name, tokens, pages, salt=draw(st.text(max_size=3)), retention=retention))
+            seconds = st.none() | st.floats(0.001, 86400)
+            hint = draw(
+                st.none() | st.builds(ReuseHint, st.text(max_size=3), st.integers(0, 9), st.booleans(), seconds)
+            )
+            tokens, salt = draw(TOKENS) or [1], draw(st.text(max_size=3))
+            found.append(Demand.of_prompt(name, tokens, pages, salt=salt, retention=retention, reuse_hint=hint))
         else:
             found.append(Demand.of_fork(name, "parent", pages))
     return found
@@ -50,7 +54,12 @@ def asked(demand: Demand) -> tuple[Any, ...]:
     if demand.opening is not None:
         retention = demand.opening.retention
         kept = None if retention is None else (round(retention.ttl_s * 1e9), retention.priority)
-        return (demand.sequence_id, demand.total_pages, list(demand.opening.prompt), demand.opening.salt, kept)
+        hint = demand.opening.reuse_hint
+        known: tuple[Any, ...] | None = None
+        if hint is not None:
+            back = None if hint.expected_return_s is None else round(hint.expected_return_s * 1e9)
+            known = (hint.category, hint.turn, hint.tool_call_pending, back)
+        return (demand.sequence_id, demand.total_pages, list(demand.opening.prompt), demand.opening.salt, kept, known)
     if demand.parent:
         return (demand.sequence_id, demand.total_pages, demand.parent)
     return (demand.sequence_id, demand.total_pages, demand.start, list(demand.tokens), demand.known_pages)
@@ -67,7 +76,11 @@ def heard(request: pb.AllocatePagesRequest) -> list[tuple[Any, ...]]:
                 continue
             kept = (prompt.retention.ttl.ToNanoseconds(), prompt.retention.priority)
             said = kept if prompt.HasField("retention") else None
-            found.append((one.sequence_id, one.total_pages, list(prompt.tokens), prompt.salt, said))
+            hint, known = prompt.reuse_hint, None
+            if prompt.HasField("reuse_hint"):
+                back = hint.expected_return.ToNanoseconds() if hint.HasField("expected_return") else None
+                known = (hint.category, hint.turn, hint.tool_call_pending, back)
+            found.append((one.sequence_id, one.total_pages, list(prompt.tokens), prompt.salt, said, known))
         else:
             steps, tokens = demand.steps, iter(demand.steps.tokens)
             for at, name in enumerate(steps.sequence_ids):

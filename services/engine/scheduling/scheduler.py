@@ -502,7 +502,7 @@ class Scheduler:
         pages = self._admission.pages_for(sequence.resident_target)
         request = sequence.request
         tokens = request.prompt if not sequence.num_generated_tokens else tuple(sequence.tokens)
-        opening = Opening(tokens, request.salt, request.retention)
+        opening = Opening(tokens, request.salt, request.retention, request.reuse_hint)
         return self._demand(sequence, pages, opening), sequence
 
     def _take(self, sequence: Sequence, demand: Demand, grant: Grant) -> list[PageCopy]:

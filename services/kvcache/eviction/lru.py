@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from services.kvcache.eviction.hints import Claim
+
 _NONE = -1
 
 #: Pages that a walk looks at in one go.
@@ -135,6 +137,17 @@ class LruQueue:
 
     def note_evicted(self, page: int) -> None:
         """A cached page outside the queue is evicted."""
+
+    def claim(self, page: int, claim: Claim | None) -> None:
+        """A sequence that used the page has ended, and its caller said this of its return; before it is pushed."""
+
+    @property
+    def has_claims(self) -> bool:
+        """Whether pages may have claims, which the end of a sequence without one would change."""
+        return False
+
+    def forget(self, page: int) -> None:
+        """A page outside the queue has lost its content."""
 
     def touch(self, page: int, now: float) -> None:
         """Make a queued page the newest."""

@@ -9,6 +9,7 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import NamedTuple
 
+from services.kvcache.eviction.hints import Claim
 from services.kvcache.eviction.lru import PAUSE, Links, LruQueue
 from services.kvcache.eviction.retention import Promise
 
@@ -160,8 +161,18 @@ class RetainingQueue:
         return joined
 
     def forget(self, page: int) -> None:
-        """Drop the promise of a page outside the queue, if it has one."""
+        """Drop the promise of a page outside the queue, if it has one, and what callers said of its return."""
         self._promises.pop(page, None)
+        self._policy.forget(page)
+
+    def claim(self, page: int, claim: Claim | None) -> None:
+        """See ``LruQueue``."""
+        self._policy.claim(page, claim)
+
+    @property
+    def has_claims(self) -> bool:
+        """See ``LruQueue``."""
+        return self._policy.has_claims
 
     def pass_time(self, now: float, most: int = PAUSE) -> bool:
         """Advance the clock to ``now``: pages whose retention has expired return to the policy, continuations first.

@@ -151,9 +151,12 @@ class Endings:
                     pages, sequence.pages[kept:] = sequence.pages[kept:], []
                     sequence.published = kept
                     promises = promise is not None or cached.has_promises
+                    claims = sequence.claim is not None or cached.has_claims
                     for page in reversed(pages):
                         if promises:
                             promise = cached.promise(self._index.primary_of(page), promise)
+                        if claims:
+                            cached.claim(self._index.primary_of(page), sequence.claim)
                         settle(page, table.drop(page, sequence), now)
                 given = before - sequence.page_count
                 self.entries -= given
@@ -273,9 +276,12 @@ class Endings:
         cached.pass_time(now)
         promise = retention.promise(now) if retention is not None else None
         promises = promise is not None or cached.has_promises
+        claims = sequence.claim is not None or cached.has_claims
         for page in reversed(sequence.pages[:published]):
             if promises:
                 promise = cached.promise(self._index.primary_of(page), promise)
+            if claims:
+                cached.claim(self._index.primary_of(page), sequence.claim)
             settle(page, table.drop(page, sequence), now)
         return unfinished
 

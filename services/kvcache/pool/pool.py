@@ -213,7 +213,7 @@ class Pool:
         child.pages += pages
         child.published, child.chain_broken = min(parent.published, len(child.pages)), parent.chain_broken
         child.tokens.extend(parent.tokens[first * size : end * size])
-        child.retention, child.cached_tokens = parent.retention, len(child.tokens)
+        child.retention, child.claim, child.cached_tokens = parent.retention, parent.claim, len(child.tokens)
 
     def tail_is_shared(self, sequence: Sequence) -> bool:
         """Whether the page for the next token is partly filled and has other holders."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rocmforge.client.arena.host import HostPages
     from rocmforge.client.arena.views import TorchViews, Views
     from rocmforge.client.cache import KvCache
-    from rocmforge.client.demands import Demand, Grant, Opening, PageCopy, Retention
+    from rocmforge.client.demands import Demand, Grant, Opening, PageCopy, Retention, ReuseHint
     from rocmforge.client.errors import KvCacheDown, ServiceError, SessionExpired
     from rocmforge.client.events import EventLog
     from rocmforge.client.layout import OpaqueLayout, PageLayout
@@ -36,6 +36,7 @@ _MODULES = {
     "PageCopy": "demands",
     "PageLayout": "layout",
     "Retention": "demands",
+    "ReuseHint": "demands",
     "Runtime": "arena.gpu_ipc",
     "ServiceError": "errors",
     "SessionExpired": "errors",
@@ -59,6 +60,7 @@ __all__ = [
     "PageCopy",
     "PageLayout",
     "Retention",
+    "ReuseHint",
     "Runtime",
     "ServiceError",
     "SessionExpired",

@@ -133,6 +133,12 @@ def _opening(demand: Demand) -> pb.SequenceOpening:
     if opening.retention is not None:
         message.prompt.retention.ttl.FromNanoseconds(round(opening.retention.ttl_s * 1e9))
         message.prompt.retention.priority = opening.retention.priority
+    if (hint := opening.reuse_hint) is not None:
+        said = message.prompt.reuse_hint
+        said.category, said.turn, said.tool_call_pending = hint.category, hint.turn, hint.tool_call_pending
+        said.SetInParent()
+        if hint.expected_return_s is not None:
+            said.expected_return.FromNanoseconds(round(hint.expected_return_s * 1e9))
     return message
 
 
