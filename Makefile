@@ -23,6 +23,10 @@ GO := $(shell command -v go 2>/dev/null)
 PROTOC_GEN_GO := google.golang.org/protobuf/cmd/protoc-gen-go@v1.33.0
 PROTOC_GEN_GO_GRPC := google.golang.org/grpc/cmd/protoc-gen-go-grpc@v1.3.0
 
+# Many containers set it. Here it costs minutes: each of the processes that the tests start compiles all that it imports,
+# and each of pytest's workers rewrites all tests.
+export PYTHONDONTWRITEBYTECODE :=
+
 # pip must not prompt, nor advertise its own updates.
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -98,7 +102,7 @@ test-isa: setup ## Run all kernel tests as AMD machine code on this CPU
 # Another environment that has vLLM serves as well: make test-vllm VLLM=FOLDER
 VLLM := build/vllm
 
-test-vllm: setup $(VLLM)/bin/vllm ## Run the tests of the vLLM connector, with the real vLLM in VLLM=build/vllm (6 GB, made if need be)
+test-vllm: smollm2 $(VLLM)/bin/vllm ## Run the tests of the vLLM connector, with the real vLLM in VLLM=build/vllm (6 GB, made if need be)
 	@ROCMFORGE_VLLM=$(abspath $(VLLM))/bin/python $(PY) -m pytest tests/vllm
 
 # vLLM's environment has transformers, too; another one serves as well: make test-transformers TRANSFORMERS=FOLDER

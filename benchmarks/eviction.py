@@ -1,12 +1,17 @@
 """Replay a request trace through the daemon's state object: the hit rate by eviction policy and pool size.
 
     python -m benchmarks.eviction --trace FILE --pages 1000,3000 --policy lru,density --json
+    python -m benchmarks.eviction --agents 12000 --block-tokens 2048 --pages 300,500,1000,2000
 
 A trace is a JSON Lines file, one request per line, with ``hash_ids``: the ids of the request's blocks, each of which
 identifies the block's content and everything before it (the format of the Mooncake traces: Qin et al., FAST 2025). One
 block is one page. A request opens a sequence, which matches the longest cached prefix, allocates and records the
 remaining blocks, and is removed. Requests run one after another. The hit rate is matched blocks over all blocks. If a
 request has more blocks than the pool, the first ones that fit are replayed and the others count as misses.
+
+``--agents N`` replays N calls of agentic traffic instead (`benchmarks.parts.agents`). Its callers say what they know of
+when they return, in so far as they are ``--right``: the policy ``hinted`` is ``density`` with these hints. A trace has
+none.
 
 Two further policies are computed here as bounds: ``belady`` evicts the block whose next use is furthest away (Belady,
 1966), at a tie the deeper block; ``unbounded`` never evicts.
@@ -21,20 +26,23 @@ import json
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.parts.agents import Agents, hints
 from services.kvcache.cache.cache import KvCache
 from services.kvcache.cache.grant import Grant
 from services.kvcache.cache.limits import Limits
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
+from services.kvcache.eviction.hints import ReuseHint
 from services.kvcache.eviction.policy import POLICIES
 from services.kvcache.pool.budget import CANARY_BYTES
 from services.kvcache.pool.layout import Layout, PageLayout
 
 Trace = list[list[int]]
+Hints = Sequence[ReuseHint | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +111,18 @@ class _NoArena:
         """Overrides."""
 
 
-def replay(trace: Trace, pages: int, policy: str) -> int:
+def replay(trace: Trace, pages: int, policy: str, said: Hints = None) -> int:
     """Blocks that hit, through the state object."""
     return sum(hits(trace, pages, policy))
 
 
-def hits(trace: Trace, pages: int, policy: str) -> Iterator[int]:
-    """Blocks of each request that hit, through the state object."""
+def hinted(trace: Trace, pages: int, policy: str, said: Hints = None) -> int:
+    """Blocks that hit when callers say what they know."""
+    return sum(hits(trace, pages, "density", said))
+
+
+def hits(trace: Trace, pages: int, policy: str, said: Hints = None) -> Iterator[int]:
+    """Blocks of each request that hit, through the state object. ``said`` has what each caller says of its return."""
     # A page holds one token, the block's id renumbered: the trace's ids may be of any size.
     layout = PageLayout(page_size=1, layers=1, kv_heads=1, head_dim=1, dtype="f32")
     cache = KvCache(
@@ -128,7 +141,8 @@ def hits(trace: Trace, pages: int, policy: str) -> Iterator[int]:
         name = str(number)
         # One more token, because a prompt's last token is never matched.
         prompt = array("I", (*blocks, 0))
-        [(_, grant)], _ = cache.calls.allocate(session.id, [Opening(name, Prompt(prompt), len(blocks))], [])
+        opening = Opening(name, Prompt(prompt, reuse_hint=None if said is None else said[number]), len(blocks))
+        [(_, grant)], _ = cache.calls.allocate(session.id, [opening], [])
         if not isinstance(grant, Grant):
             raise grant
         computed = prompt[grant.cached_tokens : -1]
@@ -137,7 +151,7 @@ def hits(trace: Trace, pages: int, policy: str) -> Iterator[int]:
         yield grant.cached_tokens
 
 
-def unbounded(trace: Trace, pages: int, policy: str) -> int:
+def unbounded(trace: Trace, pages: int, policy: str, said: Hints = None) -> int:
     """Blocks that hit when nothing is ever evicted; ``pages`` does not matter."""
     seen: set[int] = set()
     hits = 0
@@ -147,7 +161,7 @@ def unbounded(trace: Trace, pages: int, policy: str) -> int:
     return hits
 
 
-def belady(trace: Trace, pages: int, policy: str) -> int:
+def belady(trace: Trace, pages: int, policy: str, said: Hints = None) -> int:
     """Blocks that hit with knowledge of the future."""
     never = len(trace)
     upcoming: list[list[int]] = []
@@ -177,20 +191,21 @@ def belady(trace: Trace, pages: int, policy: str) -> int:
     return hits
 
 
-POLICY: dict[str, Callable[[Trace, int, str], int]] = {
+POLICY: dict[str, Callable[[Trace, int, str, Hints], int]] = {
     **dict.fromkeys(POLICIES, replay),
+    "hinted": hinted,
     "belady": belady,
     "unbounded": unbounded,
 }
 
 
-def measure(trace: Trace, pages: list[int], policies: list[str]) -> list[Row]:
+def measure(trace: Trace, pages: list[int], policies: list[str], said: Hints = None) -> list[Row]:
     """A row for each policy and size."""
     blocks = sum(map(len, trace))
     rows = []
     for policy, size in itertools.product(policies, pages):
         started = time.perf_counter()
-        hits = POLICY[policy](trace, size, policy)
+        hits = POLICY[policy](trace, size, policy, said)
         rows.append(Row(policy, size, hits / blocks if blocks else 0.0, time.perf_counter() - started))
     return rows
 
@@ -215,7 +230,7 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     for policy in dict.fromkeys(row.policy for row in rows):
         of_policy = [row for row in rows if row.policy == policy]
-        style = "--" if POLICY[policy] is not replay else "-o"
+        style = "-o" if POLICY[policy] in (replay, hinted) else "--"
         axes.plot([row.pages for row in of_policy], [row.hit_rate for row in of_policy], style, label=policy)
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
@@ -230,7 +245,15 @@ def plot(rows: list[Row], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.eviction", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="requests, one JSON object a line")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", type=Path, metavar="FILE", help="requests, one JSON object a line")
+    source.add_argument("--agents", type=int, metavar="N", help="N calls of agentic traffic")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of agentic traffic (%(default)s)")
+    parser.add_argument("--block-tokens", type=int, default=512, metavar="N", help="its tokens a block (%(default)s)")
+    parser.add_argument(
+        "--right", type=float, default=1.0, metavar="SHARE", help="how often its callers are right (%(default)s)"
+    )
+    parser.add_argument("--no-estimates", action="store_true", help="its callers do not estimate when they return")
     parser.add_argument("--pages", default="1000,3000,10000,30000,100000", metavar="N,N", help="sizes (%(default)s)")
     parser.add_argument("--policy", default=",".join(POLICY), metavar="P,P", help="policies (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON array of rows")
@@ -245,11 +268,19 @@ def main(arguments: list[str] | None = None) -> int:
     policies = options.policy.split(",")
     if unknown := [policy for policy in policies if policy not in POLICY]:
         parser.error(f"--policy {unknown[0]}: expected some of {', '.join(POLICY)}")
-    try:
-        trace = read_trace(options.trace)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    rows = measure(trace, pages, policies)
+    said: Hints = None
+    if options.agents is None:
+        try:
+            trace = read_trace(options.trace)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+    else:
+        if options.agents < 1 or options.block_tokens < 1 or not 0 <= options.right <= 1:
+            parser.error("--agents and --block-tokens: expected at least 1; --right: expected 0 to 1")
+        calls = Agents(options.seed, options.block_tokens).calls(options.agents)
+        trace = [call.blocks for call in calls]
+        said = hints(calls, options.seed, options.right, not options.no_estimates)
+    rows = measure(trace, pages, policies, said)
     if options.plot is not None:
         plot(rows, options.plot)
     print(json.dumps([asdict(row) for row in rows]) if options.json else table(rows))

@@ -177,12 +177,16 @@ def large_pools(caller: Caller) -> Iterator[None]:
 def cached(caller: Caller) -> str | None:
     """Fill a pool with cached pages."""
     session = caller.attached("tiny", TINY, 1 << 18)
-    if session is not None:
-        for number in range(64):
-            names = [f"{number}-{at}" for at in range(1000)]
-            caller.open_many(session, names, tokens=4, pages=4)
-            caller.call("RemoveSequences", session_id=session, sequence_ids=names)
+    filled(caller, session, range(64))
     return session
+
+
+def filled(caller: Caller, session: str | None, numbers: range) -> None:
+    """Have four thousand pages cached for each number."""
+    for number in numbers if session is not None else ():
+        names = [f"{number}-{at}" for at in range(1000)]
+        caller.open_many(session or "", names, tokens=4, pages=4)
+        caller.call("RemoveSequences", session_id=session, sequence_ids=names)
 
 
 def watch(caller: Caller) -> Iterator[None]:
@@ -196,12 +200,16 @@ def watch(caller: Caller) -> Iterator[None]:
 
 
 def drop(caller: Caller) -> Iterator[None]:
-    """Has a large cache evicted, and fills it again."""
+    """Has a large cache evicted, and drops its pool; fills it again, as far as it gets in a moment."""
+    session, fill = caller.attached("tiny", TINY, 1 << 18), range(64)
     while True:
-        session = cached(caller)
+        filled(caller, session, fill)
         yield
         caller.call("EvictPages", pool_id="tiny")
         caller.call("CloseSession", session_id=session)
+        caller.call("DropPool", pool_id="tiny")
+        # To fill all of it takes longer than the trick is played for.
+        session, fill = caller.attached("tiny", TINY, 1 << 18), range(8)
 
 
 def sequences(caller: Caller) -> str | None:

@@ -168,11 +168,11 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a row for each kernel as soon as it is counted."""
-    told = parsed(arguments)
-    if not told.json:
+    asked = parsed(arguments)
+    if not asked.json:
         print(HEAD)
-    for one in rows(told.cards, told.kernels, told.pages, told.groups, told.units):
-        print(json.dumps(asdict(one)) if told.json else line(one), flush=True)
+    for one in rows(asked.cards, asked.kernels, asked.pages, asked.groups, asked.units):
+        print(json.dumps(asdict(one)) if asked.json else line(one), flush=True)
     return 0
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +20,7 @@ from kernels import ops_numpy
 from kernels.attention import plan as attention
 from kernels.attention import selftest
 from kernels.attention.plan import Attention, Geometry, size_class
-from kernels.device import module, tuning
+from kernels.device import module, occupancy, tuning
 from kernels.device.gpu import this_gpu
 from kernels.device.pinned import Pinned
 from kernels.device.staging import Staging
@@ -139,6 +139,7 @@ class CupyOps:
         self._device.use()
         self._gpu = this_gpu(device)
         self._tuned = tuned
+        self._occupancy = occupancy.of_device()
         self._kind, self._kv_kind, self._page_size = KINDS[dtype], KINDS[kv_dtype], page_size
         self._dtype = _DTYPES[self._kind]
         self._attentions: dict[tuple[int, int, int, int, float], Attention] = {}
@@ -371,9 +372,13 @@ class CupyOps:
         return out, x if total is None else total
 
     def _gemv(self, kernel: str, product: gemv.Product, arguments: list[Any], shared: int = 0) -> None:
-        launch = gemv.launch(self._gpu, product, self._blocks_of(product))
+        compiled = self._module("gemv", RF_ROWS=gemv.compiled_rows(product))
+        blocks = self._blocks_of(product)
+        if blocks is None:
+            assumed = gemv.BLOCKS[product.rows > 1]
+            blocks = self._occupancy.blocks(compiled, kernel, gemv.THREADS, shared, assumed)
+        launch = gemv.launch(self._gpu, product, blocks)
         sizes = [np.int32(product.rows), np.int32(product.inputs), np.int32(product.outputs), np.int32(launch.split)]
-        compiled = self._module("gemv", RF_ROWS=launch.rows)
         compiled.launch(kernel, launch.blocks, gemv.THREADS, [*arguments, *sizes], shared)
 
     def silu_mul(self, gate_up: Any) -> Any:
@@ -447,12 +452,21 @@ class CupyOps:
     ) -> selftest.Verdict:
         """Compile every variant that attention of such a model can use, and say whether it uses matrix units.
 
+        From then on plans use the blocks that fit at a time, by the runtime's occupancy query.
         Raises ValueError if the model is not supported.
         """
         self._device.use()
-        verdict = self._verdict(self._geometry(query_heads, layers, kv_heads, head_dim))
-        self._attention(query_heads, layers, kv_heads, head_dim, scale).compile()
-        return verdict
+        geometry = self._geometry(query_heads, layers, kv_heads, head_dim)
+        verdict = self._verdict(geometry)
+        attention_ = self._attention(query_heads, layers, kv_heads, head_dim, scale)
+        attention_.compile()
+
+        def fits(compiled: module.Launches, kernel: str, threads: int, assumed: int) -> int:
+            return self._occupancy.blocks(cast(module.Module, compiled), kernel, threads, 0, assumed)
+
+        gpu = attention_.fitted(fits, prefill=not self._occupancy.bounded)
+        found = self._verdicts[geometry] = replace(verdict, gpu=gpu, occupancy_refused=self._occupancy.refused)
+        return found
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 

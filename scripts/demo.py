@@ -44,6 +44,8 @@ DEFAULT_PROMPT = (
 ENGINE_TCP = "127.0.0.1:50051"
 START_S = 120.0
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: How long after a finalizer an interrupt is raised again.
+AGAIN_S = 0.01
 
 
 class CannotStart(Exception):
@@ -54,7 +56,8 @@ class Interrupts:
     """Requests to end this script: Ctrl-C and its like. Raised in blocks that allow it, and nowhere else.
 
     So no interrupt comes between a process and the list that will stop it, or between the end of a block and its
-    cleanup. It is raised once: whoever is impatient meanwhile has ``again`` called.
+    cleanup. It is raised once: whoever is impatient meanwhile has ``again`` called. If it is raised in a finalizer, as
+    gRPC's objects have them, Python drops it there; it is raised again when the finalizer is over.
     """
 
     def __init__(self) -> None:
@@ -68,7 +71,16 @@ class Interrupts:
         if self._allowed:
             self._allowed = False
             raise KeyboardInterrupt
-        self.again()
+        if number != signal.SIGALRM:
+            self.again()
+
+    def dropped(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Python's hook for what was raised in a finalizer."""
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            sys.__unraisablehook__(unraisable)
+            return
+        self._allowed = True  # the block goes on; its end takes this back
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
@@ -306,8 +318,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "up", "down"])
     command = parser.parse_args(arguments).command
-    for number in INTERRUPTS:
+    for number in (*INTERRUPTS, signal.SIGALRM):
         signal.signal(number, interrupts.handle)
+    sys.unraisablehook = interrupts.dropped
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # print ? for characters that the encoding lacks
     try:

@@ -51,7 +51,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def Export(self, request: pb.ExportTraceServiceRequest, context: Any) -> pb.ExportTraceServiceResponse:
         self.reached.set()
-        self.open.wait(60)
+        self.open.wait(600)
         self.texts.append(str(request))
         for resource in request.resource_spans:
             service = next(one.value.string_value for one in resource.resource.attributes if one.key == "service.name")

@@ -23,6 +23,7 @@ from services.engine.model.runner import Runner
 from services.engine.sampling.result import Result
 from services.engine.scheduling.step import Chunk, Flight
 from tests.gpus import environment
+from tests.polling import until
 from tests.processes import START_S, Service, engine
 
 PIPE = "TESTS_STEPS"
@@ -104,10 +105,12 @@ def gated(
 def until_live(service: Service, samples: int) -> None:
     """Wait until an engine knows of so many samples that have not ended."""
     stub = engine_pb2_grpc.EngineServiceStub(service.channel)
-    while True:
+
+    def live() -> bool:
         stats = stub.GetStats(engine_pb2.GetStatsRequest())
-        if stats.running_requests + stats.queued_requests >= samples:
-            return
+        return bool(stats.running_requests + stats.queued_requests >= samples)
+
+    until(live)
 
 
 class GatedRunner(Runner):

@@ -69,12 +69,16 @@ class Service:
         lines = (line for line in self.log().rpartition("\n")[0].splitlines() if line.startswith("{"))
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
+    def started(self) -> dict[str, Any]:
+        """The event of its start, which is logged a moment after health says SERVING."""
+        while not (told := [*self.events("kvcache_serving"), *self.events("engine_serving")]):
+            assert self.process.poll() is None, self.log()
+        [event] = told
+        return event
+
     def tcp(self) -> str:
         """The TCP address on which it listens, according to its log."""
-        while not (told := [*self.events("kvcache_serving"), *self.events("engine_serving")]):
-            assert self.process.poll() is None, self.log()  # it is told a moment after health says SERVING
-        [started] = told
-        return next(address for address in started["listen"] if not address.startswith("unix:"))
+        return next(str(one) for one in self.started()["listen"] if not one.startswith("unix:"))
 
     def kill(self) -> None:
         self.process.kill()

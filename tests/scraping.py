@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests import polling
+
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 Labels = tuple[tuple[str, str], ...]
@@ -46,9 +48,7 @@ NOTHING = Scrape({}, {})
 
 def until(look: Callable[[], Scrape], name: str, value: float, **labels: str) -> Scrape:
     """Look until a sample is what it must become: a call that is refused is counted when its caller knows already."""
-    while (seen := look()).value(name, **labels) != value:
-        pass
-    return seen
+    return polling.until(lambda: seen if (seen := look()).value(name, **labels) == value else None, f"{name} {value}")
 
 
 def read(address: str, accept: str = "text/plain") -> str:

@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ from kernels.device.module import Launches
 
 BYTES = {"F32": 4, "F16": 2, "BF16": 2, "INT8": 1}
 HEAD_DIMS = (64, 80, 96, 128, 256)
+#: Blocks of `attention_prefill` at a time, where the runtime does not say: as measured on NVIDIA.
+PREFILL_BLOCKS = 2
 _MOST_POSITIONS = np.iinfo(np.int32).max // 2
 
 
@@ -167,7 +169,7 @@ def plan(
         rows, cost = _decoding(geometry, gpu, int(np.max(lengths[few] * group, initial=1)))
         decode = cut(_tiles(few.nonzero()[0], starts, lengths, group, rows), heads, processors, cost, 0, item_keys)
         tiles = _tiles((~few).nonzero()[0], starts, lengths, group, geometry.prefill_tile)
-        prefill = cut(tiles, heads, processors, prefill_cost(), decode.partial_rows, item_keys)
+        prefill = cut(tiles, heads, processors, prefill_cost(gpu), decode.partial_rows, item_keys)
         offsets, entries = np.append(0, lengths.cumsum()), np.concatenate([decode.entries, prefill.entries])
 
     arrays = starts, offsets, decode.items, prefill.items, entries
@@ -238,19 +240,25 @@ def decode_rows(geometry: Geometry, gpu: Gpu, queries: int) -> int:
     return max(least, min(max_decode_rows(geometry, gpu), 1 << (queries - 1).bit_length()))
 
 
-def decode_cost(geometry: Geometry, gpu: Gpu, rows: int) -> Cost:
-    """Return the cost of `attention_decode` with tiles of ``rows`` queries; registers limit the blocks at a time."""
+def decode_bound(geometry: Geometry, gpu: Gpu, rows: int) -> int:
+    """Return RF_BLOCKS for tiles of ``rows`` queries: the blocks that must fit at a time on CUDA, if not tuned."""
+    if gpu.decode_blocks:
+        return gpu.decode_blocks
     if decode_matrix(geometry, gpu):
-        blocks = 4 if geometry.head_dim <= 128 else 3 if rows <= 8 else 2
-    else:
-        blocks = 3 if rows <= 4 and geometry.kv_dtype != "F32" else 2
-    blocks = gpu.decode_blocks or blocks
-    return Cost(blocks, enough=2, block=64, split=64)
+        return 4 if geometry.head_dim <= 128 else 3 if rows <= 8 else 2
+    return 3 if rows <= 4 and geometry.kv_dtype != "F32" else 2
 
 
-def prefill_cost() -> Cost:
+def decode_cost(geometry: Geometry, gpu: Gpu, rows: int) -> Cost:
+    """Return the cost of `attention_decode` with tiles of ``rows`` queries; a tuned number of blocks comes first."""
+    blocks = gpu.decode_blocks or dict(gpu.decode_fits).get(rows) or decode_bound(geometry, gpu, rows)
+    return Cost(blocks, enough=min(2, blocks), block=64, split=64)
+
+
+def prefill_cost(gpu: Gpu) -> Cost:
     """Return the cost of `attention_prefill`."""
-    return Cost(at_once=2, enough=2, block=64, split=192)
+    blocks = gpu.prefill_fits or PREFILL_BLOCKS
+    return Cost(blocks, enough=min(2, blocks), block=64, split=192)
 
 
 def _tiles(rows: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any], group: int, tile: int) -> Tiles:
@@ -299,12 +307,31 @@ class Attention:
 
     def compile(self) -> None:
         """Compile everything that any batch can need, so that no step waits for the compiler."""
-        least, most = decode_rows(self.geometry, self.gpu, 1), max_decode_rows(self.geometry, self.gpu)
-        first = decode_rows(self.geometry, self.gpu, self.geometry.group)
-        for rows in (rows for rows in (1, 2, 4, 8, 16) if max(least, first) <= rows <= most):
+        for rows in self._tiles():
             self._kernel("attention_decode", rows)
         self._kernel("attention_prefill")
         self._kernel("attention_combine")
+
+    def fitted(self, fits: Callable[[Launches, str, int, int], int], prefill: bool) -> Gpu:
+        """Return the GPU with the blocks that fit: ``fits(compiled, kernel, threads, assumed)``.
+
+        Without ``prefill``, only of `attention_decode`.
+        """
+        decode = tuple(
+            (rows, fits(self._kernel("attention_decode", rows), "attention_decode", 4 * self.gpu.wave, bound))
+            for rows, bound in ((rows, decode_bound(self.geometry, self.gpu, rows)) for rows in self._tiles())
+        )
+        of_prefill = 0
+        if prefill:
+            threads = self._prefill_threads()
+            of_prefill = fits(self._kernel("attention_prefill"), "attention_prefill", threads, PREFILL_BLOCKS)
+        return replace(self.gpu, decode_fits=decode, prefill_fits=of_prefill)
+
+    def _tiles(self) -> list[int]:
+        """The numbers of queries of a tile that any batch can need."""
+        least, most = decode_rows(self.geometry, self.gpu, 1), max_decode_rows(self.geometry, self.gpu)
+        first = decode_rows(self.geometry, self.gpu, self.geometry.group)
+        return [rows for rows in (1, 2, 4, 8, 16) if max(least, first) <= rows <= most]
 
     def scratch(self, plan: Plan) -> tuple[int, int]:
         """Return the required sizes of ``partials`` and ``stats``, in float32 elements."""
@@ -380,7 +407,7 @@ class Attention:
             given |= {"RF_KV": geometry.kv_dtype, "RF_PAGE_SIZE": geometry.page_size}
             given["RF_MATRIX"] = (decode_matrix if rows else prefill_matrix)(geometry, self.gpu)
         if rows:
-            given |= {"RF_ROWS": rows, "RF_BLOCKS": decode_cost(geometry, self.gpu, rows).at_once}
+            given |= {"RF_ROWS": rows, "RF_BLOCKS": decode_bound(geometry, self.gpu, rows)}
         return given
 
     def _kernel(self, name: str, rows: int = 0) -> Launches:

@@ -58,6 +58,8 @@ class Verdict:
     kernels: dict[str, float]
     wrong: str = ""
     bound: float = 0.0
+    #: Why the runtime did not say how many blocks fit, so that plans assume it; empty if it did.
+    occupancy_refused: str = ""
 
 
 def tested(device: TriedDevice, geometry: Geometry, gpu: Gpu) -> Verdict:

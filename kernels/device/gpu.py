@@ -16,6 +16,8 @@ class Gpu:
 
     ``matrix`` selects the matrix unit of common.h: `matrix_unit` of the target, or on a CPU any, for tests.
     ``decode_blocks``: blocks of `attention_decode` that a multiprocessor runs at a time, if that was tuned; else 0.
+    ``decode_fits``, ``prefill_fits``: the blocks that fit at a time, by the runtime's occupancy query; of decode for
+    each number of queries of a tile. Empty and 0 if they are not known.
     ``decode_scalar``, ``prefill_scalar``: the kernel leaves the matrix unit alone, which was measured to be faster.
     """
 
@@ -23,6 +25,8 @@ class Gpu:
     processors: int
     matrix: int
     decode_blocks: int = 0
+    decode_fits: tuple[tuple[int, int], ...] = ()
+    prefill_fits: int = 0
     decode_scalar: bool = False
     prefill_scalar: bool = False
 

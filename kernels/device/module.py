@@ -53,9 +53,7 @@ class Module:
         nothing checks them. ``shared`` is the dynamic shared memory in bytes. Raises ValueError for an empty grid or
         block, which CuPy would treat as 1.
         """
-        function = self._functions.get(name)
-        if function is None:
-            function = self._functions[name] = self._raw.get_function(name).kernel
+        function = self._function(name)
         grid = grid if isinstance(grid, tuple) else (grid,)
         block = block if isinstance(block, tuple) else (block,)
         if min(*grid, *block) < 1:
@@ -63,6 +61,16 @@ class Module:
         function(grid, block, tuple([_NULL if one is None else one for one in args]), shared_mem=shared, stream=stream)
         if writing.tape is not None:
             writing.tape.kernel(function, grid, block, args, shared, _stream_of(stream))
+
+    def function(self, name: str) -> int:
+        """Return the driver's handle of kernel ``name``."""
+        return int(self._function(name).ptr)
+
+    def _function(self, name: str) -> Any:
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = self._raw.get_function(name).kernel
+        return function
 
 
 def load(name: str, defines: Mapping[str, str | int] | None = None) -> Module:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.device.libraries import LibraryError, loaded
 from kernels.device.recording import writing
 
 #: cudaDataType and hipDataType, which agree, by an array's dtype.
@@ -91,7 +92,10 @@ class _Library:
 def _library() -> _Library:
     import cupy
 
-    return _hipblas() if cupy.cuda.runtime.is_hip else _cublas()
+    try:
+        return _hipblas() if cupy.cuda.runtime.is_hip else _cublas()
+    except LibraryError as error:
+        raise GemmError(str(error)) from error
 
 
 class _Cublas:
@@ -130,7 +134,7 @@ def _cublas() -> _Library:
     from cupy.cuda import device
 
     device.get_cublas_handle()  # makes CuPy load the library
-    library = _loaded("libcublas.so")
+    library = loaded("libcublas.so")
     stream_of, device_of = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
     handles: dict[tuple[int, int], _Cublas] = {}  # a handle may be used by one thread at a time
 
@@ -151,7 +155,7 @@ def _hipblas() -> _Library:
     from cupy.cuda import device
     from cupy_backends.cuda.libs import cublas
 
-    library = _loaded("libhipblas.so")
+    library = loaded("libhipblas.so")
 
     def handle() -> int:
         found = int(device.get_cublas_handle())
@@ -170,13 +174,3 @@ def _declared(gemm_ex: Any) -> Any:
         pointer, number, number, number, number, number, pointer, *matrix, *matrix, pointer, *matrix, number, number,
     ]  # fmt: skip
     return gemm_ex
-
-
-def _loaded(name: str) -> Any:
-    """The library that CuPy has loaded, by the prefix of its file name: a handle is only valid for its own library."""
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            path = line.rstrip("\n").partition("/")[2]
-            if name in path:
-                return ctypes.CDLL(f"/{path}")
-    raise GemmError(f"CuPy has loaded no {name}: its libraries are not what it was built for")

@@ -72,7 +72,7 @@ def fits(product: Product) -> bool:
 
 
 def launch(gpu: Gpu, product: Product, blocks: int | None = None) -> Launch:
-    """The launch configuration of a product; ``blocks`` of a multiprocessor, if that was tuned.
+    """The launch configuration of a product; ``blocks`` of a multiprocessor, by default `BLOCKS`.
 
     ``split`` depends only on the weight and the GPU, so that a row's sums do not depend on the number of rows.
     """
@@ -87,5 +87,9 @@ def launch(gpu: Gpu, product: Product, blocks: int | None = None) -> Launch:
         split *= 2
     # No more blocks than fit, balanced over the multiprocessors.
     room = gpu.processors * (blocks or BLOCKS[product.rows > 1])
-    rows = next(rows for rows in COMPILED if rows >= product.rows)
-    return Launch(split, min(-(-product.pairs // (waves // split)), room), rows)
+    return Launch(split, min(-(-product.pairs // (waves // split)), room), compiled_rows(product))
+
+
+def compiled_rows(product: Product) -> int:
+    """The number of rows, one of `COMPILED`, of the kernel that computes a product."""
+    return next(rows for rows in COMPILED if rows >= product.rows)

@@ -49,7 +49,7 @@ class Replays(ABC):
         del self._once[key]
         self.recorded += 1
         if len(self._recordings) > self._kept:
-            self._recordings.popitem(last=False)
+            self._forget(self._recordings.popitem(last=False)[1][0])
         return result
 
     @abstractmethod
@@ -59,3 +59,6 @@ class Replays(ABC):
     @abstractmethod
     def _replay(self, recording: Any) -> None:
         """Queue the recorded work again."""
+
+    def _forget(self, recording: Any) -> None:  # noqa: B027 - most recordings are memory
+        """Free what a recording holds of the runtime; it was the least recently used."""

@@ -1,4 +1,4 @@
-"""Recurring steps replayed from tapes, where CuPy has no graphs or they are not wanted."""
+"""Recurring steps replayed from tapes, where the runtime has no graphs or they are not wanted."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class Config(Listening):
         one_of(*REPLAYS),
         None,
         f"how recurring GPU steps are launched, {', '.join(REPLAYS)}: replay reduces host time, which limits small "
-        "models; graphs are NVIDIA only; default: tapes, off for int8 pages",
+        "models; default: auto, which is tapes, or off for int8 pages",
         metavar="HOW",
     )
     tuning: str = setting(

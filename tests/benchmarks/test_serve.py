@@ -171,12 +171,12 @@ class TestKill:
 
 @pytest.fixture(scope="module")
 def stalled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Record], list[Lag], float]]:
-    """A run against an engine that answers at once, but not at all in its first second and a half."""
-    folder = tmp_path_factory.mktemp("stalled")
-    stall_s = 1.5
-    with stalling_engine(folder, stall_s) as (address, begin):
-        load = Load(address, generators=2, connections=4, limit_s=30, folder=folder)
-        yield *load.run(PLAN, begin), stall_s
+    """A run against an engine that answers none before all have asked; when it did, after the start."""
+    folder, starts = tmp_path_factory.mktemp("stalled"), list[float]()
+    with stalling_engine(folder, until=len(PLAN.requests())) as (address, engine):
+        records, lags = Load(address, generators=2, connections=4, limit_s=300, folder=folder).run(PLAN, starts.append)
+        assert engine.going_at is not None, "it waited in vain for the rest of them"
+        yield records, lags, engine.going_at - starts[0]
 
 
 class TestGenerator:
@@ -193,13 +193,10 @@ class TestGenerator:
 
     def test_waits_for_no_answer(self, stalled: tuple[list[Record], list[Lag], float]) -> None:
         # A loop that waited for answers would send one request a connection while the engine stands still.
-        records, lags, stall_s = stalled
-        during = [one for one in records if one.due < stall_s - 0.1]
-        assert len(during) > 8
-        late = max(one.sent - one.due for one in during)
-        assert late < stall_s / 2, f"sent {late} s late: {lags}"
-        # And what those waited that were due while it stood still is in their latencies.
-        assert all(one.first_token_s and one.first_token_s >= stall_s - one.due - 0.05 for one in during)
+        records, _, answered_s = stalled
+        assert len(records) > 50 and all(one.sent < answered_s for one in records)
+        # And what they waited is in their latencies.
+        assert all(one.first_token_s and one.due + one.first_token_s > answered_s for one in records)
 
     def test_never_sends_early(self, stalled: tuple[list[Record], list[Lag], float]) -> None:
         records, lags, _ = stalled
@@ -207,8 +204,8 @@ class TestGenerator:
         assert all(late >= 0 for lag in lags for late in lag.sends) and all(lag.wakes for lag in lags)
 
     def test_misses_tokens_that_did_not_come(self, tmp_path: Path) -> None:
-        with stalling_engine(tmp_path, 0.0, missing=1) as (address, begin):
-            records, _ = Load(address, 1, 1, 30, tmp_path).run(PLAN.at(None, "short"), begin)
+        with stalling_engine(tmp_path, until=1, missing=1) as (address, _):
+            records, _ = Load(address, 1, 1, 120, tmp_path).run(PLAN.at(None, "short"))
         assert [one.error for one in records] == ["TOKENS_MISSING"] * 4
 
     def test_that_fails_is_an_error(self, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from tests.chaos.verdict import Expected, Verdict
 
 REQUESTS = 48
 WORKERS = 8
+#: Tokens that clients have by the time of a tampering.
+TOLD = 100
 #: After the last fault everything is whole again by then.
 SETTLE_S = 240.0
 
@@ -127,6 +129,8 @@ class Run:
     async def _in_the_middle(self, cluster: Cluster) -> None:
         await asyncio.sleep(self._seconds / 2)
         if self._tamper is not None:
+            while self._verdict.counts.get("tokens", 0) < TOLD:  # before that there may be nothing to tamper with
+                await asyncio.sleep(0.05)
             self._tamper(cluster)
         await asyncio.sleep(self._seconds / 2)
 

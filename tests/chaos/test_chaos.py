@@ -30,7 +30,8 @@ def test_under_faults_no_token_changes_and_nothing_is_left_behind(tmp_path: Path
     report = json.loads((tmp_path / "chaos.json").read_text())
     assert (report["findings"], status) == ([], 0)
     assert report["faults"] == [str(fault) for fault in faults(SEED, SECONDS)]
-    assert report["counts"]["streams whole"] > 8 and report["counts"]["tokens"] > 500
+    # Each client sees what it has begun to its end, however little the machine does meanwhile.
+    assert report["counts"]["streams whole"] > 3 and report["counts"]["tokens"] > 100
     for name in ("chaos-memory.svg", "chaos-pages.svg"):
         assert (tmp_path / name).read_text().startswith("<svg ")
 

@@ -221,12 +221,15 @@ def test_calls_are_lost_on_either_way_or_arrive_twice(short_path: Path) -> None:
                 await call(b"refuse")
             assert refused.value.code() == grpc.StatusCode.NOT_FOUND
             assert ("why-bin", b"\0\1") in tuple(refused.value.trailing_metadata())
-            for doing, arrivals in (("lose-requests", 0), ("lose-replies", 1)):
+            for doing, arrives in (("lose-requests", False), ("lose-replies", True)):
                 calls.doing, seen = doing, len(behind.seen)
-                with pytest.raises(grpc.aio.AioRpcError) as lost:
-                    await call(b"2", 0.5)
-                assert lost.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-                assert len(behind.seen) == seen + arrivals
+                for deadline_s in (0.5, 2.0, 8.0, 20.0):  # before which a busy machine may deliver nothing
+                    with pytest.raises(grpc.aio.AioRpcError) as lost:
+                        await call(b"2", deadline_s)
+                    assert lost.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+                    if (len(behind.seen) > seen) is arrives:
+                        break
+                assert (len(behind.seen) > seen) is arrives
             for doing in ("repeat-calls", "replay-calls-late"):
                 calls.doing, seen = doing, len(behind.seen)
                 assert await call(b"3") == b"3"

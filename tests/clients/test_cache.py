@@ -42,6 +42,7 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from tests.clients.recorder import Recorder
 from tests.engine.fakes import Clock
 from tests.kvcache.conftest import Running
+from tests.polling import until
 from tests.processes import kvcache
 
 LAYOUT = PageLayout(4, layers=2, kv_heads=1, head_dim=2, dtype="f32")
@@ -311,8 +312,7 @@ def test_a_session_heard_to_be_over_launches_nothing_more(daemon: Running, clock
     daemon.now += 2
     daemon.sweep()
     clock.now += 0.7  # by which it would last
-    while source.may_write():  # the lease's thread finds out
-        pass
+    until(lambda: not source.may_write())  # the lease's thread finds out
     with pytest.raises(SessionExpired):
         source.start_step([], []).result()
     source.reopen()

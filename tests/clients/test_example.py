@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from tests import polling
 from tests.processes import ROOT, Service, kvcache
 
 EXAMPLE = ROOT / "clients" / "python" / "examples" / "toy_engine.py"
@@ -67,12 +67,8 @@ def test_what_a_killed_engine_published_stays(directory: Path) -> None:
 
 def until(daemon: Service, holds: Callable[[pb.PoolStats], bool]) -> pb.PoolStats:
     """The pool's counts, once they are as ``holds`` says."""
-    stub, deadline = kvcache_pb2_grpc.KvCacheServiceStub(daemon.channel), time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for pool in stub.GetStats(pb.GetStatsRequest()).pools:
-            if holds(pool):
-                return pool
-    raise AssertionError("in vain")
+    stub = kvcache_pb2_grpc.KvCacheServiceStub(daemon.channel)
+    return polling.until(lambda: list(filter(holds, stub.GetStats(pb.GetStatsRequest()).pools)))[0]
 
 
 def test_a_killed_daemon_changes_no_token(directory: Path) -> None:

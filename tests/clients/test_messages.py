@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rocmforge.client import demands, messages
-from rocmforge.client.demands import Demand, Grant, Retention
-from rocmforge.client.errors import CapacityExceeded, ExceedsPool
+from rocmforge.client.demands import Demand, Grant, Opening, Retention, ReuseHint
+from rocmforge.client.errors import CapacityExceeded, ExceedsPool, InvalidConfiguration
+from rocmforge.client.layout import Layout, OpaqueLayout, PageLayout
 from rocmforge.client.statuses import error_from, error_from_status
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common.rpc import status_of
@@ -32,10 +33,14 @@ def batches(draw: st.DrawFn) -> list[Demand]:
             found.append(Demand.of_step(name, draw(st.integers(0, 2**40)), tokens, pages, draw(st.integers(0, 5))))
         elif kind == "prompt":
             retention = draw(st.none() | st.builds(Retention, st.floats(0.001, 86400), st.integers(1, 100)))
-            tokens = draw(TOKENS) or [1]
+            seconds = st.none() | st.floats(0.001, 86400)
+            hint = draw(
+                st.none() | st.builds(ReuseHint, st.text(max_size=3), st.integers(0, 9), st.booleans(), seconds)
+            )
+            tokens, salt = draw(TOKENS) or [1], draw(st.text(max_size=3))
             wait = draw(st.none() | st.sampled_from([0.0, 0.25, 600.0]))
-            salt = draw(st.text(max_size=3))
-            found.append(Demand.of_prompt(name, tokens, pages, salt=salt, retention=retention, fill_wait_s=wait))
+            opening = Opening(tokens, salt, retention, hint, wait)
+            found.append(Demand(name, 0, (), pages, 0, opening))
         else:
             found.append(Demand.of_fork(name, "parent", pages))
     return found
@@ -51,8 +56,13 @@ def asked(demand: Demand) -> tuple[Any, ...]:
     if demand.opening is not None:
         retention = demand.opening.retention
         kept = None if retention is None else (round(retention.ttl_s * 1e9), retention.priority)
-        prompt, salt, wait = list(demand.opening.prompt), demand.opening.salt, demand.opening.fill_wait_s
-        return (demand.sequence_id, demand.total_pages, prompt, salt, kept, wait)
+        hint, wait = demand.opening.reuse_hint, demand.opening.fill_wait_s
+        known: tuple[Any, ...] | None = None
+        if hint is not None:
+            back = None if hint.expected_return_s is None else round(hint.expected_return_s * 1e9)
+            known = (hint.category, hint.turn, hint.tool_call_pending, back)
+        prompt, salt = list(demand.opening.prompt), demand.opening.salt
+        return (demand.sequence_id, demand.total_pages, prompt, salt, kept, known, wait)
     if demand.parent:
         return (demand.sequence_id, demand.total_pages, demand.parent)
     return (demand.sequence_id, demand.total_pages, demand.start, list(demand.tokens), demand.known_pages)
@@ -69,8 +79,13 @@ def heard(request: pb.AllocatePagesRequest) -> list[tuple[Any, ...]]:
                 continue
             kept = (prompt.retention.ttl.ToNanoseconds(), prompt.retention.priority)
             said = kept if prompt.HasField("retention") else None
+            hint, known = prompt.reuse_hint, None
+            if prompt.HasField("reuse_hint"):
+                back = hint.expected_return.ToNanoseconds() if hint.HasField("expected_return") else None
+                known = (hint.category, hint.turn, hint.tool_call_pending, back)
             wait = one.fill_wait.ToNanoseconds() / 1e9 if one.HasField("fill_wait") else None
-            found.append((one.sequence_id, one.total_pages, list(prompt.tokens), prompt.salt, said, wait))
+            tokens_sent = list(prompt.tokens)
+            found.append((one.sequence_id, one.total_pages, tokens_sent, prompt.salt, said, known, wait))
         else:
             steps, tokens = demand.steps, iter(demand.steps.tokens)
             for at, name in enumerate(steps.sequence_ids):
@@ -173,3 +188,28 @@ def test_details_count_only_for_the_status_that_they_are_of() -> None:
     own, foreign = error_from(Failure(8)), error_from(Failure(5))
     assert (own.reason, own.message) == ("NO_PAGES", "none is free")
     assert (foreign.reason, foreign.code, foreign.message) == ("UNKNOWN", "RESOURCE_EXHAUSTED", "words of gRPC")
+
+
+@pytest.mark.parametrize(
+    ("layout", "field"),
+    [
+        (PageLayout(1 << 32, 1, 1, 8, "f32"), "layout.page_size"),
+        (PageLayout(4, 1, 1, 1 << 40, "f32"), "layout.head_dim"),
+        (PageLayout(4, -1, 1, 8, "f32"), "layout.layers"),
+        (OpaqueLayout(4, "label", 1 << 64), "layout.opaque.page_bytes"),
+    ],
+)
+def test_a_number_that_no_message_carries_is_named(layout: Layout, field: str) -> None:
+    with pytest.raises(InvalidConfiguration, match=f"^{field} is -?[0-9]+; it must be 0 to") as caught:
+        messages.opening_request(
+            "pool",
+            layout,
+            client_name="",
+            engine_name="",
+            model="",
+            pool_pages=None,
+            max_pages=None,
+            ttl_s=None,
+            device_ordinal=None,
+        )
+    assert caught.value.field == field

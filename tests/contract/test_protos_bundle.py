@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from scripts import protos_bundle
 from services.version import VERSION
 from tests import tools
+from tests.contract.archives import unpack
 from tests.processes import ROOT
 
 BUF = ROOT / "build" / "npm" / "node_modules" / ".bin" / "buf"
@@ -32,8 +32,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def unpacked(bundle: Path, tmp_path: Path) -> Path:
     """The bundle's folder, in an otherwise empty one."""
-    with tarfile.open(bundle) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(bundle, tmp_path)
     [folder] = tmp_path.iterdir()
     return folder
 

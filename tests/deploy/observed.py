@@ -80,13 +80,11 @@ def observed() -> Iterator[Prometheus]:
             engine(directory, daemon.address, *metrics, "--engine-name", "a", model=MODEL, name="a") as one,
             engine(directory, daemon.address, *metrics, "--engine-name", "b", model=MODEL, name="b") as other,
         ):
-            told = [*daemon.events("kvcache_serving"), *one.events("engine_serving"), *other.events("engine_serving")]
+            targets = [service.started()["metrics"] for service in (daemon, one, other)]
             settings = {
                 "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
                 "rule_files": [str(DEPLOY / "rules.yml")],
-                "scrape_configs": [
-                    {"job_name": "rocmforge", "static_configs": [{"targets": [event["metrics"] for event in told]}]}
-                ],
+                "scrape_configs": [{"job_name": "rocmforge", "static_configs": [{"targets": targets}]}],
             }
             (directory / "prometheus.yml").write_text(json.dumps(settings))  # YAML, too
             over = threading.Event()

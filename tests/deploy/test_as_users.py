@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from services import healthcheck
 from services.engine.config import BUNDLED_MODEL
 from tests.deploy.manifests import Workload, daemon, engines
 from tests.generation import collect, request
+from tests.loopback import own_host
 from tests.processes import ROOT
 from tests.strangers import commons
 
@@ -44,18 +44,11 @@ raise SystemExit(mains[program](words))
 """
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 class Node:
     """A node's directories below ``folder``, and containers that see them as theirs."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._ports: dict[str, int] = {}
+        self._folder, self.host = folder, own_host()
         for name in ("run", "shm", "tmp"):
             (folder / name).mkdir()
             (folder / name).chmod(0o755)  # as the kubelet makes what is missing
@@ -63,15 +56,12 @@ class Node:
         shutil.copytree(BUNDLED_MODEL, folder / "model")
 
     def seen(self, text: str) -> str:
-        """What a manifest says, in this node's paths and ports."""
+        """What a manifest says, in this node's paths and at its address."""
         here = {"run/rocmforge": "run", "dev/shm/rocmforge": "shm", "tmp": "tmp"}
         text = re.sub(
             r"(?<!\w)/(run/rocmforge|dev/shm/rocmforge|tmp)\b", lambda m: f"{self._folder}/{here[m[1]]}", text
         )
-        return re.sub(r"0\.0\.0\.0:(\d+)", lambda m: f"127.0.0.1:{self.port(m[1])}", text)
-
-    def port(self, of: str) -> int:
-        return self._ports.setdefault(of, free_port())
+        return text.replace("0.0.0.0:", f"{self.host}:")
 
     def prepare(self, work: Workload) -> None:
         """Run its init containers, which are root."""
@@ -108,7 +98,7 @@ class Node:
     def probed(self, work: Workload, kind: str) -> bool:
         """Ask what the kubelet asks."""
         asked = work.container[kind]["grpc"]
-        return healthcheck.main([f"127.0.0.1:{self.port(str(asked['port']))}", asked["service"]]) == 0
+        return healthcheck.main([f"{self.host}:{asked['port']}", asked["service"]]) == 0
 
     def executed(self, work: Workload, command: list[str]) -> subprocess.CompletedProcess[str]:
         program, *words = command
@@ -123,7 +113,7 @@ def test_the_manifests_run() -> None:
         model = f"--model={folder}/model"
         with node.running(kvcache, "--memory=64MiB") as served, node.running(engine, model) as serving:
             assert (folder / "run").stat().st_uid == kvcache.uid
-            with grpc.insecure_channel(f"127.0.0.1:{node.port('50051')}") as channel:
+            with grpc.insecure_channel(f"{node.host}:50051") as channel:
                 stub = engine_pb2_grpc.EngineServiceStub(channel)
                 assert len(collect(stub.Generate(request(max_tokens=8), timeout=60))[1]) == 8
             [hook] = [command for name, command in engine.commands if name == "preStop"]

@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import json
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from services.doctor import check, probe, roundtrip, stack
 from services.doctor.check import Check, Finding, Status
 from services.doctor.machine import Machine
 from tests.fakegpu import Machine as Gpus
+from tests.loopback import own_host
+from tests.polling import until
 
 
 @pytest.fixture
@@ -52,8 +53,7 @@ def unknown_host(*_: object, **__: object) -> None:
 
 
 def test_sockets(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of all the addresses of this host one that nobody else listens on: the port stays free when it is given back.
-    own = f"127.{os.getpid() % 251 + 2}.{secrets.randbelow(256)}.{secrets.randbelow(254) + 1}"
+    own = own_host()  # where the port stays free when it is given back
     with socket.create_server((own, 0)) as server:
         taken = Listener(host=own, port=server.getsockname()[1])
         assert machine.bind_errno(taken) == errno.EADDRINUSE and machine.connect_errno(taken) == 0
@@ -110,8 +110,7 @@ def test_children_end_with_the_doctor(machine: Machine) -> None:
     done: list[object] = []
     thread = threading.Thread(target=lambda: done.append(machine.run(["sleep", "infinity"], 600)))
     thread.start()
-    while not machine._children:
-        pass
+    until(lambda: machine._children)
     machine.kill_children()
     thread.join(30)
     assert done and not machine._children

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from tests.e2e.conftest import MODEL
 from tests.gated import gated, until_live
 from tests.generation import collect, request
+from tests.polling import until
 from tests.processes import Service, kvcache
 
 ON = ("--async-steps", "on")
@@ -40,10 +40,7 @@ def pool_of(daemon: Service) -> pb.PoolStats:
 
 def until_recovered(stub: Any) -> None:
     """Wait for the one session that was opened again: requests that have all their tokens end before it is."""
-    deadline = time.monotonic() + 60
-    while not (found := stub.GetStats(engine_pb2.GetStatsRequest()).recoveries):
-        assert time.monotonic() < deadline, "the session was not opened again"
-    assert found == 1
+    assert until(lambda: stub.GetStats(engine_pb2.GetStatsRequest()).recoveries, "no session was opened again") == 1
 
 
 def test_a_daemon_killed_with_two_steps_in_flight_changes_no_token(short_path: Path) -> None:
@@ -72,7 +69,7 @@ def test_requests_that_end_with_two_steps_in_flight_give_their_pages_back_and_hu
         steps.let()
         expected = [collect(stub.Generate(asked(at, "alone")))[1] for at in range(REQUESTS)]
         steps.hold()
-        streams = [stub.Generate(asked(at), timeout=10 if at == 1 else None) for at in range(REQUESTS)]
+        streams = [stub.Generate(asked(at), timeout=20 if at == 1 else None) for at in range(REQUESTS)]
         until_live(one, REQUESTS)
         steps.let(20)
         begun = [list(next(stream).token_ids) for stream in streams]
@@ -84,8 +81,7 @@ def test_requests_that_end_with_two_steps_in_flight_give_their_pages_back_and_hu
         assert 0 < len(begun[1]) < TOKENS and begun[1] == expected[1][: len(begun[1])]
         steps.let()
         assert [begun[at] + collect(streams[at])[1] for at in range(2, REQUESTS)] == expected[2:]
-        while stub.GetStats(engine_pb2.GetStatsRequest()).running_requests:
-            pass
+        until(lambda: not stub.GetStats(engine_pb2.GetStatsRequest()).running_requests)
         pool = pool_of(daemon)
         assert (pool.active_sequences, pool.held_pages, pool.quarantined_pages) == (0, 0, 0)
         stats = stub.GetStats(engine_pb2.GetStatsRequest())

@@ -35,14 +35,12 @@ def pair() -> Iterator[Pair]:
                 yield Pair(daemon, one, directory)
 
 
-def address(service: Service, event: str) -> str:
-    while not (told := service.events(event)):
-        assert service.process.poll() is None, service.log()  # it is told a moment after health says SERVING
-    return str(told[0]["metrics"])
+def address(service: Service) -> str:
+    return str(service.started()["metrics"])
 
 
 def look(pair: Pair) -> tuple[Scrape, Scrape]:
-    return scrape(address(pair.engine, "engine_serving")), scrape(address(pair.daemon, "kvcache_serving"))
+    return scrape(address(pair.engine)), scrape(address(pair.daemon))
 
 
 def test_the_two_agree_with_their_calls_and_with_each_other(pair: Pair) -> None:
@@ -91,10 +89,7 @@ def test_the_two_agree_with_their_calls_and_with_each_other(pair: Pair) -> None:
 
 def test_prometheus_may_ask_in_its_newer_format(pair: Pair) -> None:
     collect(pair.stub.Generate(request(PROMPT, 3)))
-    for where, prefix in (
-        (address(pair.engine, "engine_serving"), ENGINE),
-        (address(pair.daemon, "kvcache_serving"), KVCACHE),
-    ):
+    for where, prefix in ((address(pair.engine), ENGINE), (address(pair.daemon), KVCACHE)):
         text = read(where, accept="application/openmetrics-text; version=1.0.0")
         assert text.endswith("# EOF\n")
         families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -104,10 +99,7 @@ def test_prometheus_may_ask_in_its_newer_format(pair: Pair) -> None:
 
 
 def test_the_endpoint_goes_with_the_service(pair: Pair) -> None:
-    ends = [
-        (pair.engine, address(pair.engine, "engine_serving")),
-        (pair.daemon, address(pair.daemon, "kvcache_serving")),
-    ]
+    ends = [(service, address(service)) for service in (pair.engine, pair.daemon)]
     for service, where in ends:
         assert "# TYPE process_cpu_seconds_total counter" in read(where)
         assert service.stop() == 0 and "Traceback" not in service.log()

@@ -18,6 +18,7 @@ from tests.e2e.conftest import MODEL, Pair
 from tests.gated import gated
 from tests.generation import collect, request
 from tests.models.references.plain_forward import forward
+from tests.polling import until
 from tests.processes import Service, engine, kvcache
 
 PROMPT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\nFirst Citizen:\nYou"
@@ -49,21 +50,24 @@ class Reader:
 
 @pytest.fixture
 def daemon() -> Iterator[tuple[Path, Service]]:
+    """It verifies no hit: it would give up a page that a test marks."""
     with tempfile.TemporaryDirectory(prefix="rf-") as name:  # short: the path of a socket has a limit
-        with kvcache(Path(name)) as one:
+        with kvcache(Path(name), "--verify-share", "0") as one:
             yield Path(name), one
 
 
 def live_sequence(pair: Pair, at_least: int) -> kvcache_pb2.Sequence:
     """The one live sequence, once that many of its tokens are reported resident."""
-    while True:
-        for listed in pair.cache.ListSequences(kvcache_pb2.ListSequencesRequest()).sequences:
-            if listed.total_tokens >= at_least:
-                return pair.cache.GetSequence(
-                    kvcache_pb2.GetSequenceRequest(
-                        session_handle=listed.session_handle, sequence_id=listed.sequence_id, include_tokens=True
-                    )
-                ).sequence
+
+    def long_enough() -> list[kvcache_pb2.Sequence]:
+        every = pair.cache.ListSequences(kvcache_pb2.ListSequencesRequest()).sequences
+        return [listed for listed in every if listed.total_tokens >= at_least]
+
+    [listed] = until(long_enough)
+    asked = kvcache_pb2.GetSequenceRequest(
+        session_handle=listed.session_handle, sequence_id=listed.sequence_id, include_tokens=True
+    )
+    return pair.cache.GetSequence(asked).sequence
 
 
 def test_a_third_process_finds_the_k_and_v_of_an_independent_forward(daemon: tuple[Path, Service]) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from services.healthcheck import wait_serving
 from services.version import VERSION
+from tests.contract.archives import unpack
 from tests.processes import ROOT, START_S
 
 pytestmark = [pytest.mark.needs("git", "venv"), pytest.mark.timeout(600)]
@@ -164,7 +165,7 @@ def test_the_client_is_built_from_its_source_distribution_alone(source: Path, cl
     command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     [archive] = tmp_path.glob("*.tar.gz")
-    shutil.unpack_archive(archive, tmp_path, filter="data")
+    unpack(archive, tmp_path)
     done = build(tmp_path / archive.name.removesuffix(".tar.gz"), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     [made] = tmp_path.glob("*.whl")

@@ -22,9 +22,10 @@ from services.engine.cli import client
 from services.engine.pages.daemon import GrpcPageSource
 from services.engine.pages.source import Demand, Opening, PageLayout
 from services.engine.scheduling.loop import BACKOFF_S
+from tests.edge.proxy import Proxy
 from tests.engine.running import RunningEngine
 from tests.kvcache.conftest import Running
-from tests.proxy import Proxy
+from tests.polling import until
 
 GEOMETRY = PageLayout(4, layers=2, kv_heads=1, head_dim=2, dtype="f32")
 OPENING = Demand("a", start=0, tokens=[], total_pages=2, known_pages=0, opening=Opening([1, 2, 3]))
@@ -47,10 +48,10 @@ def daemon(tmp_path: Path) -> Iterator[Running]:
     one.close()
 
 
-def pings(monkeypatch: pytest.MonkeyPatch, client_s: float, server_s: float) -> None:
-    monkeypatch.setattr(keepalive, "CLIENT", keepalive.pings(client_s, PATIENCE_S))
+def pings(monkeypatch: pytest.MonkeyPatch, client_s: float, server_s: float, patience_s: float = PATIENCE_S) -> None:
+    monkeypatch.setattr(keepalive, "CLIENT", keepalive.pings(client_s, patience_s))
     least = serving_keepalive.SERVER[-1]
-    monkeypatch.setattr(serving_keepalive, "SERVER", [*keepalive.pings(server_s, PATIENCE_S), least])
+    monkeypatch.setattr(serving_keepalive, "SERVER", [*keepalive.pings(server_s, patience_s), least])
 
 
 def test_an_unanswered_call_gets_the_next_one_a_channel_of_its_own(
@@ -112,13 +113,12 @@ def test_a_call_whose_client_is_gone_ends(tmp_path: Path, proxy: Proxy, monkeypa
         next(stream)
         proxy.forget()
         assert proxy.dropped.wait(60), "the daemon still waits for an answer to its ping"
-        while daemon.daemon.calls.handled.get(("WatchEvents", "CANCELLED")) != 1:
-            pass
+        until(lambda: daemon.daemon.calls.handled.get(("WatchEvents", "CANCELLED")) == 1)
     daemon.close()
 
 
 def test_pings_of_a_client_are_no_flood(daemon: Running, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    pings(monkeypatch, PING_S, NEVER_S)
+    pings(monkeypatch, PING_S, NEVER_S, patience_s=60.0)
     with grpc.insecure_channel(proxy.address, options=client.options()) as channel:
         stub = kvcache_pb2_grpc.KvCacheServiceStub(channel)
         stub.GetStats(pb.GetStatsRequest())

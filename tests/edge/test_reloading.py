@@ -20,6 +20,7 @@ from services.engine.config import BUNDLED_MODEL
 from services.kvcache.config import Config
 from tests.edge.certificates import issued
 from tests.kvcache.conftest import LAYOUT_PB, Running
+from tests.polling import until
 from tests.processes import Service, engine, kvcache
 
 
@@ -29,9 +30,7 @@ def config(*flags: str) -> Config:
 
 def told(service: Service, event: str, count: int) -> list[dict[str, Any]]:
     """Wait until a service has logged an event so many times."""
-    while len(found := service.events(event)) < count:
-        assert service.process.poll() is None, service.log()
-    return found
+    return until(lambda: found if len(found := service.events(event)) >= count else [], service.log)
 
 
 def hangup(service: Service) -> None:

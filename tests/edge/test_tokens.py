@@ -260,11 +260,12 @@ def test_a_generation_of_another_is_unknown(bench: Bench, rpc: str) -> None:
 
 
 def test_a_live_request_of_another_cannot_be_cancelled(bench: Bench) -> None:
-    stream = bench.alice.stub.Generate(request(request_id="attached", max_tokens=200))
-    next(stream)
-    bench.alice.stub.SubmitGeneration(pb.SubmitGenerationRequest(request=request(request_id="live", max_tokens=200)))
     bench.engine.steps.hold()
     try:
+        stream = bench.alice.stub.Generate(request(request_id="attached", max_tokens=20))
+        assert bench.engine.steps.reached.wait(60)
+        live = pb.SubmitGenerationRequest(request=request(request_id="live", max_tokens=20))
+        submission = bench.alice.stub.SubmitGeneration.future(live)
         bench.engine.until_live(2)
         for name in ("attached", "live"):
             cancel = pb.CancelGenerationRequest(request_id=name)
@@ -272,6 +273,9 @@ def test_a_live_request_of_another_cannot_be_cancelled(bench: Bench) -> None:
     finally:
         bench.engine.steps.release()
     assert collect(stream)[2].reason == pb.FINISH_REASON_LENGTH
+    assert submission.result(60).generation.request_id == "live"
+    *_, last = bench.alice.stub.WatchGeneration(pb.WatchGenerationRequest(request_id="live"))
+    assert last.response.finish.reason == pb.FINISH_REASON_LENGTH
     # What has ended is remembered for a while, and not told to others either.
     ended = pb.CancelGenerationRequest(request_id="attached")
     assert refused(lambda: bench.bob.stub.CancelGeneration(ended)).reason == "REQUEST_UNKNOWN"

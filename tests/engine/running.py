@@ -21,6 +21,7 @@ from services.engine.sampling.result import Result
 from services.engine.scheduling.step import Chunk
 from services.engine.server import Engine
 from tests.kvcache.conftest import Running
+from tests.polling import until
 
 
 class Gate(Runner):
@@ -120,15 +121,13 @@ class RunningEngine:
         async def live() -> int:  # between two turns of the calls: each makes its request known and tells the thread
             return len(self.engine.streams)
 
-        while self.call(live()) < count:
-            pass
+        until(lambda: self.call(live()) >= count)
 
     def until_told(self, messages: int) -> None:
         """Wait until so many messages lie before the engine's thread, which stands still."""
         loop = self.engine.loop
         assert loop is not None
-        while loop._inbox.qsize() < messages:
-            pass
+        until(lambda: loop._inbox.qsize() >= messages)
 
     def idle(self) -> None:
         """Wait until no request is live, then check that nothing is held."""

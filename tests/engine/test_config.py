@@ -178,7 +178,7 @@ def test_how_steps_are_replayed() -> None:
     for how in ("tapes", "graphs"):
         with pytest.raises(InvalidConfiguration, match=f"--replay {how}: not available on a CPU"):
             on_host(None, None, how)
-    assert on_host(None, None, "off").name == "numpy"
+    assert {on_host(None, None, how).name for how in ("off", "auto", None)} == {"numpy"}
 
 
 def test_a_tuning_file_is_for_a_gpu() -> None:

@@ -21,6 +21,7 @@ from services.engine.config import BUNDLED_MODEL
 from tests.engine.running import refused
 from tests.gated import Steps, gated, until_live
 from tests.generation import collect, request
+from tests.polling import until
 from tests.processes import Service, engine, kvcache
 
 
@@ -118,8 +119,7 @@ def test_what_outlasts_the_grace_ends_with_a_reason(directory: Path) -> None:
         steps.let(20)
         next(submitted)
         one.process.send_signal(signal.SIGTERM)
-        while not one.events("grace_over"):
-            assert one.process.poll() is None
+        until(lambda: one.events("grace_over"), one.log)
         steps.close()
         errors = [*(refused(lambda stream=stream: stream) for stream in attached), last_error(submitted)]  # type: ignore[misc]
         for error in errors:

@@ -25,9 +25,11 @@ from services.engine.cli import COMMANDS
 from services.engine.config import BUNDLED_MODEL
 from tests.gated import gated, until_live
 from tests.generation import collect, request
+from tests.polling import until
 from tests.processes import ROOT, Service, engine, kvcache
 
 PROMPT = "KING HENRY:\nOnce more unto the breach, dear friends; or close the wall up with our English dead.\n"
+TOKENS = 240
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/protos:{ROOT}/clients/python", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -57,7 +59,7 @@ def take(stream: Any, count: int) -> list[int]:
 
 
 def sampled(**fields: Any) -> pb.GenerateRequest:
-    return request(PROMPT, max_tokens=600, sampling={"temperature": 0.9, "seed": 11}, **fields)
+    return request(PROMPT, TOKENS, sampling={"temperature": 0.9, "seed": 11}, **fields)
 
 
 def test_a_killed_and_restarted_daemon_changes_no_token(directory: Path) -> None:
@@ -66,7 +68,7 @@ def test_a_killed_and_restarted_daemon_changes_no_token(directory: Path) -> None
         steps.let()
         expected = collect(stub.Generate(sampled(cache_salt="alone")))[1]
         steps.hold()
-        streams = [stub.Generate(sampled()), stub.Generate(request(PROMPT[:30], max_tokens=500))]
+        streams = [stub.Generate(sampled()), stub.Generate(request(PROMPT[:30], max_tokens=200))]
         until_live(one, 2)
         steps.let(40)
         begun = [take(stream, 20) for stream in streams]
@@ -76,7 +78,7 @@ def test_a_killed_and_restarted_daemon_changes_no_token(directory: Path) -> None
         with kvcache(directory) as second:
             rest = [collect(stream) for stream in streams]
             assert begun[0] + rest[0][1] == expected
-            assert len(begun[1] + rest[1][1]) == 500
+            assert len(begun[1] + rest[1][1]) == 200
             stats = stub.GetStats(pb.GetStatsRequest())
             assert stats.recoveries == 1 and stats.failed_requests == 0
             pool = pool_of(second)
@@ -162,8 +164,7 @@ def test_the_cache_outlives_a_killed_engine(directory: Path) -> None:
             text, tokens, finish = collect(stub_of(other).Generate(sampled()))
             assert (text, tokens) == expected[:2]
             assert finish.usage.cached_tokens == (finish.usage.prompt_tokens - 1) // 16 * 16 > 0
-            while pool_of(daemon).quarantined_pages:  # until the daemon saw that the process is gone
-                pass
+            until(lambda: not pool_of(daemon).quarantined_pages)  # the daemon saw that the process is gone
             assert pool_of(daemon).held_pages == 0
 
 
@@ -174,7 +175,7 @@ def test_sigterm_lets_a_stream_end_and_gives_the_session_back(directory: Path) -
         tokens = take(stream, 5)
         one.process.send_signal(signal.SIGTERM)
         tokens += collect(stream)[1]
-        assert len(tokens) == 600
+        assert len(tokens) == TOKENS
         assert one.process.wait(60) == 0
         assert pool_of(daemon).sessions == 0
         assert [event["event"] for event in one.events("engine_stopped")] == ["engine_stopped"]
@@ -182,8 +183,7 @@ def test_sigterm_lets_a_stream_end_and_gives_the_session_back(directory: Path) -
 
 def test_it_waits_for_a_daemon_that_comes_later(directory: Path) -> None:
     with engine(directory, f"unix:{directory}/kvcache.sock", model=BUNDLED_MODEL, wait=False) as one:
-        while not one.events("kvcache_not_ready"):
-            assert one.process.poll() is None
+        until(lambda: one.events("kvcache_not_ready"), one.log)
         with kvcache(directory):
             one.wait_serving("rocmforge.engine.v1.EngineService")
             assert len(collect(stub_of(one).Generate(request(max_tokens=4)))[1]) == 4
@@ -192,8 +192,7 @@ def test_it_waits_for_a_daemon_that_comes_later(directory: Path) -> None:
 
 def test_sigterm_while_it_still_waits_for_its_daemon(directory: Path) -> None:
     with engine(directory, f"unix:{directory}/none.sock", model=BUNDLED_MODEL, wait=False) as one:
-        while not one.events("kvcache_not_ready"):
-            assert one.process.poll() is None
+        until(lambda: one.events("kvcache_not_ready"), one.log)
         assert one.stop() == 0
         assert "Traceback" not in one.log() and one.events("engine_stopped")
 

@@ -19,6 +19,7 @@ from services.common.errors import PagesFilling, ServiceError
 from services.engine.metrics import PREFIX
 from services.engine.pages.source import Demand, Grant
 from services.engine.scheduling.loop import EngineLoop
+from tests import polling
 from tests.engine.fakes import Harness, make_request
 from tests.engine.running import RunningEngine, refused
 from tests.generation import collect, request
@@ -155,8 +156,7 @@ class Watched:
         assert self.engine.steps.reached.wait(60)
         self.stopping = self.engine.begin(self.engine.engine.stop(30))
         self.engine.stopped = True
-        while not self.engine.engine.servicer.draining:
-            pass
+        polling.until(lambda: self.engine.engine.servicer.draining)
 
 
 @pytest.fixture

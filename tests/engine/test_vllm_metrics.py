@@ -115,8 +115,7 @@ def test_they_are_off_unless_asked_for(tmp_path: Path) -> None:
 @pytest.mark.needs("promtool")
 def test_promtool_finds_nothing_but_vllms_own_names(engine: RunningEngine, daemon: Service) -> None:
     collect(engine.stub.Generate(request(max_tokens=2)))
-    [served] = daemon.events("kvcache_serving")
-    for address, prefix in ((engine.engine.metrics_bound, OWN), (served["metrics"], KVCACHE)):
+    for address, prefix in ((engine.engine.metrics_bound, OWN), (daemon.started()["metrics"], KVCACHE)):
         text = read(str(address))
         assert f"{prefix}build_info" in text
         done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)

@@ -18,11 +18,11 @@ from tests.generation import collect, request
 from tests.gpu.conftest import MODEL, World
 from tests.processes import Service
 
-TOKENS = 24
+TOKENS = 16
 #: Of a prompt that was answered before, which is asked again for its pages.
 FEW = 8
 #: Longer than a step of 64 tokens, and than some pages; and shorter than one page.
-LONG = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n" * 3
+LONG = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n" * 2
 PROMPTS = [LONG, "ROMEO:", "JULIET:\nO Romeo, Romeo! wherefore art thou Romeo?\n"]
 
 pytestmark = pytest.mark.timeout(600)

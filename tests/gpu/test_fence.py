@@ -11,16 +11,19 @@ import pytest
 from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from tests import polling
 from tests.generation import collect, request
 from tests.gpu.conftest import World
+from tests.gpus import host
 from tests.processes import Service
 
 pytestmark = pytest.mark.timeout(600)
 
 #: Each prompt takes more than half of them, with what is generated behind it. Pages of 16 tokens.
-PAGES = 24
-FIRST = list(range(100, 100 + 13 * 16 + 5))
-SECOND = list(range(600, 600 + 13 * 16 + 9))
+PAGES = 12
+FIRST = list(range(100, 100 + 6 * 16 + 5))
+SECOND = list(range(600, 600 + 6 * 16 + 9))
+LONGER = SECOND + SECOND[:32]
 TOKENS = 16
 POOL = ("--memory", "32MiB", "--pool-pages", str(PAGES))
 #: Hardly a drain: the stop outlasts it.
@@ -36,11 +39,14 @@ def cache_of(daemon: Service) -> Any:
     return kvcache_pb2_grpc.KvCacheServiceStub(daemon.channel)
 
 
+def look(daemon: Service) -> pb.GetStatsResponse:
+    stats: pb.GetStatsResponse = cache_of(daemon).GetStats(pb.GetStatsRequest())
+    return stats
+
+
 def until(daemon: Service, holds: Callable[[pb.GetStatsResponse], bool]) -> pb.GetStatsResponse:
-    while True:
-        stats: pb.GetStatsResponse = cache_of(daemon).GetStats(pb.GetStatsRequest())
-        if holds(stats):
-            return stats
+    [found] = polling.until(lambda: list(filter(holds, [look(daemon)])))
+    return found
 
 
 def is_fenced(stats: pb.GetStatsResponse) -> bool:
@@ -49,21 +55,25 @@ def is_fenced(stats: pb.GetStatsResponse) -> bool:
 
 def until_recovered(service: Service) -> None:
     """Wait until it has opened a new session."""
-    while not stub_of(service).GetStats(engine_pb2.GetStatsRequest()).recoveries:
-        pass
+    polling.until(lambda: stub_of(service).GetStats(engine_pb2.GetStatsRequest()).recoveries)
 
 
-def undisturbed(one: World, *prompts: list[int]) -> list[list[int]]:
-    """What the prompts generate when nothing happens: on a daemon of its own, which has ended by then."""
-    daemon = one.daemon(*POOL)
-    service = one.serving(daemon, "alone", *ENGINE)
-    tokens = [collect(stub_of(service).Generate(request(prompt, TOKENS)))[1] for prompt in prompts]
-    assert service.stop() == 0 and daemon.stop() == 0
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What FIRST, SECOND and LONGER generate when nothing happens: on a daemon that has ended by then."""
+    with World(tmp_path_factory.mktemp("alone"), host(1)) as one:
+        daemon = one.daemon(*POOL)
+        service = one.serving(daemon, "alone", *ENGINE)
+        asked = [request(prompt, TOKENS, cache_salt=str(at)) for at, prompt in enumerate((FIRST, SECOND, LONGER))]
+        tokens = [collect(stub_of(service).Generate(one))[1] for one in asked]
+        assert service.stop() == 0 and daemon.stop() == 0
     return tokens
 
 
-def test_what_it_writes_when_it_goes_on_hurts_nobody_and_its_word_frees_its_pages(one: World) -> None:
-    expected = undisturbed(one, FIRST, SECOND)
+def test_what_it_writes_when_it_goes_on_hurts_nobody_and_its_word_frees_its_pages(
+    one: World, undisturbed: list[list[int]]
+) -> None:
+    expected = undisturbed[:2]
     daemon = one.daemon(*SHORT)
     stopped, steps = one.gated(daemon, "a", *ENGINE)
     other, others = one.gated(daemon, "b", *ENGINE)
@@ -85,10 +95,9 @@ def test_what_it_writes_when_it_goes_on_hurts_nobody_and_its_word_frees_its_page
     assert not cache_of(daemon).Fsck(pb.FsckRequest()).violations
 
 
-def test_what_it_reads_of_others_when_it_goes_on_is_not_said(one: World) -> None:
+def test_what_it_reads_of_others_when_it_goes_on_is_not_said(one: World, undisturbed: list[list[int]]) -> None:
     """Its complete pages stay in the cache, and are evicted for others while it is stopped."""
-    longer = SECOND + SECOND[:64]
-    expected = undisturbed(one, FIRST, longer)
+    expected = [undisturbed[0], undisturbed[2]]
     daemon = one.daemon(*SHORT)
     stopped, steps = one.gated(daemon, "a", *ENGINE)
     other, others = one.gated(daemon, "b", *ENGINE)
@@ -97,7 +106,7 @@ def test_what_it_reads_of_others_when_it_goes_on_is_not_said(one: World) -> None
     steps.until_held()
     stopped.process.send_signal(signal.SIGSTOP)
     until(daemon, is_fenced)
-    second = stub_of(other).Generate(request(longer, TOKENS))
+    second = stub_of(other).Generate(request(LONGER, TOKENS))
     others.let(10)
     others.until_held()  # it has pages that the first reads, and has written them
     assert until(daemon, lambda stats: bool(stats.pools)).pools[0].evicted_pages
@@ -109,8 +118,8 @@ def test_what_it_reads_of_others_when_it_goes_on_is_not_said(one: World) -> None
     assert [collect(first)[1], collect(second)[1]] == expected
 
 
-def test_what_stays_silent_is_killed_and_its_pages_are_anothers(one: World) -> None:
-    [expected] = undisturbed(one, SECOND)
+def test_what_stays_silent_is_killed_and_its_pages_are_anothers(one: World, undisturbed: list[list[int]]) -> None:
+    expected = undisturbed[1]
     daemon = one.daemon(*SHORT, "--fence", "kill")
     stopped, steps = one.gated(daemon, "a", *ENGINE)
     other = one.serving(daemon, "b", *ENGINE)

@@ -15,6 +15,7 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
 from tests.gpu.conftest import Engine, Refused, World
 from tests.gpus import ROOT
+from tests.polling import until
 from tests.processes import Service
 
 
@@ -94,8 +95,7 @@ def test_a_killed_engine_leaves_its_pages_to_the_next(one: World) -> None:
     victim.allocate("a", 3)
     victim.write(1, 99)
     victim.kill()
-    while pool(daemon).free_pages != 16:
-        assert pool(daemon).held_pages in (0, 3)
+    until(lambda: pool(daemon).free_pages == 16)
     assert witness.read(1) == [99], "the memory is the daemon's, whoever wrote it"
     heir = one.engine(daemon, ttl_s=600)
     heir.open()
@@ -103,8 +103,7 @@ def test_a_killed_engine_leaves_its_pages_to_the_next(one: World) -> None:
     assert not stub(daemon).Fsck(pb.FsckRequest()).violations
     heir.kill()
     witness.close()
-    while pool(daemon).sessions or pool(daemon).quarantined_pages:
-        pass
+    until(lambda: not pool(daemon).sessions and not pool(daemon).quarantined_pages)
     stub(daemon).DropPool(pb.DropPoolRequest(pool_id="gpu test/gpu0"))
     assert stub(daemon).GetStats(pb.GetStatsRequest()).arena_bytes == 0
 
@@ -118,8 +117,7 @@ def test_an_engine_outlives_its_daemon_and_attaches_to_the_next(one: World) -> N
     # A kernel may be in flight when the daemon dies: what is mapped has to stay.
     assert engine.read(2) == [5]
     engine.write(2, 6)
-    while engine.may_launch():
-        pass
+    until(lambda: not engine.may_launch())
     with pytest.raises(Refused) as caught:
         engine.open()
     assert caught.value.reason == "KVCACHE_DOWN"
@@ -137,8 +135,7 @@ def test_an_engine_that_was_stopped_opens_anew(one: World) -> None:
     engine = one.engine(daemon, ttl_s=1)
     allocated_at_last(engine, "a", 4)
     engine.signal(signal.SIGSTOP)
-    while pool(daemon).sessions:
-        pass
+    until(lambda: not pool(daemon).sessions)
     engine.signal(signal.SIGCONT)
     assert not engine.may_launch()
     assert len(allocated_at_last(engine, "b", 12)[1]) == 12
@@ -200,6 +197,7 @@ OWN = """
 import sys
 from services.common.errors import GpuError
 from rocmforge.client.arena.gpu_ipc import Runtime
+from tests.polling import until
 gpu = Runtime.load().gpu(0)
 pointer = gpu.allocate(1 << 20)
 handle = gpu.export(pointer)

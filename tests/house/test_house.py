@@ -107,6 +107,21 @@ def sleeps(source: str) -> list[int]:
     return found
 
 
+#: What a loop's condition calls that waits, or takes something away.
+WAITS = {"read", "readline", "acquire"}
+
+
+def spins(source: str) -> list[int]:
+    """Lines of loops that wait and do nothing else: they take the processor from what they wait for."""
+    loops = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.While)]
+    return [
+        loop.lineno
+        for loop in loops
+        if all(isinstance(line, ast.Pass) for line in loop.body)
+        and not {node.attr for node in ast.walk(loop.test) if isinstance(node, ast.Attribute)} & WAITS
+    ]
+
+
 def any_failure(source: str) -> list[int]:
     """Lines where a test takes whatever goes wrong for what it looks for: an error that has many causes, unexamined."""
     found = []
@@ -190,6 +205,11 @@ def test_no_test_sleeps() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
+def test_no_test_spins() -> None:
+    found = {name: spins(source) for name, source in python("tests").items()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 def test_no_test_takes_any_failure_for_the_one_it_looks_for() -> None:
     found = {name: any_failure(source) for name, source in python("tests").items()}
     assert {name: lines for name, lines in found.items() if lines} == {}
@@ -245,6 +265,8 @@ def test_there_is_something_to_check() -> None:
         (asserts, "def f(x):\n    assert x > 0", "def f(x):\n    if x <= 0:\n        raise ValueError"),
         (sleeps, "import time\ntime.sleep(1)", "import time\ntime.monotonic()"),
         (sleeps, "from time import sleep", "from time import monotonic"),
+        (spins, "while not f():\n    pass", "while not f():\n    g()"),
+        (spins, "while not c.done():\n    pass", "while not c.read():\n    pass"),
         (any_failure, "with pytest.raises(Exception):\n    f()", "with pytest.raises(Exception, match='x'):\n    f()"),
         (any_failure, "with pytest.raises((KeyError, OSError)):\n    f()", "with pytest.raises(KeyError):\n    f()"),
         (any_failure, "with a, pytest.raises(SystemExit):\n    f()", "with pytest.raises(SystemExit) as e:\n    f()"),

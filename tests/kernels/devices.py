@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from kernels.device import module
 from tests import tools
-from tests.kernels.device import amdgcn
+from tests.kernels.device import amdgcn, hiprtc
 from tests.simulators import amdgpu
 from tests.simulators.cpu.executor import Cpu, Extent, poisoned
 
@@ -119,9 +119,10 @@ DEVICES: dict[str, Callable[[], Device]] = {
     "cpu-gfx11": lambda: Cpu(32, permuted=True, gfx11=True),
     "cupy": _gpu,
     **{gpu: functools.partial(amdgpu.Amd, gpu) for gpu in amdgpu.GPUS},
+    **{f"{gpu}-hiprtc": functools.partial(amdgpu.Amd, gpu, compiler=amdgpu.hiprtc) for gpu in hiprtc.GPUS},
 }
-#: Those that execute what clang makes for AMD's GPUs.
-MACHINES = list(amdgpu.GPUS)
+#: Those that execute what clang makes for AMD's GPUs, and what HIPRTC does.
+MACHINES = [*amdgpu.GPUS, *(f"{gpu}-hiprtc" for gpu in hiprtc.GPUS)]
 #: Those that every test of a kernel runs on: the others are for matrix units.
 NAMES = [name for name in DEVICES if name not in ("cpu-w32-optimised", "cpu-gfx11", *MACHINES)]
 
@@ -131,7 +132,7 @@ def get(name: str) -> Device:
     if name.startswith("cpu"):
         tools.need("g++")
     if name in MACHINES:
-        tools.need("g++", *amdgcn.TOOLS)
+        tools.need("g++", *(["hip", "llvm"] if name.endswith("-hiprtc") else amdgcn.TOOLS))
     return _made(name)
 
 

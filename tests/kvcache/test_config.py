@@ -217,7 +217,7 @@ def test_the_help_tells_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_start_event_echoes_every_setting_and_who_set_it(tmp_path: Path, file: Path) -> None:
     file.write_text('memory = "1MiB"\nmax-sessions = 3')
     with kvcache(tmp_path, "--config", str(file), "--max-sessions", "4") as daemon:
-        [started] = daemon.events("kvcache_serving")
+        started = daemon.started()
     assert started["config"] == str(file)
     assert started["origins"] == {
         "arena-dir": "flag",

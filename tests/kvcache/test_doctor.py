@@ -119,7 +119,7 @@ def addresses_of(*told: str) -> list[str]:
 def test_what_its_own_running_service_holds_is_no_failure(tmp_path: Path) -> None:
     with kvcache(tmp_path, "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0") as daemon:
         tcp = daemon.tcp()
-        metrics = daemon.events("kvcache_serving")[0]["metrics"]
+        metrics = daemon.started()["metrics"]
         words = [*addresses_of(daemon.address, tcp), "--metrics", metrics, "--arena-dir", f"{tmp_path}/arena"]
         done = doctored(*words, "--memory", "1MiB", "--json")
         assert done.returncode == 0, done.stdout
@@ -137,9 +137,7 @@ def test_what_another_holds_fails(tmp_path: Path) -> None:
         engine(tmp_path, "local", "--metrics", "127.0.0.1:0", model=ROOT / "models" / "shakespeare") as other,
     ):
         silent = f"127.0.0.1:{server.getsockname()[1]}"
-        while not (started := other.events("engine_serving")):
-            assert other.process.poll() is None, other.log()
-        metrics = started[0]["metrics"]
+        metrics = other.started()["metrics"]
         words = [*addresses_of(other.address, silent), "--metrics", metrics, "--arena-dir", f"{tmp_path}/arena"]
         done = doctored(*words, "--memory", "1MiB", "--json")
         told = [json.loads(line) for line in done.stdout.splitlines()]

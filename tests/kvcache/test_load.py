@@ -24,6 +24,7 @@ from tests.kvcache.clients.calls import Tally
 from tests.kvcache.clients.load import PAGES, POOL, Client
 from tests.kvcache.clients.watchdog import Watchdog
 from tests.kvcache.clients.watcher import Watcher
+from tests.polling import until
 from tests.processes import kvcache
 
 CLIENTS = 32
@@ -69,8 +70,9 @@ def test_thirty_two_clients_leave_nothing_behind(
             print(f"\n{CLIENTS} clients x {OPERATIONS} operations, seed {SEED}: {tally.line(elapsed)}")
 
         # Every sequence was removed and every session is open: nothing that was given up came back.
-        while (stats := stub.GetStats(pb.GetStatsRequest())).pools[0].sessions > CLIENTS:
-            pass  # those that no client ever heard of end with their lease of 1 s
+        # Those that no client ever heard of end with their lease of 1 s.
+        until(lambda: stub.GetStats(pb.GetStatsRequest()).pools[0].sessions <= CLIENTS)
+        stats = stub.GetStats(pb.GetStatsRequest())
         pool = stats.pools[0]
         assert (pool.sessions, pool.active_sequences, pool.total_tokens) == (CLIENTS, 0, 0)
         assert (pool.held_pages, pool.quarantined_pages) == (0, 0)
@@ -96,8 +98,7 @@ def test_thirty_two_clients_leave_nothing_behind(
         assert (pool.sessions, pool.held_pages, pool.quarantined_pages, stats.expired_sequences) == (0, 0, 0, 0)
         assert not stub.Fsck(pb.FsckRequest()).violations
         # Those that no client ever heard of are taken for mapped until a drain of 1 s is over.
-        while not dropped(stub):
-            pass
+        until(lambda: dropped(stub))
         assert stub.GetStats(pb.GetStatsRequest()).arena_bytes == 0
         assert daemon.events("rpc_failed") == daemon.events("sweep_failed") == []
         assert daemon.stop() == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
+import threading
 from pathlib import Path
 
 import grpc
@@ -18,6 +18,7 @@ from services.common.call_stats import CallStats
 from services.kvcache.presence import AWAY_S, HELD_S, PULSE_S, LoopWatch, PresentClock
 from tests.kvcache.clients.messages import opening, report
 from tests.kvcache.conftest import Running, attached
+from tests.polling import until
 from tests.processes import Service, kvcache
 
 
@@ -66,14 +67,10 @@ def test_a_call_that_holds_the_loop_is_measured(tmp_path: Path) -> None:
     with contextlib.closing(running):
 
         async def hold() -> None:
-            until = time.monotonic() + 0.4
-            while time.monotonic() < until:
-                pass
+            threading.Event().wait(0.4)
 
         running.call(hold)
-        until = time.monotonic() + 60
-        while running.daemon.watch.longest_s < 0.3:
-            assert time.monotonic() < until
+        until(lambda: running.daemon.watch.longest_s >= 0.3)
 
 
 def stopped(daemon: Service, stub: kvcache_pb2_grpc.KvCacheServiceStub, seconds: float) -> None:
@@ -108,6 +105,5 @@ def test_a_daemon_that_was_stopped_expires_nobody_for_it(tmp_path: Path) -> None
         answer = stub.GetSequence(pb.GetSequenceRequest(session_id=session, sequence_id="kept"))
         assert answer.sequence.idle.seconds < 6
         # Its own silence still ends a session.
-        while not (stats := stub.GetStats(pb.GetStatsRequest())).expired_sessions:
-            pass
-        assert stats.pools[0].sessions == 0
+        until(lambda: stub.GetStats(pb.GetStatsRequest()).expired_sessions)
+        assert stub.GetStats(pb.GetStatsRequest()).pools[0].sessions == 0

@@ -19,7 +19,7 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-PREFIX, NOTHING, RUBBISH = "p", "", "rubbish"
+PREFIX, NOTHING, RUBBISH, DAMAGED = "p", "", "rubbish", "damaged"
 FREE, HELD, CACHED, QUARANTINED = "free", "held", "cached", "quarantined"
 LIVE, LOST = "live", "lost"
 IDLE, LAUNCHED, HALF, DONE = "idle", "launched", "half", "done"
@@ -28,7 +28,7 @@ IDLE, LAUNCHED, HALF, DONE = "idle", "launched", "half", "done"
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The protections. ``kill`` is ``--fence=kill``; ``operator`` and ``expiry`` are what operators may do besides,
-    rightly or not.
+    rightly or not; ``damage`` is what no protocol prevents.
     """
 
     quarantine: bool = True  # unfinished pages of a lost session are not free at once
@@ -43,9 +43,12 @@ class Rules:
     earlier_deadline: bool = True  # its lease ends for itself before it does for the daemon
     epoch_in_ids: bool = True  # a session of another run of the daemon is none of this
     hold_expired: bool = True  # what a sequence that was ended without its engine has published is not evicted
+    refuse_living: bool = True  # no operator releases a session whose process is seen to live
+    verify_hits: bool = True  # what is shared has the checksum that it was published with
     kill: bool = False  # the process of a lost session is killed
-    operator: bool = False  # an operator releases a session whose process lives
+    operator: bool = False  # an operator releases lost sessions, without looking what their processes do
     expiry: bool = False  # an operator ends a sequence that runs
+    damage: bool = False  # a stray write changes the prefix while nobody holds it
 
 
 class Sid(NamedTuple):
@@ -139,7 +142,7 @@ class Model:
                 if owner.of != {engine.sid} or owner.state not in (HELD, QUARANTINED) or owner.label:
                     return f"engine {at} writes page {page}, which is {owner.state}"
         for at, page_ in enumerate(state.pages):
-            if page_.label and page_.content != page_.label:
+            if page_.label and page_.content not in (page_.label, DAMAGED):
                 return f"page {at} is found as {page_.label!r} and holds {page_.content!r}"
         return state.said
 
@@ -197,6 +200,8 @@ class Model:
         for at, page in enumerate(state.pages):
             if page.state == CACHED:
                 yield f"evict {page.label}", _with_pages(state, {at: Page()})
+                if self.rules.damage and page.label == PREFIX:
+                    yield "damage p", _with_pages(state, {at: page._replace(content=DAMAGED)})
         if state.epoch < self._restarts:
             yield (
                 "restart daemon",
@@ -281,7 +286,9 @@ class Model:
             yield "prove-gone", _over(self._lost(state, session), session.sid)
         if session.state == LOST and rules.kill and engine.alive and not session.killed:
             yield "kill", _with_session(state, session._replace(killed=True))
-        frees = not rules.evidence or rules.operator or (session.killed and not rules.proof_after_kill)
+        if session.state == LOST and rules.operator and not (engine.alive and rules.refuse_living):
+            yield "release", _over(state, session.sid)
+        frees = not rules.evidence or (session.killed and not rules.proof_after_kill)
         if session.state == LOST and frees:
             yield "free", _over(state, session.sid)
 
@@ -308,7 +315,7 @@ class Model:
             if word == "publish":
                 yield _published(state, session)
             elif not session.pages:
-                yield from _granted(state, session)
+                yield from _granted(_purged(state) if self.rules.verify_hits else state, session)
 
 
 def _matters(word: str, session: Session, waits: bool) -> bool:
@@ -385,6 +392,20 @@ def _granted(state: State, session: Session) -> Iterator[State]:
         taken.insert(0, found)
     granted = session._replace(pages=tuple(taken), shared=found is not None)
     yield _with_session(_with_pages(state, changes), granted)
+
+
+def _purged(state: State) -> State:
+    """Without a prefix that is damaged, and without what follows it."""
+    if all(page.content != DAMAGED for page in state.pages):
+        return state
+    return _with_pages(
+        state,
+        {
+            at: Page() if page.state == CACHED else page._replace(label=NOTHING)
+            for at, page in enumerate(state.pages)
+            if page.label
+        },
+    )
 
 
 def _published(state: State, session: Session) -> State:

@@ -55,12 +55,17 @@ NEEDED = [
     ("epoch_in_ids", 2, WRITES),
     ("check_after_step", 3, READS),
     ("earlier_deadline", 3, READS),
+    ("refuse_living", 2, WRITES),
+    ("verify_hits", 3, READS),
 ]
+#: What has to happen for a protection to be needed.
+WITH = {"proof_after_kill": "kill", "refuse_living": "operator", "verify_hits": "damage"}
 
 
 @pytest.mark.parametrize(("protection", "pages", "harm"), NEEDED, ids=[row[0] for row in NEEDED])
 def test_without_a_protection_the_search_finds_the_harm(protection: str, pages: int, harm: str) -> None:
-    rules = dataclasses.replace(Rules(kill=protection == "proof_after_kill"), **{protection: False})
+    happens = {WITH[protection]: True} if protection in WITH else {}
+    rules = dataclasses.replace(Rules(), **{protection: False, **happens})
     found = searched(rules, pages, restarts=protection == "epoch_in_ids")
     assert harm in found.violation, str(found)
 
@@ -97,10 +102,22 @@ def test_safety_does_not_rest_on_the_look_at_the_lease_before_a_step() -> None:
     assert not found.violation, str(found)
 
 
-def test_an_operator_who_releases_what_lives_does_harm() -> None:
-    """Which is why it is refused for a process that is seen, and the caller's guarantee for another."""
-    found = searched(dataclasses.replace(Rules(), operator=True), 2)
-    assert WRITES in found.violation, str(found)
+def test_an_operator_who_releases_what_is_not_seen_to_live_does_no_harm() -> None:
+    """Of a process that cannot be seen it is the caller's guarantee: see ``refuse_living`` for what that is worth."""
+    found = searched(Rules(operator=True))
+    assert not found.violation, str(found)
+    assert set(found.taken) == STEPS | {"release"}
+
+
+def test_a_damaged_prefix_is_purged_and_not_read() -> None:
+    found = searched(Rules(damage=True))
+    assert not found.violation, str(found)
+    assert set(found.taken) == STEPS | {"damage"}
+
+
+def test_without_a_look_at_the_checksum_what_was_damaged_is_said() -> None:
+    trace = searched(Rules(damage=True, verify_hits=False)).trace
+    assert "damage p" in trace and trace[-1].startswith("use")
 
 
 def test_to_expire_a_sequence_that_runs_spares_what_it_writes_and_what_it_reads() -> None:

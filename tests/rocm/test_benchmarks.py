@@ -1,4 +1,6 @@
-"""Benchmarks that are for a GPU, on the stand-in: they run, and say what they should; no time means anything."""
+"""Benchmarks that are for a GPU, on the stand-in: they run and say what they should. No time means anything: each is
+taken a few times only; a step is replayed from the third on.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,10 @@ def test_what_starting_a_step_costs_the_host() -> None:
 
 
 ARENA = """
-from benchmarks.parts import arena, rows
+from benchmarks.parts import arena, rows, steps
 from benchmarks.parts.shapes import TINY
 from benchmarks.parts.stand import Stand
+arena.WARM, arena.RUNS, steps.WARM, steps.STEPS = 1, 2, 2, 3
 for row in arena.measure(Stand.on_gpu(TINY, "48MiB"), "tiny", (1, 3), 40):
     print(rows.as_json(row))
 """
@@ -70,10 +73,10 @@ def test_the_daemons_memory_beside_ones_own() -> None:
 
 
 FLIPS = """
-from benchmarks.parts import flips, rows
+from benchmarks.parts import flips, rows, steps
 from benchmarks.parts.shapes import TINY
 from benchmarks.parts.stand import Stand
-flips.InvariantOps.ROWS = 8
+flips.InvariantOps.ROWS, steps.WARM, steps.STEPS = 8, 2, 3
 as_it_is, invariant = Stand.on_gpu(TINY), Stand.on_gpu(TINY, make_ops=flips.InvariantRandomOps)
 prompts = flips.arbitrary(as_it_is, 4, 20)
 for stand, name in ((as_it_is, "tiny"), (invariant, "invariant")):

@@ -7,11 +7,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kernels.device import source
+from tests.kernels.device import amdgcn
 from tests.rocm.processes import Process, Refused
+from tests.simulators.amdgpu.code import objectfile
+from tests.simulators.amdgpu.device import toolchain as amdgpu_toolchain
 from tests.simulators.rocm import standin
 
 if TYPE_CHECKING:
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 INVALID_VALUE, INVALID_CONFIGURATION, INVALID_IMAGE, INVALID_CONTEXT, INVALID_HANDLE = 1, 9, 200, 201, 400
-NOT_FOUND, LAUNCH_FAILURE = 500, 719
+NOT_FOUND, LAUNCH_FAILURE, NOT_SUPPORTED = 500, 719, 801
 
 SOURCE = r"""
 #include "common.h"
@@ -204,3 +208,57 @@ def test_the_projects_kernels_pass_their_tests_through_cupy(wave: int, files: li
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert re.search(r"\b[1-9]\d* passed", done.stdout), done.stdout
     assert "skipped" not in done.stdout, done.stdout
+
+
+# --- occupancy --------------------------------------------------------------------------------------------------------
+
+ASKED = """
+from kernels.device import module, occupancy
+asked = occupancy.of_device()
+def fits(name, kernel, threads, shared, assumed, **defines):
+    return asked.blocks(module.load(name, defines), kernel, threads, shared, assumed)
+"""
+DECODE = {"RF_TYPE": "BF16", "RF_KV": "BF16", "RF_HEAD_DIM": 128, "RF_GROUP": 4, "RF_PAGE_SIZE": 16, "RF_ROWS": 16}
+MATRIX_DECODE = {**DECODE, "RF_MATRIX": 2, "RF_BLOCKS": 4}
+
+
+@pytest.mark.needs(*amdgcn.TOOLS)
+@pytest.mark.parametrize(("wave", "gpu", "registers", "most"), [(64, "gfx942", 4 * 512, 32), (32, "gfx1100", 3072, 32)])
+def test_the_occupancy_query_answers_from_the_code_object(wave: int, gpu: str, registers: int, most: int) -> None:
+    """By the descriptors, which give registers as they are allocated; the stand-in goes by the metadata."""
+    process = Process(standin.environment(wave=wave, occupancy=True))
+    try:
+        process.run(ASKED)
+        cases: list[tuple[str, str, int, int, dict[str, Any]]] = [
+            ("attention_decode", "attention_decode", 4 * wave, 0, MATRIX_DECODE),
+            ("gemv", "norm_gemv", 256, 0, {"RF_TYPE": "BF16", "RF_ROWS": 1}),
+            ("gemv", "norm_gemv", 256, 32 << 10, {"RF_TYPE": "BF16", "RF_ROWS": 1}),
+        ]
+        for name, kernel, threads, shared, defines in cases:
+            found = process.get(f"fits({name!r}, {kernel!r}, {threads}, {shared}, 99, **{defines})")
+            given = {key: str(value) for key, value in defines.items()}
+            of = objectfile.read(amdgpu_toolchain().code(source.read(name), given, gpu).read_bytes()).kernels[kernel]
+            each = of.vectors + of.accumulators if wave == 64 else -(-of.vectors // 24) * 24
+            waves = min(most, registers // (4 if wave == 64 else 2) // each * (4 if wave == 64 else 2))
+            lds = of.shared_bytes + shared
+            assert found == min(waves // (threads // wave), 65536 // lds if lds else 99), (name, kernel, shared)
+        assert process.get("asked.refused") == ""
+    finally:
+        process.kill()
+
+
+def test_without_an_answer_plans_assume_and_say_why(wave64: Process) -> None:
+    wave64.run(ASKED)
+    assert wave64.get("fits('pages', 'copy_pages', 256, 0, 5)") == 5
+    assert wave64.get("asked.refused").endswith(f"MaxActiveBlocksPerMultiprocessor: status {NOT_SUPPORTED}")
+
+
+def test_a_refused_query_says_why(wave64: Process) -> None:
+    """A function that is gone, and more threads than the kernel may have."""
+    wave64.run(ASKED + "from kernels.device.occupancy import OccupancyError\ntried = []\n")
+    wave64.run(
+        "for handle, threads in ((12345, 64), (m.get_function('small').kernel.ptr, 256)):\n"
+        "    try: asked._query(handle, threads, 0)\n"
+        "    except OccupancyError as error: tried.append(str(error).split()[-1])\n"
+    )
+    assert wave64.get("tried") == [str(INVALID_HANDLE), str(INVALID_VALUE)]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kernels.replay import driver
 from tests.rocm.processes import Process, Refused
+
+if TYPE_CHECKING:
+    from tests.rocm.conftest import Starts
 
 PREPARED = """
 from types import SimpleNamespace
@@ -216,13 +221,134 @@ def test_a_workspace_gives_memory_again_and_none_away(process: Process) -> None:
     assert process.get("[slab.nbytes for slab in space._slabs]") == [1 << 20]
 
 
-def test_rocm_has_no_graphs(process: Process) -> None:
-    with pytest.raises(Refused, match="not on ROCm"):
-        process.run("Graphs()")
+def test_steps_from_graphs_give_the_logits_of_the_step_itself(process: Process) -> None:
+    process.run("graphs = Graphs(slab=1 << 18); replayed = taped(graphs); host, device = arenas(11 * 40)")
+    process.run("lengths = [3, 150, 17, 1, 40, 9, 64, 2, 30, 5, 12]; rows = rows_of(lengths, 40)")
+    assert process.get("compared(rows, host, device, replayed)") < 1e-4
+    for count in (11, 10, 3, 11, 3, 10, 1, 1, 3, 11):
+        process.run("nexts = [Row([7 + n], n, row.pages, True) for n, row in zip(lengths, rows)]")
+        assert process.get("compared(nexts[:count], host, device, replayed)", count=count) < 1e-4
+        process.run("lengths[:count] = [n + 1 for n in lengths[:count]]", count=count)
+    # A graph launches what the library and our kernels were given, with no call of either.
+    recorded, count = process.get("(graphs.recorded, graphs.replayed)")
+    assert recorded == 3 and count >= 3
     with pytest.raises(Refused, match="int8 pages do not support replayed steps"):
         process.run("CupyOps(0, 'f32', 'int8', 4, called)")
-    with pytest.raises(Refused, match=r"InvalidConfiguration: --replay graphs: .*not on ROCm"):
-        process.run("from services.engine.model.backend import on_gpu; on_gpu(0, 'f32', None, 4, 'graphs')")
+
+
+#: A function of x that is queued on the current stream, and what it gives.
+GRAPHED = """
+told = []
+graphs = Graphs(2, 1 << 18, refused=told.append)
+x, w = cp.ones((1, 64), np.float32), cp.ones((32, 64), np.float32)
+ran = []
+def product(n, between=lambda: None):
+    def compute():
+        ran.append(n)
+        out = cp.ndarray((1, 32), np.float32)
+        gemm.linear(x, w, out)
+        between()
+        return out
+    return float(graphs.run(n, compute).sum())
+"""
+
+
+def test_graphs_that_are_kept(process: Process) -> None:
+    process.run(GRAPHED)
+    for number in (1, 2, 1, 2, 1, 3, 4, 5, 6, 1, 3, 1, 2, 2, 2):
+        assert process.get("product(number)", number=number) == 64 * 32
+    assert process.get("(graphs.recorded, graphs.replayed, told)") == (4, 4, [])  # 2 had gone for 3, and 3 for 2
+    process.run("x *= 2; calls = len(ran)")
+    assert process.get("(product(1), len(ran) - calls)") == (2 * 64 * 32, 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "status"),
+    [
+        ("hipStreamBeginCapture", 999),
+        ("hipStreamEndCapture", 999),
+        ("hipGraphInstantiateWithFlags", 999),
+        ("hipGraphDestroy", 999),
+    ],
+)
+def test_a_capture_that_fails_leaves_the_step_right(start: Starts, function: str, status: int) -> None:
+    """Once: the work is queued as it is, the reason is told, and the stream is as before."""
+    process = start(HIPSTANDIN_FAIL=function)
+    process.run(PREPARED + GRAPHED)
+    for _ in range(4):
+        assert process.get("product(1)") == 64 * 32
+    assert process.get("told") == [f"{function}: status {status}"]
+    assert process.get("(graphs.recorded, graphs.replayed)") == (0, 0)
+    # It is not captured any more: another capture of it is none too many.
+    process.run("again = Graphs(slab=1 << 18); again._stream = graphs._stream; graphs = again")
+    for _ in range(3):
+        assert process.get("product(1)") == 64 * 32
+    assert process.get("(graphs.recorded, graphs.replayed)") == (1, 1)
+
+
+@pytest.mark.parametrize("function", ["hipGraphLaunch", "hipGraphExecDestroy"])
+def test_a_graph_that_cannot_be_launched_or_freed_is_an_error(start: Starts, function: str) -> None:
+    process = start(HIPSTANDIN_FAIL=function)
+    process.run(PREPARED + GRAPHED)
+    with pytest.raises(Refused, match=f"GraphError: {function}: status 999"):
+        process.run("[product(n) for n in (1, 1, 2, 2, 3, 3)]")
+    assert process.get("told") == []
+
+
+def test_what_cannot_be_captured_is_queued_as_it_is(process: Process) -> None:
+    """A copy or a wait amid a step ends its capture; an error of the step itself stays one."""
+    stream = "cp.cuda.get_current_stream()"
+    copies = f"lambda: rt.memcpyAsync(x.data.ptr, x.data.ptr, 4, 3, {stream}.ptr)"
+    for between in (copies, f"lambda: {stream}.synchronize()"):
+        process.run(GRAPHED)
+        for _ in range(3):
+            assert process.get(f"product(1, {between})") == 64 * 32
+        [reason] = process.get("told")
+        assert "StreamCapture" in reason or "status 901" in reason, reason
+        assert process.get("product(2)") == process.get("product(2)") == 64 * 32
+        assert process.get("graphs.recorded") == 0
+    process.run(GRAPHED)
+    process.run("product(1)")
+    with pytest.raises(Refused, match="KeyError"):
+        process.run("product(1, lambda: {}['none'])")
+    assert process.get("told") == []
+    assert process.get("[product(1) for _ in range(2)]") == [64 * 32] * 2
+    assert process.get("(graphs.recorded, graphs.replayed)") == (1, 1)
+
+
+def test_graphs_of_another_runtime_and_of_none() -> None:
+    """CUDA's driver has the same functions, with the same arguments, under other names."""
+    calls: list[tuple[str, Any]] = []
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("cu"):
+                raise AttributeError(name)
+
+            class Call:
+                def __call__(self, *arguments: Any) -> int:
+                    calls.append((name, [one for one in arguments if isinstance(one, int)]))
+                    if name in ("cuStreamEndCapture", "cuGraphInstantiateWithFlags"):
+                        place = arguments[1] if name == "cuStreamEndCapture" else arguments[0]
+                        place._obj.value = 70 + len(calls)
+                    return 0
+
+            return Call()
+
+    cuda = driver.Driver(Library(), hip=False)
+    cuda.begin(5)
+    graph = cuda.end(5)
+    executable = cuda.instantiate(graph)
+    cuda.destroy(graph)
+    cuda.launch(executable, 6)
+    cuda.destroy_executable(executable)
+    assert calls == [
+        ("cuStreamBeginCapture_v2", [5, driver.RELAXED]), ("cuStreamEndCapture", [5]),
+        ("cuGraphInstantiateWithFlags", [72, 0]), ("cuGraphDestroy", [72]), ("cuGraphLaunch", [73, 6]),
+        ("cuGraphExecDestroy", [73]),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="the runtime has no hipStreamBeginCapture"):
+        driver.Driver(Library(), hip=True)
 
 
 def test_a_step_takes_the_tokens_that_the_one_before_drew(process: Process) -> None:
@@ -232,7 +358,7 @@ def test_a_step_takes_the_tokens_that_the_one_before_drew(process: Process) -> N
     process.run("drawn = cp.asarray(np.array([11, 22, 33, 44, -9, -9, -9, -9], np.int32))")
     process.run("known = [Row([t], n, row.pages, True) for t, n, row in zip((33, 5, 11), (6, 3, 9), rows)]")
     process.run("pending = [Row(t, n, row.pages, True) for t, n, row in zip(((-3,), (5,), (-1,)), (6, 3, 9), rows)]")
-    for replays in ("called", "Tapes()"):
+    for replays in ("called", "Tapes()", "Graphs(slab=1 << 18)"):
         process.run(f"other = taped({replays})")
         for _ in range(3):  # queued, recorded, replayed
             process.run(

@@ -20,7 +20,15 @@ from google.protobuf.message import Message
 from rocmforge.engine.v1 import engine_pb2 as pb
 from services.common.errors import FieldInvalid, PromptTooLong, ServiceError
 from services.engine.checkpoint.config import ModelConfig
-from services.engine.pages.source import MAX_RETENTION_PRIORITY, MAX_RETENTION_S, Retention
+from services.engine.pages.source import (
+    MAX_CATEGORY,
+    MAX_EXPECTED_RETURN_S,
+    MAX_RETENTION_PRIORITY,
+    MAX_RETENTION_S,
+    MAX_TURN,
+    Retention,
+    ReuseHint,
+)
 from services.engine.sampling.params import SamplingParams, seed_of, validate
 from services.engine.scheduling.sequence import MAX_SAMPLES, Request, Stopping
 from services.engine.text.chat import Chat
@@ -82,6 +90,7 @@ async def read_request(
         limits = dataclasses.replace(limits, max_tokens=room)
     _check_logprobs(drawn, len(prompt), limits.max_tokens, max(1, message.n))
     retention = _retention(message, retains)
+    hint = _reuse_hint(message)
 
     def text() -> TextStream:
         return TextStream(tokenizer, message.stopping.stop, message.stopping.include_stop, limits.min_tokens)
@@ -96,6 +105,8 @@ async def read_request(
         # except on the request's own pages after a preemption, whose log probabilities it already has.
         salt=message.cache_salt if drawn.prompt_logprobs is None else secrets.token_hex(16),
         retention=retention,
+        # Pages under a unique salt do not come back: their hint would be wrong.
+        reuse_hint=hint if drawn.prompt_logprobs is None else None,
         submitted_at=now,
         deadline=deadline,
         priority=message.priority,
@@ -178,6 +189,26 @@ def _retention(message: pb.GenerateRequest, retains: bool) -> Retention | None:
                 limit=MAX_RETENTION_PRIORITY,
             )
     return Retention(ttl_s, priority)
+
+
+def _reuse_hint(message: pb.GenerateRequest) -> ReuseHint | None:
+    """Returns what the request says of its return, if anything. Raises FieldInvalid."""
+    if not message.HasField("reuse_hint"):
+        return None
+    hint = message.reuse_hint
+    with inside("reuse_hint"):
+        if len(hint.category) > MAX_CATEGORY:
+            raise FieldInvalid(
+                f"reuse_hint.category has {len(hint.category)} characters; it may have {MAX_CATEGORY}",
+                field="category",
+                limit=MAX_CATEGORY,
+            )
+        if hint.turn > MAX_TURN:
+            raise FieldInvalid(
+                f"reuse_hint.turn is {hint.turn}; it may be {MAX_TURN} at most", field="turn", limit=MAX_TURN
+            )
+        expected_s = read_span(hint, "expected_return", MAX_EXPECTED_RETURN_S)
+    return ReuseHint(hint.category, hint.turn, hint.tool_call_pending, expected_s)
 
 
 def _stopping(message: pb.Stopping, config: ModelConfig) -> Stopping:

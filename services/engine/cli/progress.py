@@ -60,22 +60,22 @@ class Progress:
     def line(self) -> str:
         """The line, cut to the width of the terminal."""
         elapsed = max(self._clock() - self._began, 1e-9)
-        told = f"{self.done}" if self._total is None else f"{self.done}/{self._total}"
-        told += f"  {self.running} running" if self.running else ""
-        told += f"  {self.failed} failed" if self.failed else ""
+        text = f"{self.done}" if self._total is None else f"{self.done}/{self._total}"
+        text += f"  {self.running} running" if self.running else ""
+        text += f"  {self.failed} failed" if self.failed else ""
         width = shutil.get_terminal_size().columns - 1
         if not self.done:  # no estimate yet: show tokens and elapsed time
-            told += f"  {self.tokens} tokens  {_minutes(elapsed)}"
+            text += f"  {self.tokens} tokens  {_minutes(elapsed)}"
         else:
-            told += f"  {self.tokens / elapsed:.0f} tokens/s"
+            text += f"  {self.tokens / elapsed:.0f} tokens/s"
         if self.done and self._total is not None:
-            told += f"  {_minutes((self._total - self.done) * elapsed / self.done)} left"
+            text += f"  {_minutes((self._total - self.done) * elapsed / self.done)} left"
         if self._total is None:
-            return told[:width]
-        room = min(40, width - len(told) - 4)
+            return text[:width]
+        room = min(40, width - len(text) - 4)
         filled = room * self.done // max(self._total, 1)
         bar = f"[{'#' * filled}{'.' * (room - filled)}]  " if room >= 8 else ""
-        return f"{bar}{told}"[:width]
+        return f"{bar}{text}"[:width]
 
     def close(self) -> None:
         """End the line."""

@@ -20,16 +20,18 @@ _PLACES = {
     **dict.fromkeys(("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop"), "stopping"),
     **dict.fromkeys(("cache_salt", "n", "priority"), ""),
     **dict.fromkeys(("cache_ttl", "cache_priority"), "cache_retention"),
+    **dict.fromkeys(("category", "turn", "tool_call_pending", "expected_return"), "reuse_hint"),
 }
 _LISTS = ("stop", "stop_token_ids")
-_SWITCHES = ("ignore_eos", "include_stop")
+_SWITCHES = ("ignore_eos", "include_stop", "tool_call_pending")
 _MAPS = ("logit_bias",)
-_SPANS = ("cache_ttl",)
+_SPANS = ("cache_ttl", "expected_return")
 #: Names whose protobuf field is named differently.
 _FIELDS = {"cache_ttl": "ttl", "cache_priority": "priority"}
 _FLAGS = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "priority"),
     *("ignore_eos", "include_stop", "cache_salt", "cache_ttl", "cache_priority"),
+    *("category", "turn", "tool_call_pending", "expected_return"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "prompt_logprobs", "n"),
 )
 _CHAT_FLAGS = ("chat", "system", "template_arguments")
@@ -76,6 +78,19 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None = None) ->
         type=int,
         metavar="N",
         help="with --cache-ttl: 1 to 100; lower is evicted first (default: 50)",
+    )
+    parser.add_argument(
+        "--category", metavar="NAME", help="the kind of traffic, from which the daemon learns what comes back"
+    )
+    parser.add_argument("--turn", type=int, metavar="N", help="the turn of the conversation, from 1")
+    parser.add_argument(
+        "--tool-call-pending",
+        action="store_const",
+        const=True,
+        help="a tool call is expected, whose result comes as the next turn",
+    )
+    parser.add_argument(
+        "--expected-return", type=float, metavar="S", help="the next turn is expected S seconds from now"
     )
     parser.add_argument("--priority", type=int, metavar="N", help="-100 to 100, higher is scheduled first (default: 0)")
     parser.add_argument(
@@ -236,7 +251,7 @@ def put(request: pb.GenerateRequest, name: str, value: Any) -> None:
     elif name in _LISTS:
         getattr(place, name).extend([value] if isinstance(value, str) else value)
     elif name in _SPANS:
-        getattr(place, _FIELDS[name]).CopyFrom(_span(value))
+        getattr(place, _FIELDS.get(name, name)).CopyFrom(_span(value))
     else:
         setattr(place, _FIELDS.get(name, name), value)
 

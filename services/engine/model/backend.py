@@ -36,7 +36,7 @@ TAPES, GRAPHS, OFF = "tapes", "graphs", "off"
 #: Of a tuning: the file that first light left, if it did. Of asynchronous steps: with a GPU.
 AUTO = "auto"
 ON = "on"
-REPLAYS = (TAPES, GRAPHS, OFF)
+REPLAYS = (AUTO, GRAPHS, TAPES, OFF)
 ASYNC_STEPS = (AUTO, ON, OFF)
 
 log = structlog.get_logger()
@@ -76,7 +76,7 @@ class Backend:
 
 def on_host(dtype: str | None, kv_dtype: str | None, replay: str | None = None, tuned: str = OFF) -> Backend:
     """The NumPy backend, which computes in f32. Raises InvalidConfiguration for other dtypes, and for replay."""
-    if replay not in (None, OFF):
+    if replay not in (None, AUTO, OFF):
         raise InvalidConfiguration(f"--replay {replay}: not available on a CPU; see --device", field="--replay")
     if tuned not in (AUTO, OFF):
         raise InvalidConfiguration(f"--tuning {tuned}: not available on a CPU; see --device", field="--tuning")
@@ -100,9 +100,10 @@ def on_gpu(
     """
     gpu = Runtime.load().gpu(ordinal)
     # Writing int8 pages launches kernels with extents specific to the step, so it cannot be replayed.
-    replay = replay or (OFF if kv_dtype == "int8" else TAPES)
+    if replay in (None, AUTO):
+        replay = OFF if kv_dtype == "int8" else TAPES
     try:
-        replays = None if replay == OFF else Graphs() if replay == GRAPHS else Tapes()
+        replays = None if replay == OFF else Graphs(refused=_graphs_refused) if replay == GRAPHS else Tapes()
         chosen = {} if tuned == OFF else {"tuned": _tuning(tuned, target(ordinal))}
         ops = make_ops(ordinal, dtype, kv_dtype or dtype, page_size, replays, **chosen)
     except ValueError as error:
@@ -145,7 +146,18 @@ def _tuning(tuned: str, arch: str) -> tuning.Tuning:
     return found
 
 
+def _graphs_refused(detail: str) -> None:
+    change = "--replay tapes; steps that were not captured before are launched one by one"
+    log.warning("graphs_refused", detail=detail, change=change)
+
+
 def _tell(verdict: Verdict, ordinal: int) -> None:
+    gpu = verdict.gpu
+    if verdict.occupancy_refused:
+        change = "none: plans assume as many blocks as were measured on other GPUs"
+        log.warning("occupancy_unknown", gpu=ordinal, detail=verdict.occupancy_refused, change=change)
+    else:
+        log.info("occupancy", gpu=ordinal, decode=dict(gpu.decode_fits), prefill=gpu.prefill_fits)
     if verdict.state == "wrong":
         log.warning(
             "matrix_units_wrong",

@@ -11,19 +11,26 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rocmforge.client.demands import (
+    MAX_CATEGORY,
+    MAX_EXPECTED_RETURN_S,
     MAX_RETENTION_PRIORITY,
     MAX_RETENTION_S,
+    MAX_TURN,
     Demand,
     Grant,
     Opening,
     PageCopy,
     Retention,
+    ReuseHint,
 )
 from rocmforge.client.layout import PageLayout
 
 __all__ = [
+    "MAX_CATEGORY",
+    "MAX_EXPECTED_RETURN_S",
     "MAX_RETENTION_PRIORITY",
     "MAX_RETENTION_S",
+    "MAX_TURN",
     "Demand",
     "Exchange",
     "Grant",
@@ -32,6 +39,7 @@ __all__ = [
     "PageLayout",
     "PageSource",
     "Retention",
+    "ReuseHint",
 ]
 
 

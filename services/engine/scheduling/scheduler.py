@@ -516,7 +516,8 @@ class Scheduler:
         pages = self._admission.pages_for(sequence.resident_target)
         request = sequence.request
         tokens = request.prompt if not sequence.num_generated_tokens else tuple(sequence.tokens)
-        opening = Opening(tokens, request.salt, request.retention, self._fill_waits.offer(sequence))
+        wait_s = self._fill_waits.offer(sequence)
+        opening = Opening(tokens, request.salt, request.retention, request.reuse_hint, wait_s)
         return self._demand(sequence, pages, opening), sequence
 
     def _take(self, sequence: Sequence, demand: Demand, grant: Grant) -> list[PageCopy]:

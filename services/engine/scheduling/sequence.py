@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 from services.common.errors import ServiceError
 from services.common.tracing.span import Span
-from services.engine.pages.source import Retention
+from services.engine.pages.source import Retention, ReuseHint
 from services.engine.sampling.result import Choice
 
 #: Most samples of one prompt per request.
@@ -116,6 +116,7 @@ class Request:
     text: Text
     salt: str = ""
     retention: Retention | None = None
+    reuse_hint: ReuseHint | None = None
     submitted_at: float = 0.0
     deadline: float | None = None
     priority: int = 0

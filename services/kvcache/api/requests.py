@@ -11,6 +11,7 @@ from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from services.common.errors import FieldInvalid, InvalidConfiguration
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
+from services.kvcache.eviction.hints import ReuseHint
 from services.kvcache.eviction.retention import Retention
 from services.kvcache.lease.witness import Process
 from services.kvcache.pool.layout import Layout, OpaqueLayout, PageLayout
@@ -82,7 +83,8 @@ def _read_opening(opening: pb.SequenceOpening, field: str) -> Generator[None, No
             prompt = opening.prompt
             check_name(prompt.salt, f"{field}.prompt.salt", least=0)
             retention = read_retention(prompt.retention) if prompt.HasField("retention") else None
-            origin = Prompt((yield from read_tokens(prompt.tokens)), prompt.salt, retention)
+            hint = read_reuse_hint(prompt.reuse_hint) if prompt.HasField("reuse_hint") else None
+            origin = Prompt((yield from read_tokens(prompt.tokens)), prompt.salt, retention, hint)
             wait_s = read_fill_wait(opening, f"{field}.fill_wait")
             return Opening(opening.sequence_id, origin, opening.total_pages, wait_s)
         case "parent_sequence_id":
@@ -152,6 +154,12 @@ def _check_column(steps: pb.SequenceSteps, name: str, length: int, count: int, f
 def read_retention(message: pb.Retention) -> Retention:
     """What an opening asks for, right or wrong."""
     return Retention(message.ttl.ToNanoseconds() / 1e9, message.priority)
+
+
+def read_reuse_hint(message: pb.ReuseHint) -> ReuseHint:
+    """What an opening says of its return, right or wrong."""
+    expected_s = message.expected_return.ToNanoseconds() / 1e9 if message.HasField("expected_return") else None
+    return ReuseHint(message.category, message.turn, message.tool_call_pending, expected_s)
 
 
 def read_layout(message: pb.PageLayout) -> Layout:

@@ -223,14 +223,15 @@ class KvCache:
         session = self._sessions.pop(session_id, caller)
         if session is None:
             return 0 if self.quarantine.vouch(session_id, caller, self._clock()) else None
-        pool, sequences, entries = self.pool_of(session), list(session.sequences.values()), session.held_pages
+        pool, sequences, entries = self.pool_of(session), session.sequences, session.held_pages
+        count = len(sequences)
         session.end()
-        pool.endings.end(sequences, entries, self._clock())
+        pool.endings.end_session(session.id, sequences, entries, self._clock())
         pool.last_used = self._clock()
         self.quarantine.vouch(session.id, caller, self._clock())
         session.let_go()
         self.on_sessions()
-        return len(sequences)
+        return count
 
     def may_close(self, session_id: str, caller: str) -> bool:
         """Whether the caller has a session with this id, live or lost."""

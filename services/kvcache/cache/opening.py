@@ -11,6 +11,7 @@ from services.common.errors import FieldInvalid, SequenceMismatch, ServiceError,
 from services.kvcache import slices
 from services.kvcache.cache.grant import Grant, answering, check_live, check_quota, grow, growing
 from services.kvcache.cache.steps import may_be_owed, step
+from services.kvcache.eviction.hints import Claim, ReuseHint
 from services.kvcache.eviction.retention import Retention
 from services.kvcache.lease.sessions import Session
 from services.kvcache.pool.headroom import Promised
@@ -26,6 +27,7 @@ class Prompt(NamedTuple):
     tokens: array[int]
     salt: str = ""
     retention: Retention | None = None
+    reuse_hint: ReuseHint | None = None
 
 
 class Opening(NamedTuple):
@@ -105,10 +107,12 @@ def _begin(
     session: Session, pool: Pool, sequence_id: str, prompt: Prompt, total_pages: int, now: float
 ) -> Grant | Work[Grant]:
     _check_count(session)
-    tokens, salt, retention = prompt
+    tokens, salt, retention, reuse_hint = prompt
     check_prompt(tokens, "prompt.tokens")
     if retention is not None:
         retention.check()
+    if reuse_hint is not None:
+        reuse_hint.check()
     matched = pool.match(tokens, salt, slices.ENTRIES)
     if len(matched) < slices.ENTRIES:
         cached = pool.cached_among(matched)
@@ -136,6 +140,8 @@ def _check_begin(
 def _begun(session: Session, pool: Pool, sequence_id: str, prompt: Prompt, matched: list[int], now: float) -> Sequence:
     sequence = Sequence(session.id, sequence_id, prompt.salt, digest_prompt(prompt.tokens, prompt.salt), now)
     sequence.retention = prompt.retention
+    if prompt.reuse_hint is not None:
+        sequence.claim = Claim(session.owner, prompt.reuse_hint)
     session.add(sequence)
     pool.open(sequence, prompt.tokens, matched)
     return sequence
@@ -184,7 +190,7 @@ def _beginning(session: Session, pool: Pool, sequence: Sequence) -> Iterator[Non
     except BaseException:
         if session.sequences.get(sequence.id) is sequence:
             session.take_back(sequence)
-            sequence.retention = None  # nothing was asked for these pages
+            sequence.retention = sequence.claim = None  # nothing was asked for these pages, or said of them
             pool.endings.end_later([sequence], sequence.page_count)
         raise
 

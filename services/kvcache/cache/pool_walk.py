@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 from services.kvcache.eviction.lru import PAUSE
 from services.kvcache.pool.pages.page_table import PageState
@@ -16,25 +16,26 @@ def walk_pool(pool: Pool) -> Iterator[str | None]:
     run.
     """
     yield from pool.table.walk()
-    yield from pool.table.cached.frozen(pool.index.frozen()).walk()
+    yield from pool.table.cached.walk()
     yield from pool.index.walk()
     # Of each page the sum of those that list it, to be compared with that of its holders.
-    listed = array("Q", bytes(8 * pool.table.total))
+    listed = array("Q", [0]) * pool.table.total
+    yield None
     for sequence in list(pool.sequences):
         if sequence in pool.sequences:
             yield from _check_sequence(pool, sequence)
-            yield from _walk_block_table(pool, sequence, pool.sequences, listed)
+            yield from _walk_block_table(pool, sequence, pool.sequences.__contains__, listed, live=True)
         yield None
-    for among in (pool.fills, pool.endings.expired, pool.endings.ending):
+    for sequence in list(pool.endings.expired):
+        yield from _walk_block_table(pool, sequence, pool.endings.expired.__contains__, listed)
+        yield None
+    for fill in list(pool.fills):
+        yield from _walk_block_table(pool, fill, pool.fills.__contains__, listed)
+        yield None
+    for among in (pool.endings.ending, *(sequences.values() for sequences in list(pool.endings.sessions.values()))):
         for sequence in list(among):
-            yield from _walk_block_table(pool, sequence, among, listed)
+            yield from _walk_block_table(pool, sequence, pool.endings.is_ending, listed)
             yield None
-    for page in list(pool.table.cached.promises()):
-        if pool.table.cached.has_promise(page) and (
-            pool.table.state(page) != PageState.HELD or not pool.index.is_primary(page)
-        ):
-            yield f"page {page} has a promise, is {pool.table.state(page).name} and no lookup finds it held"
-    yield None
     if pool.lower is not None:
         yield from pool.lower.walk()
     yield from _walk_holders(pool, listed)
@@ -56,15 +57,15 @@ def _check_sequence(pool: Pool, sequence: Sequence) -> Iterator[str]:
 
 
 def _walk_block_table(
-    pool: Pool, sequence: Sequence, among: dict[Sequence, None], listed: array[int]
+    pool: Pool, sequence: Sequence, there: Callable[[Sequence], bool], listed: array[int], *, live: bool = False
 ) -> Iterator[str | None]:
     size, seen, at = pool.page_size, set[int](), 0
-    if sequence.copy is not None and sequence in among:
+    if sequence.copy is not None and there(sequence):
         listed[sequence.copy[1]] ^= _mark(sequence)
         if not pool.table.is_held_by(sequence.copy[1], sequence):
             yield f"{sequence!r} copies page {sequence.copy[1]} and does not hold it"
     # It may end meanwhile, or have its last page replaced.
-    while at < len(sequence.pages) and sequence in among:
+    while at < len(sequence.pages) and there(sequence):
         page = sequence.pages[at]
         listed[page] ^= _mark(sequence)
         if not pool.table.is_held_by(page, sequence):
@@ -72,7 +73,7 @@ def _walk_block_table(
         if page in seen and sequence.pages.count(page) > 1:
             yield f"{sequence!r} lists page {page} twice"
         seen.add(page)
-        if at < sequence.published and among is pool.sequences:
+        if live and at < sequence.published:
             chunk = sequence.tokens[at * size : (at + 1) * size].tobytes()
             if pool.index.tokens(page) != chunk:
                 yield f"{sequence!r}: page {page} is published with other tokens"
@@ -96,6 +97,8 @@ def _walk_holders(pool: Pool, listed: array[int]) -> Iterator[str | None]:
         state = pool.table.state(page)
         if state == PageState.CACHED and not pool.index.is_primary(page):
             yield f"page {page} is cached and no lookup finds it"
+        if pool.table.cached.has_promise(page) and (state != PageState.HELD or not pool.index.is_primary(page)):
+            yield f"page {page} has a promise, is {state.name} and no lookup finds it held"
         if state in (PageState.FREE, PageState.QUARANTINED, PageState.FILLING) and pool.index.is_published(page):
             yield f"page {page} is {state.name} and published"
         spent += 1 + len(holders)
@@ -105,9 +108,10 @@ def _walk_holders(pool: Pool, listed: array[int]) -> Iterator[str | None]:
 
 
 def _lists(pool: Pool, holder: Hashable, page: int) -> bool:
-    if not isinstance(holder, Sequence) or not any(
-        holder in among for among in (pool.sequences, pool.fills, pool.endings.expired, pool.endings.ending)
-    ):
+    if not isinstance(holder, Sequence):
+        return False
+    among = (pool.sequences, pool.fills, pool.endings.expired)
+    if not any(holder in one for one in among) and not pool.endings.is_ending(holder):
         return False
     # What has changed lately is at the end.
     return page in holder.pages[-PAUSE:] or page in holder.pages or (holder.copy is not None and holder.copy[1] == page)

@@ -1,7 +1,8 @@
 """Density eviction: the least valuable cached page goes first. Resists scans and loops, which flush an LRU cache.
 
-Pages are queued by level, which is how often their content was reused; each queue is in caching order. ``ReuseModel``
-gives the value of a page by level and age, and the victim is the least valuable page at the ends of the queues. At the
+Pages are queued by kind, which is how often their content was reused, and what callers say of when it comes back (see
+``hints``); each queue is in caching order. ``ReuseModel`` gives
+the value of a page by kind and age, and the victim is the least valuable page at the ends of the queues. At the
 old ends, pages have outlived their value. The new ends matter for a loop over more than the cache holds: there the page
 just used is needed last, and keeping part of the loop beats keeping none of it for long.
 """
@@ -10,10 +11,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Self
 
+from services.kvcache.eviction.hints import Claim, HintClasses
 from services.kvcache.eviction.lru import PAUSE, Links, LruQueue
-from services.kvcache.eviction.reuse import LEVELS, ReuseModel
+from services.kvcache.eviction.reuse import KINDS, LEVELS, ReuseModel
 
 _NONE = -1
 
@@ -55,17 +56,18 @@ class DensityQueue(LruQueue):
         super().__init__(total)
         self._links = links
         self._model = ReuseModel(total)
-        self._clock = 0
+        self._classes = HintClasses(total)
         self._batch = max(1, min(BATCH, int(total * BATCH_SHARE)))
-        self._cached_at = array("Q", bytes(8 * total))
         self._returns = bytearray([_NEW]) * total
         self._place = bytearray(total)
         self._parent = array("i", [_NONE]) * total
         self._continuations = array("i", bytes(4 * total))
-        # A second set of links, for the queues by level and, as the last of them, the list of victims.
+        # A second set of links, for the queues by kind and, as the last of them, the list of victims.
         self._before = array("i", [_NONE]) * total
         self._after = array("i", [_NONE]) * total
-        self._ends = [[_NONE, _NONE] for _ in range(LEVELS + 1)]
+        self._ends = [[_NONE, _NONE] for _ in range(KINDS + 1)]
+        self._kind = bytearray(total)  # of a queued page, the queue it is in
+        self._filled: dict[int, None] = {}  # kinds whose queues have pages
         # For evicted links, 13 bits of the hash and 3 bits of the reuse count, indexed by hash. Newer links overwrite.
         self._memory = array("H", bytes(2 * REMEMBERED * total))
 
@@ -77,10 +79,10 @@ class DensityQueue(LruQueue):
         """The next page to evict, which stays queued until then; None if the queue is empty."""
         if not len(self):
             return None
-        while (page := self._ends[LEVELS][0]) == _NONE:
-            level, end = self._worst()
+        while (page := self._ends[KINDS][0]) == _NONE:
+            kind, end = self._worst()
             for _ in range(self._batch):
-                if (worst := self._ends[level][end]) != _NONE:
+                if (worst := self._ends[kind][end]) != _NONE:
                     self._condemn(worst)
         return page
 
@@ -88,49 +90,59 @@ class DensityQueue(LruQueue):
         """The queue that has the least valuable page, and the end where it is (0 for the oldest)."""
         oldest, least, oldest_at = _NONE, float("inf"), 0
         newest, lowest = _NONE, float("inf")
-        for level in range(LEVELS):
-            old, new = self._ends[level]
-            if old == _NONE:
-                continue
+        for kind in sorted(self._filled):
+            old, new = self._ends[kind]
             cached_at = self._cached_at[old]
-            value = self._model.value(level, self._clock - cached_at)
+            value = self._model.value(kind, self._clock - cached_at)
             if value < least or (value == least and cached_at < oldest_at):
-                oldest, least, oldest_at = level, value, cached_at
-            value = self._model.value(level, self._clock - self._cached_at[new])
+                oldest, least, oldest_at = kind, value, cached_at
+            value = self._model.value(kind, self._clock - self._cached_at[new])
             if value < lowest:
-                newest, lowest = level, value
+                newest, lowest = kind, value
         return (newest, 1) if lowest < least * MARGIN else (oldest, 0)
 
     def _condemn(self, page: int) -> None:
         self._unlink(page)
         self._place[page] = _CONDEMNED
         if not self._continuations[page]:
-            self._link(page, LEVELS)
+            self._link(page, KINDS)
+
+    def claim(self, page: int, claim: Claim | None) -> None:
+        """Overrides."""
+        self._classes.put(page, claim)
+
+    @property
+    def has_claims(self) -> bool:
+        """Overrides."""
+        return self._classes.used
 
     def push(self, page: int, now: float) -> None:
         """Add a page as the newest. Raises ValueError if it is queued already."""
         super().push(page, now)
-        self.note_cached(page)
+        self._begin(page)
         self._rank(page)
 
     def enter(self, page: int, now: float) -> None:
         """Add an already cached page as the newest. Raises ValueError if it is queued already."""
         super().push(page, now)
-        self._clock += 1
         self._rank(page)
 
     def note_cached(self, page: int) -> None:
         """Begin a stay."""
         self._clock += 1
+        self._begin(page)
+
+    def _begin(self, page: int) -> None:
         link = self._links.key(page)
         returns = self._recall(link) if self._returns[page] == _NEW else self._returns[page] + 1
         self._returns[page] = returns = min(returns, len(_LEVEL) - 1)
-        self._model.began(link, _LEVEL[returns], self._clock)
+        while self._classes.ended:
+            self._model.forget(self._classes.ended.pop())
+        self._model.began(link, self._kind_of(page), self._clock)
 
     def _rank(self, page: int) -> None:
-        """Append a page, already in the caching order, to the queue of its level."""
+        """Append a page, already in the caching order, to the queue of its kind."""
         parent = self._links.parent(page)
-        self._cached_at[page] = self._clock
         if parent is not None:
             if self._place[parent] == _CONDEMNED and not self._continuations[parent]:
                 # The sequence of this page held a stand-by of the parent and has ended: the parent is not a victim now.
@@ -138,7 +150,8 @@ class DensityQueue(LruQueue):
             self._parent[page] = parent
             self._continuations[parent] += 1
         self._place[page] = _QUEUED
-        self._link(page, _LEVEL[self._returns[page]])
+        self._kind[page] = kind = self._kind_of(page)
+        self._link(page, kind)
 
     def discard(self, page: int) -> None:
         """Remove a page because of a hit. Raises ValueError if it is not queued."""
@@ -164,6 +177,11 @@ class DensityQueue(LruQueue):
         link = self._links.key(page)
         self._memory[link % len(self._memory)] = (link >> 48 & 0xFFF8) | self._returns[page]
         self._returns[page] = _NEW
+        self._classes.forget(page)
+
+    def forget(self, page: int) -> None:
+        """Overrides."""
+        self._classes.forget(page)
 
     def _recall(self, link: int) -> int:
         """How often the content of a page that was not cached has been reused, including this time; 0 if unknown."""
@@ -180,13 +198,14 @@ class DensityQueue(LruQueue):
             self._parent[page] = _NONE
             self._continuations[parent] -= 1
             if not self._continuations[parent] and self._place[parent] == _CONDEMNED:
-                self._link(parent, LEVELS)
+                self._link(parent, KINDS)
 
-    def _level(self, page: int) -> int:
-        return _LEVEL[self._returns[page]]
+    def _kind_of(self, page: int) -> int:
+        """The kind of a page that is about to be queued."""
+        return self._classes.of(page) * LEVELS + _LEVEL[self._returns[page]]
 
-    def _list_of(self, page: int) -> list[int]:
-        return self._ends[self._level(page) if self._place[page] == _QUEUED else LEVELS]
+    def _queue_of(self, page: int) -> int:
+        return self._kind[page] if self._place[page] == _QUEUED else KINDS
 
     def _link(self, page: int, at: int) -> None:
         """Append to a queue, or to the list of victims."""
@@ -194,70 +213,90 @@ class DensityQueue(LruQueue):
         self._before[page], self._after[page] = ends[1], _NONE
         if ends[1] == _NONE:
             ends[0] = page
+            if at != KINDS:
+                self._filled[at] = None
         else:
             self._after[ends[1]] = page
         ends[1] = page
 
     def _unlink(self, page: int) -> None:
-        ends, before, after = self._list_of(page), self._before[page], self._after[page]
+        at, before, after = self._queue_of(page), self._before[page], self._after[page]
+        ends = self._ends[at]
         if before == _NONE:
             ends[0] = after
         else:
             self._after[before] = after
         if after == _NONE:
             ends[1] = before
+            if before == _NONE and at != KINDS:
+                del self._filled[at]
         else:
             self._before[after] = before
 
-    def frozen(self, links: Links) -> Self:
-        """A copy of now, for ``walk``; ``links`` is the index of now."""
-        frozen = super().frozen(links)
-        frozen._links = links
-        frozen._cached_at, frozen._returns, frozen._place = self._cached_at[:], self._returns[:], self._place[:]
-        frozen._parent, frozen._continuations = self._parent[:], self._continuations[:]
-        frozen._before, frozen._after = self._before[:], self._after[:]
-        frozen._ends = [list(ends) for ends in self._ends]
-        return frozen
-
     def walk(self) -> Iterator[str | None]:
-        """Violations: those of the caching order, a wrong queue, a wrong count of continuations; None now and then. Of
-        a queue that does not change meanwhile.
+        """Violations: those of the caching order, a wrong queue, a wrong count of continuations; None now and then.
+
+        The queue may change meanwhile: what is said of a page was seen in one look at it, that of the counts and that
+        of the queues by level are each of one moment.
         """
         yield from super().walk()
-        count = array("i", bytes(4 * len(self._parent)))
-        for at, page in enumerate(self):
+        for page in range(self.total):
+            if page % PAUSE == 0:
+                yield None
+            if (self._place[page] != _OUT) != (page in self):
+                yield f"page {page} is {'' if page in self else 'not '}queued and its place is {self._place[page]}"
+            if page in self:
+                yield from self._check_parent(page)
+        yield from self._walk_counts()
+        yield from self._walk_levels()
+        yield from self._classes.walk()
+
+    def _check_parent(self, page: int) -> Iterator[str]:
+        try:
+            parent = self._links.parent(page)
+        except KeyError:  # the index is inconsistent and reports that itself
+            return
+        if self._parent[page] != (_NONE if parent is None else parent):
+            yield f"page {page} is queued as the continuation of {self._parent[page]}, which is {parent}"
+        elif parent is None or parent not in self or self._links.has_standby(parent):
+            return
+        elif self.is_before(parent, page):
+            yield f"page {page} is queued behind its parent {parent}"
+
+    def _walk_counts(self) -> Iterator[str | None]:
+        parents, continuations = self._parent[:], self._continuations[:]
+        yield None
+        count = array("i", [0]) * len(parents)
+        for at, parent in enumerate(parents):
             if at % PAUSE == 0:
                 yield None
-            try:
-                parent = self._links.parent(page)
-            except KeyError:  # the index is inconsistent and reports that itself
-                continue
-            if self._parent[page] != (_NONE if parent is None else parent):
-                yield f"page {page} is queued as the continuation of {self._parent[page]}, which is {parent}"
-            elif parent is not None:
+            if parent != _NONE:
                 count[parent] += 1
-                late = self._cached_at[parent] <= self._cached_at[page]
-                if parent in self and late and not self._links.has_standby(parent):
-                    yield f"page {page} was cached before its continuation {parent}"
-        if count != self._continuations:
+        if count != continuations:
             yield "the counts of continuations are wrong"
-        expected = [0] * len(self._ends)
-        queue_of = bytearray([_NOWHERE]) * len(self._parent)
-        for number, page in enumerate(self):
-            if number % PAUSE == 0:
+
+    def _walk_levels(self) -> Iterator[str | None]:
+        queue_of, expected = self._place[:], [0] * len(self._ends)
+        kind, continuations, filled = self._kind[:], self._continuations[:], set(self._filled)
+        before, after, ends = self._before[:], self._after[:], [list(pair) for pair in self._ends]
+        for page, place in enumerate(queue_of):
+            if page % PAUSE == 0:
                 yield None
-            if self._place[page] == _QUEUED:
-                queue_of[page] = self._level(page)
-            elif not count[page]:
-                queue_of[page] = LEVELS
+            if place == _QUEUED:
+                queue_of[page] = kind[page]
+            elif place == _CONDEMNED and not continuations[page]:
+                queue_of[page] = KINDS
             else:
+                queue_of[page] = _NOWHERE
                 continue
             expected[queue_of[page]] += 1
-        for at, (oldest, newest) in enumerate(self._ends):
-            seen, before, page = 0, _NONE, oldest
-            while page != _NONE and self._before[page] == before and queue_of[page] == at and seen <= expected[at]:
-                seen, before, page = seen + 1, page, self._after[page]
+        if filled != {kind for kind in range(KINDS) if expected[kind]}:
+            yield f"the queues {sorted(filled)} are said to have pages"
+        for at, (oldest, newest) in enumerate(ends):
+            seen, last, page = 0, _NONE, oldest
+            while page != _NONE and before[page] == last and queue_of[page] == at and seen <= expected[at]:
+                seen, last, page = seen + 1, page, after[page]
                 if seen % PAUSE == 0:
                     yield None
-            if page != _NONE or before != newest or seen != expected[at]:
-                yield f"queue {at} links {seen} pages up to {before}, expected {expected[at]} up to {newest}"
+            if page != _NONE or last != newest or seen != expected[at]:
+                yield f"queue {at} links {seen} pages up to {last}, expected {expected[at]} up to {newest}"

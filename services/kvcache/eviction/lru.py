@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Protocol, Self
+from typing import Protocol
+
+from services.kvcache.eviction.hints import Claim
 
 _NONE = -1
 
@@ -27,7 +28,7 @@ class Links(Protocol):
 
 
 class LruQueue:
-    """An intrusive doubly linked list over page ids: two links and a time per page, and no objects.
+    """An intrusive doubly linked list over page ids: two links, a time and a number per page, and no objects.
 
     All operations but ``check`` and iteration are O(1). When a sequence ends, its pages are pushed tail first, so among
     them each page is older than its predecessor in the sequence: evicting the oldest never orphans a cached
@@ -39,11 +40,23 @@ class LruQueue:
         self._newer = array("i", [_NONE]) * total
         self._since = array("d", bytes(8 * total))
         self._member = bytearray(total)
+        # A clock that ticks with every push, and what it was when a page was pushed: the order of the queue.
+        self._clock = 0
+        self._cached_at = array("Q", bytes(8 * total))
         self._oldest = self._newest = _NONE
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def total(self) -> int:
+        """Pages that there are, queued or not."""
+        return len(self._member)
+
+    def is_before(self, page: int, other: int) -> bool:
+        """Whether one of two queued pages is the older."""
+        return self._cached_at[page] < self._cached_at[other]
 
     def __contains__(self, page: int) -> bool:
         return bool(self._member[page])
@@ -74,6 +87,7 @@ class LruQueue:
             raise ValueError(f"page {page} is queued already")
         self._member[page] = 1
         self._since[page] = now
+        self._clock = self._cached_at[page] = self._clock + 1
         self._older[page], self._newer[page] = self._newest, _NONE
         if self._newest == _NONE:
             self._oldest = page
@@ -109,7 +123,7 @@ class LruQueue:
 
     def evict(self, page: int) -> None:
         """Remove a page because it is evicted. Raises ValueError if it is not queued."""
-        self.discard(page)
+        self._take_out((page,))
 
     def enter(self, page: int, now: float) -> None:
         """Add an already cached page as the newest. Raises ValueError if it is queued already."""
@@ -124,37 +138,47 @@ class LruQueue:
     def note_evicted(self, page: int) -> None:
         """A cached page outside the queue is evicted."""
 
+    def claim(self, page: int, claim: Claim | None) -> None:
+        """A sequence that used the page has ended, and its caller said this of its return; before it is pushed."""
+
+    @property
+    def has_claims(self) -> bool:
+        """Whether pages may have claims, which the end of a sequence without one would change."""
+        return False
+
+    def forget(self, page: int) -> None:
+        """A page outside the queue has lost its content."""
+
     def touch(self, page: int, now: float) -> None:
         """Make a queued page the newest."""
         self.discard(page)
         self.push(page, now)
-
-    def frozen(self, links: Links) -> Self:
-        """A copy of now, for ``walk``; ``links`` is the index of now."""
-        frozen = copy.copy(self)
-        frozen._older, frozen._newer = self._older[:], self._newer[:]
-        frozen._since, frozen._member = self._since[:], self._member[:]
-        return frozen
 
     def check(self) -> Iterator[str]:
         """Every violation, see ``walk``."""
         return (said for said in self.walk() if said is not None)
 
     def walk(self) -> Iterator[str | None]:
-        """Violations: inconsistent links, a wrong length, times out of order; None now and then. Of a queue that does
-        not change meanwhile.
+        """Violations: inconsistent links, a wrong length, pages out of order; None now and then.
+
+        The queue may change meanwhile: what is said of a page was seen in one look at it, and the lengths are of one
+        moment. Every page is linked with its neighbours and pushed after the older of them: so all pages are one chain.
         """
-        seen, previous, since = 0, _NONE, float("-inf")
-        page = self._oldest
-        while page != _NONE and seen <= self._length:
-            if self._older[page] != previous or not self._member[page]:
-                yield f"eviction queue is broken at page {page}"
-            if self._since[page] < since:
-                yield f"page {page} is queued behind a newer one"
-            seen, previous, since = seen + 1, page, self._since[page]
-            page = self._newer[page]
-            if seen % PAUSE == 0:
-                yield None
         members = self._member.count(1)
-        if seen != self._length or members != self._length:
-            yield f"eviction queue links {seen} pages, marks {members}, says {self._length}"
+        if members != self._length or (self._oldest == _NONE) != (not members):
+            yield f"eviction queue marks {members} pages, says {self._length}, the oldest is {self._oldest}"
+        for page in range(self.total):
+            if page % PAUSE == 0:
+                yield None
+            if self._member[page]:
+                yield from self._check_place(page)
+
+    def _check_place(self, page: int) -> Iterator[str]:
+        older, newer = self._older[page], self._newer[page]
+        # A link to a page that is not queued leads nowhere.
+        before = self._oldest if older == _NONE else self._newer[older] if self._member[older] else _NONE
+        behind = self._newest if newer == _NONE else self._older[newer] if self._member[newer] else _NONE
+        if before != page or behind != page:
+            yield f"eviction queue is broken at page {page}"
+        elif older != _NONE and (not self.is_before(older, page) or self._since[older] > self._since[page]):
+            yield f"page {page} is queued behind a newer one"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import chain, islice
+from itertools import islice
 from typing import NamedTuple
 
+from services.kvcache.eviction.hints import Claim
 from services.kvcache.eviction.lru import PAUSE, Links, LruQueue
 from services.kvcache.eviction.retention import Promise
 
@@ -135,10 +136,6 @@ class RetainingQueue:
         """Whether pages outside the queue may have promises."""
         return bool(self._promises)
 
-    def promises(self) -> Iterator[int]:
-        """The pages outside the queue that may have promises."""
-        return iter(self._promises)
-
     def has_promise(self, page: int) -> bool:
         """Whether a page outside the queue may have a promise."""
         return page in self._promises
@@ -164,8 +161,18 @@ class RetainingQueue:
         return joined
 
     def forget(self, page: int) -> None:
-        """Drop the promise of a page outside the queue, if it has one."""
+        """Drop the promise of a page outside the queue, if it has one, and what callers said of its return."""
         self._promises.pop(page, None)
+        self._policy.forget(page)
+
+    def claim(self, page: int, claim: Claim | None) -> None:
+        """See ``LruQueue``."""
+        self._policy.claim(page, claim)
+
+    @property
+    def has_claims(self) -> bool:
+        """See ``LruQueue``."""
+        return self._policy.has_claims
 
     def pass_time(self, now: float, most: int = PAUSE) -> bool:
         """Advance the clock to ``now``: pages whose retention has expired return to the policy, continuations first.
@@ -247,87 +254,78 @@ class RetainingQueue:
                 return True
         return bool(some)
 
-    def frozen(self, links: Links) -> RetainingQueue:
-        """A copy of now, for ``walk``; ``links`` is the index of now."""
-        frozen = copy.copy(self)
-        frozen._policy, frozen._links = self._policy.frozen(links), links
-        frozen._promises, frozen._retained = self._promises.copy(), self._retained.copy()
-        frozen._heaps = {priority: heap[:] for priority, heap in self._heaps.items()}
-        return frozen
-
     def check(self) -> Iterator[str]:
         """Every violation, see ``walk``."""
         return (said for said in self.walk() if said is not None)
 
     def walk(self) -> Iterator[str | None]:
-        """Violations of the policy, the limit, the heaps, or the order of continuations; None now and then. Of a queue
-        that does not change meanwhile.
+        """Violations of the policy, the limit, the heaps, or the order of continuations; None now and then.
+
+        The queue may change meanwhile: what is said of a page was seen in one look at it, and the heaps are of one
+        moment.
         """
         yield from self._policy.walk()
         if len(self._retained) > self.most:
             yield f"{len(self._retained)} pages are retained, the limit is {self.most}"
-        for at, (page, entry) in enumerate(self._retained.items()):
-            if at % PAUSE == 0:
+        for page in range(self._policy.total):
+            if page % PAUSE == 0:
                 yield None
-            if page in self._policy:
+            entry = self._retained.get(page)
+            if entry is not None and page in self._policy:
                 yield f"page {page} is retained and in the policy's queue"
-            if not self._now < entry.until:
+            if entry is not None and not self._now < entry.until:
                 yield f"page {page} is retained and its time was over at {self._now}"
-        for at, page in enumerate(self._promises):
-            if at % PAUSE == 0:
-                yield None
-            if page in self:
-                yield f"page {page} is queued and has a promise that it was not queued with"
+            if entry is not None and entry.until < self._due:
+                yield f"the time of page {page} is over before {self._due}"
+            if entry is not None or page in self._policy:
+                if page in self._promises:
+                    yield f"page {page} is queued and has a promise that it was not queued with"
+                yield from self._check_continuation(page, entry)
         yield from self._walk_heaps()
-        yield from self._walk_continuations()
 
-    def _walk_continuations(self) -> Iterator[str | None]:
-        place: dict[int, int] = {}
-        for at, page in enumerate(self._policy):
-            place[page] = at
-            if at % PAUSE == 0:
-                yield None
-        for at, page in enumerate(chain(place, self._retained)):
-            if at % PAUSE == 0:
-                yield None
-            try:
-                parent = self._links.parent(page)
-            except KeyError:  # the index is inconsistent and reports that itself
-                continue
-            if parent is None or self._links.has_standby(parent):
-                continue  # whose holder is about to end, perhaps, and touches the parent then
-            mine, its = self._retained.get(page), self._retained.get(parent)
-            if mine is None:
-                early = place.get(parent, at) < at
-            elif its is None:
-                early = parent in place
-            else:
-                early = (its.priority, its) < (mine.priority, mine)
-            if early:
-                yield f"page {parent} would be given up before its continuation {page}"
-            elif mine is not None and parent not in self:
-                promise, least = self._promises.get(parent), Promise(mine.priority, mine.until)
-                if promise is None or promise.joined(least) != promise:
-                    yield f"page {parent} is held and promised {promise}, its continuation {page} {least}"
+    def _check_continuation(self, page: int, mine: _Entry | None) -> Iterator[str]:
+        try:
+            parent = self._links.parent(page)
+        except KeyError:  # the index is inconsistent and reports that itself
+            return
+        if parent is None or self._links.has_standby(parent):
+            return  # whose holder is about to end, perhaps, and touches the parent then
+        its = self._retained.get(parent)
+        if mine is None:
+            early = parent in self._policy and self._policy.is_before(parent, page)
+        elif its is None:
+            early = parent in self._policy
+        else:
+            early = (its.priority, its) < (mine.priority, mine)
+        if early:
+            yield f"page {parent} would be given up before its continuation {page}"
+        elif mine is not None and parent not in self:
+            promise, least = self._promises.get(parent), Promise(mine.priority, mine.until)
+            if promise is None or promise.joined(least) != promise:
+                yield f"page {parent} is held and promised {promise}, its continuation {page} {least}"
 
     def _walk_heaps(self) -> Iterator[str | None]:
-        entries, found = 0, set[int]()
-        for priority, heap in self._heaps.items():
-            for at, entry in enumerate(heap):
-                if at % PAUSE == 0:
+        heaps, numbers, entries = [(one, heap[:]) for one, heap in self._heaps.items()], self._numbers, self._entries
+        size = sum(len(heap) for _, heap in heaps)
+        if entries != size or entries > 2 * len(self._retained) + SLACK:
+            yield f"the heaps have {size} entries, say {entries}"
+        found = array("Q", [0]) * self._policy.total  # the number of a page's entry
+        for priority, heap in heaps:
+            while heap:  # from its end, so that not all of it goes at once
+                if len(heap) % PAUSE == 0:
                     yield None
-                if at and heap[(at - 1) // 2] > entry:
+                entry = heap.pop()
+                if heap and heap[(len(heap) - 1) // 2] > entry:
                     yield f"the heap of priority {priority} is none: page {entry.page} is above a lesser one"
                 if entry.priority != priority:
                     yield f"the heap of priority {priority} has page {entry.page} of {entry.priority}"
                 if self._retained.get(entry.page) is entry:
-                    if entry.page in found:
+                    if found[entry.page] == entry.number:
                         yield f"page {entry.page} is in the heap of priority {priority} twice"
-                    found.add(entry.page)
-                    if entry.until < self._due:
-                        yield f"the time of page {entry.page} is over before {self._due}"
-            entries += len(heap)
-        if len(found) != len(self._retained):
-            yield f"{len(self._retained)} pages are retained, the heaps have {len(found)}"
-        if self._entries != entries or self._entries > 2 * len(self._retained) + SLACK:
-            yield f"the heaps have {entries} entries, say {self._entries}"
+                    found[entry.page] = entry.number
+        for page, number in enumerate(found):
+            if page % PAUSE == 0:
+                yield None
+            mine = self._retained.get(page)  # those that were retained since have higher numbers
+            if mine is not None and mine.number <= numbers and mine.number != number:
+                yield f"page {page} is retained, and the heaps had it not"

@@ -1,13 +1,12 @@
 """Publishes the prefix caches as vLLM's KV events over ZeroMQ: a topic for each attached engine.
 
 The pages of a pool are published under the topic of every engine that is attached to it, since routers keep their maps
-by engine. When an engine attaches, its topic begins with `AllBlocksCleared` and everything cached; when it leaves, it
-ends with `AllBlocksCleared`. Two sessions of one engine name and one model share a topic. A reader that connects, for
-the first time or again, is told its topics from the beginning too, and so are all others that read them.
+by engine. When an engine attaches, its topic begins with `AllBlocksCleared` and everything cached; when it leaves, the
+topic ends with `AllBlocksCleared`. Two sessions with the same engine name and model share a topic. When a reader
+connects or reconnects, its topics begin anew for all their readers.
 
-What was published is the state of the cache up to one event of its ring. Whatever has to be told from its beginning (a
-new topic, a replay of messages that are not kept) is copied at that moment, and told under a lock that keeps the next
-events back.
+What has been published is the state of the cache up to one event of its ring. A snapshot (for a new topic, or a replay
+of messages no longer kept) is taken at that point and published under a lock that holds later events back.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class KvEventPublisher:
         self._number = 0  # of the last event of the ring that is published
         self._changed = asyncio.Event()
         self._lock = asyncio.Lock()
-        self._lost = False  # whether every topic has to be told anew
+        self._lost = False  # whether every topic has to begin anew
         self._joined: set[str] = set()  # what new readers have subscribed to: the beginnings of topics
         self._context = zmq.asyncio.Context()
         self._news = self._context.socket(zmq.XPUB)  # a PUB that learns who subscribes
@@ -149,7 +148,7 @@ class KvEventPublisher:
     async def _catch_up(self) -> bool:
         """Publish what has happened since the last time, then what it takes for topics to be right.
 
-        Returns whether there were any to be told from their beginning. If not, what is published is the state of now.
+        Returns whether any topic began anew. If none did, what has been published is the current state.
         """
         self._changed.clear()
         self._lost |= await self._publish_ring()

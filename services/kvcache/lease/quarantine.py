@@ -28,7 +28,7 @@ from services.common.errors import EngineAlive, QuarantineUnknown
 from services.kvcache.lease.sessions import Session
 from services.kvcache.lease.witness import Process
 from services.kvcache.pool.pool import Pool
-from services.kvcache.pool.sequence import Sequence
+from services.kvcache.pool.sequence import Sequence, entries_of
 from services.kvcache.slices import Work
 
 log = structlog.get_logger()
@@ -83,6 +83,15 @@ class Record:
     def page_count(self) -> int:
         """How many pages it keeps."""
         return sum(map(len, self.left.values()))
+
+    def miscounted(self) -> Iterator[str]:
+        """Whether it counts other pages, or expired sequences, than it has."""
+        kept = self.page_count + entries_of(self.expired.values())
+        if kept != self.kept:
+            yield f"session {self.session.handle} is said to keep {self.kept} pages, it keeps {kept}"
+        expired = self.session.expired if self.lost_at is None else 0
+        if expired != len(self.expired):
+            yield f"session {self.session.handle} counts {expired} expired sequences of {len(self.expired)}"
 
     @property
     def fence(self) -> Fence:
@@ -159,7 +168,7 @@ class Quarantine:
         if session.sequences or mapped or session.id in self._records:
             record = self._record(session, pool)
             record.lost_at = now
-            pool.endings.end(list(session.sequences.values()), session.held_pages, now, record.keep)
+            pool.endings.end_session(session.id, session.sequences, session.held_pages, now, record.keep)
             expired = list(record.expired.values())
             record.expired.clear()
             record.kept -= sum(sequence.page_count for sequence in expired)
@@ -261,20 +270,9 @@ class Quarantine:
         """Whether a process may still map or write the pool's memory."""
         return any(record.pool is pool for record in self._records.values())
 
-    def pages(self, pool: Pool) -> list[int]:
-        """The pages of a pool in quarantine."""
-        records = (record for record in self._records.values() if record.pool is pool)
-        return list(chain(pool.endings.leaving, *(record.pages for record in records)))
-
-    def miscounted(self, pool: Pool) -> Iterator[str]:
-        """The records of a pool that count other pages, or expired sequences, than they have."""
-        for record in self._records.values():
-            kept = record.page_count + sum(sequence.page_count for sequence in record.expired.values())
-            if record.pool is pool and kept != record.kept:
-                yield f"session {record.session.handle} is said to keep {record.kept} pages, it keeps {kept}"
-            expired = record.session.expired if record.lost_at is None else 0
-            if record.pool is pool and expired != len(record.expired):
-                yield f"session {record.session.handle} counts {expired} expired sequences of {len(record.expired)}"
+    def records(self, pool: Pool) -> list[Record]:
+        """The records of a pool."""
+        return [record for record in self._records.values() if record.pool is pool]
 
     def close(self) -> None:
         """Let go of all processes."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.common.errors import SequenceRemoved, SequenceUnknown, SessionExpired, SessionNotAttached
+from services.kvcache import slices
 from services.kvcache.lease.witness import Process, Witness
 from services.kvcache.pool.host_memory import (
     REMOVED,
@@ -136,16 +138,26 @@ class Session:
 
     def end(self) -> None:
         """Forget all sequences and all ids: nobody can name them any more."""
-        self.sequences.clear()
+        self.sequences = {}  # those that there were may be the pool's now
         self.removed.clear()
         self.hold(-self.held_pages)
         self._charge(-self.ids_bytes)
 
-    def charged(self) -> int:
-        """What it is charged for sequences without their pages, and for removed ids, recomputed."""
-        salts = texts_bytes([sequence.salt for sequence in self.sequences.values()])
-        live = SEQUENCE * len(self.sequences) + texts_bytes(self.sequences) + salts
-        return live + REMOVED * len(self.removed) + texts_bytes(self.removed)
+    def walk_charges(self) -> Iterator[str | None]:
+        """Whether it is charged what its sequences without their pages, and its removed ids, cost; None now and then.
+
+        It may change meanwhile: which there are is of one moment, and neither an id nor a salt ever changes.
+        """
+        # As a plain dict, whose keys are found much faster, if in no order.
+        charged, live, removed = self.ids_bytes, list(self.sequences.values()), list(dict.keys(self.removed))
+        costs = SEQUENCE * len(live) + REMOVED * len(removed)
+        for at in range(0, max(len(live), len(removed)), slices.ENTRIES):
+            yield None
+            some = live[at : at + slices.ENTRIES]
+            costs += texts_bytes([sequence.id for sequence in some]) + texts_bytes([one.salt for one in some])
+            costs += texts_bytes(removed[at : at + slices.ENTRIES])
+        if costs != charged:
+            yield f"session {self.handle} is charged {charged} bytes for ids, they cost {costs}"
 
     def check_forget(self, sequence_ids: list[str]) -> None:
         """Whether the daemon's own memory has room to remember those ids that are new. Raises HostMemoryExceeded; never

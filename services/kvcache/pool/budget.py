@@ -296,17 +296,27 @@ class Pools:
                 for link in links:
                     self._events.add(pool.id, EventKind.DROPPED, link)
                 yield None
-            while pool.table.cached.dismantle(slices.ENTRIES):
-                yield None
+            for part in (pool.table.cached, pool.checksums, pool.table.unclean):
+                while part is not None and part.dismantle(slices.ENTRIES):
+                    yield None
         finally:
             self.charged_apart -= charged
             self._memory.used -= charged
+            self._debts.owe(_letting_go(pool.parts()))
 
     def close(self) -> None:
         """Free all memory."""
         for pool in self:
             pool.arena.close()
         self._by_id.clear()
+
+
+def _letting_go(parts: list[object]) -> Work[None]:
+    """Free what a pool was made of one by one, unless work that goes on with the pool keeps it until its end."""
+    yield None
+    while parts:
+        parts.pop()
+        yield None
 
 
 def device_of(pool: Pool) -> int | None:

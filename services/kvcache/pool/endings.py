@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable
 from itertools import chain
 
 from services.kvcache import slices
 from services.kvcache.pool.debts import Debts
-from services.kvcache.pool.host_memory import HostMemory, ending_bytes, expired_bytes
+from services.kvcache.pool.host_memory import HostMemory, all_expired_bytes, ending_bytes, expired_bytes
 from services.kvcache.pool.index.prefix_cache import PrefixCache
 from services.kvcache.pool.pages.page_table import PageState, PageTable
 from services.kvcache.pool.pages.published import PublishedPages
-from services.kvcache.pool.sequence import Sequence
+from services.kvcache.pool.sequence import Sequence, entries_of, salts_of
 from services.kvcache.slices import Work
 
 #: Takes pages that a lost engine may still write. False when it is known by now that it does not: they are free.
@@ -23,7 +24,8 @@ class Endings:
     """The sequences of one pool that are live no more and hold pages still, and pages that leave quarantine.
 
     ``expired`` ones hold their pages until their engine, which does not know of it, touches none any more; ``ending``
-    ones, all together ``entries``, until what they owe is paid. Both are charged to the daemon's own memory.
+    ones, and those of ``sessions`` that ended with all that they had, have all together ``entries`` until what they owe
+    is paid. All are charged to the daemon's own memory.
     """
 
     def __init__(
@@ -34,10 +36,14 @@ class Endings:
         published: PublishedPages,
         memory: HostMemory,
         debts: Debts,
+        page_size: int,
     ) -> None:
         """``live`` are the pool's sequences, by last access; ``debts`` has what takes long."""
+        self._page_size = page_size
         self.expired: dict[Sequence, None] = {}
         self.ending: dict[Sequence, None] = {}
+        #: By id of the session and of the sequence.
+        self.sessions: dict[str, dict[str, Sequence]] = {}
         self.entries = 0
         self.leaving: list[int] = []
         self._live = live
@@ -49,8 +55,16 @@ class Endings:
 
     def charged(self) -> int:
         """What is charged for them, recomputed."""
-        expired = sum(expired_bytes(sequence.salt, sequence.page_count) for sequence in self.expired)
-        return expired + ending_bytes(len(self.ending), self.entries)
+        expired = all_expired_bytes(salts_of(self.expired), entries_of(self.expired))
+        count = len(self.ending) + sum(map(len, self.sessions.values()))
+        return expired + ending_bytes(count, self.entries, self._page_size)
+
+    def is_ending(self, sequence: Sequence) -> bool:
+        """Whether it has ended and owes what it holds."""
+        return sequence in self.ending or self._is_of_session(sequence)
+
+    def _is_of_session(self, sequence: Sequence) -> bool:
+        return self.sessions.get(sequence.session_id, {}).get(sequence.id) is sequence
 
     def end(self, ended: list[Sequence], entries: int, now: float, fenced: Fenced | None = None) -> None:
         """End sequences that hold so many ``entries``: published pages stay cached, the others become free, or are
@@ -68,10 +82,7 @@ class Endings:
 
     def end_later(self, ended: list[Sequence], entries: int, fenced: Fenced | None = None) -> None:
         """As ``end``, of which nothing is done yet but that they are no live sequences any more."""
-        live, none = self._live, array("I")  # to one that has ended nobody appends, and an array each would show
-        for sequence in ended:
-            del live[sequence]
-            sequence.tokens = none
+        self._leave_live(ended)
         self._count_ending(ended, entries)
         self._debts.owe(self._giving_up(ended, fenced))
 
@@ -81,10 +92,31 @@ class Endings:
         self._count_ending([fill], fill.page_count)
         self._debts.owe(self._giving_up([fill], None))
 
+    def end_session(
+        self, session_id: str, sequences: dict[str, Sequence], entries: int, now: float, fenced: Fenced | None = None
+    ) -> None:
+        """As ``end``, with all sequences of a session, by id. There may be very many: all of them are taken over in
+        one, and what is done to each is done in its slice.
+        """
+        ended = list(sequences.values())
+        if entries + len(ended) <= slices.ENTRIES:
+            self.end(ended, entries, now, fenced)
+            return
+        self._leave_live(ended)
+        self.sessions[session_id] = sequences
+        self._count(len(ended), entries)
+        self._debts.owe(self._giving_up(ended, fenced))
+
+    def _leave_live(self, ended: list[Sequence]) -> None:
+        deque(map(self._live.__delitem__, ended), maxlen=0)
+
     def _count_ending(self, ended: list[Sequence], entries: int) -> None:
         self.ending.update(dict.fromkeys(ended))
+        self._count(len(ended), entries)
+
+    def _count(self, ended: int, entries: int) -> None:
         self.entries += entries
-        self._memory.used += ending_bytes(len(ended), entries)
+        self._memory.used += ending_bytes(ended, entries, self._page_size)
 
     def _giving_up(self, ended: list[Sequence], fenced: Fenced | None, *, expired: bool = False) -> Work[None]:
         """Give up what ended sequences hold, a slice at a time, each from its tail. Those that are ``expired`` are
@@ -93,7 +125,7 @@ class Endings:
         settle = self._published.settle
         left = ended[::-1]  # each is freed with its slice, and not all of them in the last one
         del ended
-        spent, now = 0, (yield None)
+        spent, now, none = 0, (yield None), array("I")  # to one that has ended nobody appends: an array each would show
         while left:
             sequence = left.pop()
             if spent >= slices.ENTRIES:
@@ -101,6 +133,10 @@ class Endings:
             if expired:
                 self._leave_expired(sequence)
                 self._count_ending([sequence], sequence.page_count)
+            elif self._is_of_session(sequence):
+                del self.sessions[sequence.session_id][sequence.id]
+                self.ending[sequence] = None
+            sequence.tokens = none
             cached, retention, table = self._table.cached, sequence.retention, self._table
             promise = retention.promise(now) if retention is not None else None
             if promise is not None:
@@ -121,18 +157,23 @@ class Endings:
                     pages, sequence.pages[kept:] = sequence.pages[kept:], []
                     sequence.published = kept
                     promises = promise is not None or cached.has_promises
+                    claims = sequence.claim is not None or cached.has_claims
                     for page in reversed(pages):
                         if promises:
                             promise = cached.promise(self._index.primary_of(page), promise)
+                        if claims:
+                            cached.claim(self._index.primary_of(page), sequence.claim)
                         settle(page, table.drop(page, sequence), now)
                 given = before - sequence.page_count
                 self.entries -= given
-                self._memory.used -= ending_bytes(0, given)
+                self._memory.used -= ending_bytes(0, given, self._page_size)
                 spent += given
                 if spent >= slices.ENTRIES:
                     spent, now = 0, (yield None)
             del self.ending[sequence]
-            self._memory.used -= ending_bytes(1, 0)
+            if self.sessions.get(sequence.session_id) == {}:
+                del self.sessions[sequence.session_id]
+            self._memory.used -= ending_bytes(1, 0, self._page_size)
             spent += 1
 
     def _give_up_unfinished(self, sequence: Sequence, fenced: Fenced | None) -> None:
@@ -241,9 +282,12 @@ class Endings:
         cached.pass_time(now)
         promise = retention.promise(now) if retention is not None else None
         promises = promise is not None or cached.has_promises
+        claims = sequence.claim is not None or cached.has_claims
         for page in reversed(sequence.pages[:published]):
             if promises:
                 promise = cached.promise(self._index.primary_of(page), promise)
+            if claims:
+                cached.claim(self._index.primary_of(page), sequence.claim)
             settle(page, table.drop(page, sequence), now)
         return unfinished
 

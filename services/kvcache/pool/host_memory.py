@@ -73,9 +73,14 @@ def expired_bytes(salt: str, entries: int) -> int:
     return SEQUENCE - REMOVED + text_bytes(salt) + ENTRY * entries
 
 
-def ending_bytes(sequences: int, entries: int) -> int:
-    """The price of sequences that have ended and hold pages still. Their ids may be remembered."""
-    return sequences * (SEQUENCE - REMOVED) + ENTRY * entries
+def all_expired_bytes(salts: Collection[str], entries: int) -> int:
+    """The price of many of them, by their salts and with so many entries in all."""
+    return (SEQUENCE - REMOVED) * len(salts) + texts_bytes(salts) + ENTRY * entries
+
+
+def ending_bytes(sequences: int, entries: int, page_size: int) -> int:
+    """The price of sequences that have ended and hold pages still, and perhaps tokens. Their ids may be remembered."""
+    return sequences * (SEQUENCE - REMOVED) + entry_bytes(page_size) * entries
 
 
 def removed_bytes(sequence_id: str) -> int:

@@ -77,7 +77,9 @@ class Pool:
         self.published = PublishedPages(self.table, self.index, self.totals)
         #: The live ones, by last access.
         self.sequences: dict[Sequence, None] = {}
-        self.endings = Endings(self.sequences, self.table, self.index, self.published, self.memory, self.debts)
+        self.endings = Endings(
+            self.sequences, self.table, self.index, self.published, self.memory, self.debts, self.page_size
+        )
         #: What fills hold, of the tiers below the pool, if there are any.
         self.fills: dict[Sequence, None] = {}
         self.lower: LowerTiers | None = None
@@ -155,6 +157,18 @@ class Pool:
             return 0
         return SALT + text_bytes(sequence.salt)
 
+    def parts(self) -> list[object]:
+        """All arrays, lists and tables that it is made of: of a large pool each takes a while to be freed."""
+        owners: list[object] = [self.table, self.index, self.checksums]
+        parts = list[object]()
+        for owner in owners:  # which grows meanwhile
+            for part in vars(owner).values() if hasattr(owner, "__dict__") else ():
+                if isinstance(part, array | bytearray | list | dict):
+                    parts.append(part)
+                elif type(part).__module__.startswith(__package__.rpartition(".")[0]) and part not in owners:
+                    owners.append(part)
+        return parts
+
     @property
     def bytes(self) -> int:
         """The price of the pool itself."""
@@ -211,7 +225,7 @@ class Pool:
         child.pages += pages
         child.published, child.chain_broken = min(parent.published, len(child.pages)), parent.chain_broken
         child.tokens.extend(parent.tokens[first * size : end * size])
-        child.retention, child.cached_tokens = parent.retention, len(child.tokens)
+        child.retention, child.claim, child.cached_tokens = parent.retention, parent.claim, len(child.tokens)
 
     def tail_is_shared(self, sequence: Sequence) -> bool:
         """Whether the page for the next token is partly filled and has other holders."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Collection, Iterable
+from operator import attrgetter
 
+from services.kvcache.eviction.hints import Claim
 from services.kvcache.eviction.retention import Retention
 
 
@@ -15,7 +18,8 @@ class Sequence:
     (another chain's link has the same hash, see ``prefix_cache``). ``forked`` is set on both sides of a fork: only such
     sequences can share a page that is not full. ``copy`` is (index, source page): the engine fills the new page at that
     index from the source, which the sequence holds until it reports a token after the copied ones. ``retention``
-    applies to the published pages when the sequence ends. Instances are the holders in the page table, compared by
+    applies to the published pages when the sequence ends, and so does ``claim``, what its caller said of when they come
+    back. Instances are the holders in the page table, compared by
     identity.
     """
 
@@ -23,6 +27,7 @@ class Sequence:
         "access_count",
         "cached_tokens",
         "chain_broken",
+        "claim",
         "copy",
         "created_at",
         "forked",
@@ -47,6 +52,7 @@ class Sequence:
         self.published = 0
         self.cached_tokens = 0
         self.retention: Retention | None = None
+        self.claim: Claim | None = None
         self.chain_broken = False
         self.forked = False
         self.copy: tuple[int, int] | None = None
@@ -64,6 +70,20 @@ class Sequence:
     def page_count(self) -> int:
         """Pages it holds: its block table, and the source of a copy that is still to be made."""
         return len(self.pages) if self.copy is None else len(self.pages) + 1
+
+
+_COPY, _PAGES, _SALT = attrgetter("copy"), attrgetter("pages"), attrgetter("salt")
+
+
+def entries_of(sequences: Collection[Sequence]) -> int:
+    """The pages that all of these hold, each its own: very many of them in one look."""
+    copies = len(sequences) - list(map(_COPY, sequences)).count(None)
+    return sum(map(len, map(_PAGES, sequences))) + copies
+
+
+def salts_of(sequences: Iterable[Sequence]) -> list[str]:
+    """The salt of each."""
+    return list(map(_SALT, sequences))
 
 
 def digest_prompt(prompt: array[int], salt: str) -> bytes:

@@ -6,15 +6,15 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from services.doctor.firstlight import figures, report, runner
 from services.doctor.firstlight.runner import Outcome, Step
+from tests.polling import until
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,6 +40,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, *codes: str, limit_s: float = 60.0, gat
 
 SAYS = """
 from services.doctor.firstlight.step import Report
+from tests.polling import until
 report = Report()
 print("chatter of a library")
 report.facts(gpu="a GPU")
@@ -80,14 +81,21 @@ def test_a_hang_ends_it_and_the_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatc
     child = tmp_path / "child"
     code = f"{SAYS}\nimport subprocess, sys, threading\nchild = subprocess.Popen(['sleep', '1000'])\n"
     code += f"open({str(child)!r}, 'w').write(str(child.pid))\nreport.begin('a kernel')\nthreading.Event().wait()"
-    first, second = ran(monkeypatch, code, SAYS, limit_s=15.0)
+    take, now = runner._take, [0.0]
+
+    def taken(outcome: Outcome, line: str, say: Callable[[str], None]) -> str:
+        what = take(outcome, line, say)
+        now[0] += 120.0 if what == "a kernel" else 0.0  # in which nothing more comes
+        return what
+
+    monkeypatch.setattr(runner, "_take", taken)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    first, second = ran(monkeypatch, code, SAYS, limit_s=120.0)
     assert (first.state, second.state) == ("hung", "not run")
-    assert "no end within 15 s (a kernel)" in first.found[-1][1] and "GPU may need a reset" in first.found[-1][1]
+    assert "no end within 120 s (a kernel)" in first.found[-1][1] and "GPU may need a reset" in first.found[-1][1]
     assert second.found == [("skipped", runner.POISONED)]
-    deadline = time.monotonic() + 30  # the kernel ends a killed process in its own time
-    while runs(int(child.read_text())):
-        assert time.monotonic() < deadline, "the step's child lives on"
-        threading.Event().wait(0.01)
+    # The kernel ends a killed process in its own time.
+    until(lambda: not runs(int(child.read_text())), "the step's child lives on")
 
 
 @pytest.mark.parametrize(

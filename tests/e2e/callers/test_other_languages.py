@@ -7,13 +7,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
 
 from scripts import protos_bundle
 from tests import tools
+from tests.contract.archives import unpack
 from tests.e2e.conftest import Pair
 from tests.processes import ROOT
 
@@ -35,8 +35,7 @@ def page(language: str) -> tuple[list[str], str]:
 def protos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle, unpacked."""
     folder = tmp_path_factory.mktemp("protos")
-    with tarfile.open(protos_bundle.write(folder)) as archive:
-        archive.extractall(folder, filter="data")
+    unpack(protos_bundle.write(folder), folder)
     [unpacked] = (path for path in folder.iterdir() if path.is_dir())
     return unpacked
 

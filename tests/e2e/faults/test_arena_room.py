@@ -13,9 +13,11 @@ from tests.e2e.conftest import MODEL
 from tests.generation import collect, request
 from tests.processes import Service, engine, kvcache
 
-MEMORY = ("--memory", "8MiB")
+#: An engine asks for its lease after a third of it, and so hears that its daemon is gone.
+LEASE_S = 20
+FLAGS = ("--memory", "8MiB", "--session-ttl", f"{LEASE_S}")
 #: Less than a lease: nobody waits for one to run out.
-BACK_S = 9.0
+BACK_S = LEASE_S - 2
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def generated(service: Service) -> list[int]:
 
 @pytest.mark.needs("other-users")
 def test_the_arena_of_a_restarted_daemon_fits_as_soon_as_engines_come_back(small: Path) -> None:
-    with kvcache(small, *MEMORY) as first:
+    with kvcache(small, *FLAGS) as first:
         with (
             engine(small, first.address, model=MODEL, name="one") as one,
             engine(small, first.address, model=MODEL, name="two") as two,
@@ -44,6 +46,6 @@ def test_the_arena_of_a_restarted_daemon_fits_as_soon_as_engines_come_back(small
             before = generated(one)
             for _ in range(3):
                 first.kill()
-                with kvcache(small, *MEMORY) as first:
+                with kvcache(small, *FLAGS) as first:
                     assert [generated(one), generated(two), generated(one)] == [before] * 3
                     first.kill()

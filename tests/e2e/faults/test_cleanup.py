@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,9 @@ from rocmforge.engine.v1 import engine_pb2
 from services.common import rpc
 from tests.e2e.conftest import Pair
 from tests.generation import collect, request
+from tests.polling import until
 
 PROMPT = "KING RICHARD III:\n" + "A horse! a horse! my kingdom for a horse! " * 12
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Ask again until it is so; the test's own time limit ends it otherwise."""
-    while not true():
-        pass
 
 
 def stats(pair: Pair) -> engine_pb2.GetStatsResponse:

@@ -14,6 +14,7 @@ import pytest
 from rocmforge.engine.v1 import engine_pb2, engine_pb2_grpc
 from rocmforge.kvcache.v1 import kvcache_pb2 as pb
 from rocmforge.kvcache.v1 import kvcache_pb2_grpc
+from tests import polling
 from tests.e2e.conftest import MODEL
 from tests.gated import Steps, gated
 from tests.generation import collect, request
@@ -52,9 +53,8 @@ def look(daemon: Service) -> pb.GetStatsResponse:
 
 
 def until(daemon: Service, holds: Callable[[pb.GetStatsResponse], bool]) -> pb.GetStatsResponse:
-    while not holds(stats := look(daemon)):
-        pass
-    return stats
+    [found] = polling.until(lambda: list(filter(holds, [look(daemon)])))
+    return found
 
 
 def is_fenced(stats: pb.GetStatsResponse) -> bool:
@@ -63,8 +63,7 @@ def is_fenced(stats: pb.GetStatsResponse) -> bool:
 
 def until_recovered(service: Service) -> None:
     """Wait until it has opened a new session."""
-    while not stub_of(service).GetStats(engine_pb2.GetStatsRequest()).recoveries:
-        pass
+    polling.until(lambda: stub_of(service).GetStats(engine_pb2.GetStatsRequest()).recoveries)
 
 
 def finish_launched(steps: Steps, mode: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from rocmforge.engine.v1 import engine_pb2_grpc
 from services.common.edge.health import LIVENESS, NOT_SERVING, SERVING
 from services.engine.config import BUNDLED_MODEL
 from tests.generation import collect, request
+from tests.loopback import own_host
 from tests.processes import ROOT, Service, engine, kvcache
 
 TOKENS = 60
@@ -42,23 +42,18 @@ def directory() -> Iterator[Path]:
         yield Path(name)
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in held]
+PORT = 50051
 
 
 class Crowd:
     """Clients that stream one generation after the other until they are stopped; ``failures`` has what went wrong."""
 
-    def __init__(self, ports: list[int]) -> None:
+    def __init__(self, hosts: list[str]) -> None:
         self.failures: list[str] = []
         self.finished = 0
         self._stop = threading.Event()
         self._ended = threading.Condition()
-        address = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
+        address = "ipv4:" + ",".join(f"{host}:{PORT}" for host in hosts)
         options = [
             ("grpc.service_config", BALANCING),
             ("grpc.enable_retries", 0),  # what a retry would hide
@@ -116,15 +111,15 @@ def rolled(service: Service) -> None:
 
 @pytest.mark.parametrize("hook", [True, False], ids=["preStop", "SIGTERM alone"])
 def test_a_rolling_restart_loses_no_stream(directory: Path, hook: bool) -> None:
-    ports = free_ports(2)
+    hosts = [own_host(), own_host()]
     with kvcache(directory) as daemon, contextlib.ExitStack() as stack:
 
         def start(at: int, name: str) -> Service:
-            listen = ["--listen", f"127.0.0.1:{ports[at]}", "--lame-duck", "2", "--grace", "100"]
+            listen = ["--listen", f"{hosts[at]}:{PORT}", "--lame-duck", "2", "--grace", "100"]
             return stack.enter_context(engine(directory, daemon.address, *listen, model=BUNDLED_MODEL, name=name))
 
         engines = [start(at, f"old{at}") for at in range(2)]
-        crowd = Crowd(ports)
+        crowd = Crowd(hosts)
         try:
             for at, old in enumerate(engines):
                 crowd.until_served(old)

@@ -22,6 +22,7 @@ from services.engine.text.chat import Chat
 from services.engine.text.chat_template import ChatTemplate
 from tests.engine.running import RunningEngine, refused
 from tests.generation import collect, request
+from tests.polling import until
 
 SERVICE = "/rocmforge.engine.v1.EngineService/"
 INVALID, TOO_LONG = "FIELD_INVALID", "PROMPT_TOO_LONG"
@@ -254,8 +255,7 @@ def batches(engine: RunningEngine) -> None:
 
 def watchers(engine: RunningEngine) -> None:
     """The maximum number of watchers, which read nothing, and one more."""
-    while not crowded(engine):
-        pass
+    until(lambda: crowded(engine))
 
 
 def crowded(engine: RunningEngine) -> bool:

@@ -16,7 +16,15 @@ from services.common.errors import FieldInvalid, PromptTooLong
 from services.engine.api.requests import DEFAULT_MAX_TOKENS, INLINE_TEXT_BYTES, _prompt, read_request, tokenize
 from services.engine.checkpoint.config import ModelConfig
 from services.engine.config import BUNDLED_MODEL
-from services.engine.pages.source import MAX_RETENTION_PRIORITY, MAX_RETENTION_S, Retention
+from services.engine.pages.source import (
+    MAX_CATEGORY,
+    MAX_EXPECTED_RETURN_S,
+    MAX_RETENTION_PRIORITY,
+    MAX_RETENTION_S,
+    MAX_TURN,
+    Retention,
+    ReuseHint,
+)
 from services.engine.sampling.params import validate
 from services.engine.scheduling.sequence import Request
 from services.engine.text.chat import Chat
@@ -86,6 +94,42 @@ def test_what_cannot_be_asked_of_it(asked: pb.CacheRetention, more: dict[str, An
     with pytest.raises(FieldInvalid, match=says) as caught:
         read(cache_retention=asked, **more)
     assert caught.value.field == f"cache_retention{field}"
+
+
+def hint(seconds: float | None = None, **fields: Any) -> pb.ReuseHint:
+    message = pb.ReuseHint(**fields)
+    if seconds is not None:
+        message.expected_return.FromNanoseconds(round(seconds * 1e9))
+    return message
+
+
+def test_what_is_said_of_its_return() -> None:
+    assert read().reuse_hint is None
+    assert read(reuse_hint=hint()).reuse_hint == ReuseHint()
+    most = hint(MAX_EXPECTED_RETURN_S, category="ä" * MAX_CATEGORY, turn=MAX_TURN, tool_call_pending=True)
+    said = ReuseHint("ä" * MAX_CATEGORY, MAX_TURN, True, MAX_EXPECTED_RETURN_S)
+    assert read(reuse_hint=most, retains=False).reuse_hint == said
+    assert [one.reuse_hint for one in read(reuse_hint=most, n=3).others] == [said] * 2
+
+
+def test_pages_that_cannot_come_back_have_no_hint() -> None:
+    assert read(reuse_hint=hint(1), sampling=pb.Sampling(prompt_logprobs=0)).reuse_hint is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "says"),
+    [
+        (hint(category="x" * 65), "category", "^reuse_hint.category has 65 characters; it may have 64"),
+        (hint(turn=MAX_TURN + 1), "turn", "^reuse_hint.turn is 1000001; it may be 1000000 at most"),
+        (hint(0), "expected_return", "expected_return is 0 s; it must be more than 0 and at most 86400 s"),
+        (hint(-1), "expected_return", "expected_return is -1 s"),
+        (hint(86400.5), "expected_return", "at most 86400 s"),
+    ],
+)
+def test_what_cannot_be_said_of_it(asked: pb.ReuseHint, field: str, says: str) -> None:
+    with pytest.raises(FieldInvalid, match=says) as caught:
+        read(reuse_hint=asked)
+    assert caught.value.field == f"reuse_hint.{field}"
 
 
 def test_eos_can_be_ignored() -> None:

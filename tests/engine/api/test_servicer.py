@@ -18,6 +18,7 @@ from services.common import rpc
 from services.common.errors import ServiceError
 from tests.engine.running import RunningEngine, refused
 from tests.generation import collect, request
+from tests.polling import until
 
 
 @pytest.fixture(scope="module")
@@ -352,8 +353,7 @@ def test_drain(tmp_path: Path) -> None:
         running = engine.stub.Generate(request(max_tokens=6))
         assert engine.steps.reached.wait(30)
         stopping = engine.begin(engine.engine.stop(30))
-        while health(engine.channel) == health_pb2.HealthCheckResponse.SERVING:
-            pass
+        until(lambda: health(engine.channel) != health_pb2.HealthCheckResponse.SERVING)
         error = refused(lambda: engine.stub.Generate(request()))
         assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINING") and error.retry_after_s
         assert engine.stub.GetStats(pb.GetStatsRequest()).draining
@@ -382,8 +382,7 @@ def test_a_drain_tells_those_that_wait_and_lets_those_go_on_that_run(tmp_path: P
         watches = [engine.stub.WatchGeneration(pb.WatchGenerationRequest(request_id=n)) for n in ("runs", "waits")]
         next(watches[0])
         stopping = engine.begin(engine.engine.stop(100))
-        while health(engine.channel) == health_pb2.HealthCheckResponse.SERVING:
-            pass
+        until(lambda: health(engine.channel) != health_pb2.HealthCheckResponse.SERVING)
         # What was said before may be asked for as long as somebody is served, and the same submission again.
         assert engine.stub.SubmitGeneration(asked[0]).generation.state == pb.GENERATION_STATE_RUNNING
         error = refused(lambda: engine.stub.SubmitGeneration(submitted("new", 6)))
@@ -442,8 +441,7 @@ def test_an_engine_that_cannot_find_its_daemon_says_so(tmp_path: Path) -> None:
     engine = RunningEngine(tmp_path, "--kvcache-patience", "0.3", kvcache=f"unix:{tmp_path}/none.sock")
     try:
         starting = engine.begin(engine.engine.start())
-        while not engine.engine.bound:
-            pass
+        until(lambda: engine.engine.bound)
         error = refused(lambda: engine.stub.Generate(request(), wait_for_ready=True))
         assert (error.code, error.reason) == ("UNAVAILABLE", "NOT_READY") and "starting" in error.message
         error = refused(lambda: engine.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="one")))

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from services.engine.scheduling.sequence import FinishReason, Outcome, Sequence
 from tests.engine.fakes import Clock, make_request
 from tests.engine.running import RunningEngine
 from tests.generation import collect, request
+from tests.polling import until
 from tests.processes import ROOT
 
 Engine = RunningEngine
@@ -205,8 +205,7 @@ def test_samples_of_one_that_is_not_done_and_fails(engine: Engine, capsys: Captu
     engine.steps.fault = linger
     assert run(engine, "submit", "x", "--n", "2", "--max-tokens", "900", "--id", "two") == 0
     asked = pb.GetGenerationRequest(request_id="two")
-    while sum(len(one.token_ids) for one in engine.stub.GetGeneration(asked).generation.samples) < 10:
-        pass
+    until(lambda: sum(len(one.token_ids) for one in engine.stub.GetGeneration(asked).generation.samples) >= 10)
     capsys.readouterr()
     assert run(engine, "get", "two") == 0
     shown = capsys.readouterr()
@@ -251,10 +250,8 @@ def test_one_that_runs_and_is_cancelled(engine: Engine, capsys: Captured) -> Non
 
 def test_one_that_fails(engine: Engine, capsys: Captured) -> None:
     engine.steps.hold()
-    began = time.monotonic()
     assert run(engine, "submit", "x", "--max-tokens", "900", "--timeout", "0.05", "--id", "late") == 0
-    while time.monotonic() < began + 0.1:
-        pass
+    threading.Event().wait(0.1)
     engine.steps.release()
     capsys.readouterr()
     for command in ("watch", "get"):

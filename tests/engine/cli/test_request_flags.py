@@ -39,6 +39,10 @@ EVERYTHING = {
     "--cache-salt mine": "cache_salt",
     "--cache-ttl 600": "cache_retention.ttl",
     "--cache-priority 9": "cache_retention.priority",
+    "--category agent": "reuse_hint.category",
+    "--turn 3": "reuse_hint.turn",
+    "--tool-call-pending": "reuse_hint.tool_call_pending",
+    "--expected-return 2.5": "reuse_hint.expected_return",
     "--priority -4": "priority",
     "--n 2": "n",
 }
@@ -57,7 +61,7 @@ def paths(message: pb.GenerateRequest) -> set[str]:
     """The fields that are set, by path, but for the prompt."""
     found = set()
     for field, value in message.ListFields():
-        if field.name in ("sampling", "stopping", "cache_retention"):
+        if field.name in ("sampling", "stopping", "cache_retention", "reuse_hint"):
             found |= {f"{field.name}.{inner.name}" for inner, _ in value.ListFields()}
         elif field.name != "prompt":
             found.add(field.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from services.common.errors import KvCacheDown, ServiceError
 from tests.engine.running import RunningEngine, refused
 from tests.engine.scheduling.remnants import places
 from tests.generation import collect, request
+from tests.polling import until
 
 Engine = RunningEngine
 pytestmark = pytest.mark.usefixtures("no_generations")
@@ -80,12 +81,6 @@ def failure(stream: Any) -> tuple[list[int], ServiceError]:
     assert all(one.WhichOneof("result") == "response" for one in before)
     assert last.WhichOneof("result") == "error"
     return [token for one in before for token in one.response.token_ids], rpc.error_from_status(last.error)
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Poll until it is true; otherwise the test times out."""
-    while not true():
-        pass
 
 
 # --- what one does ----------------------------------------------------------------------------------------------------

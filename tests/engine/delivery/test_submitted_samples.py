@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from services.engine.scheduling.step import Chunk
 from tests.engine.running import RunningEngine, refused, served_by_a_daemon
 from tests.engine.scheduling.remnants import places
 from tests.generation import request
+from tests.polling import until
 
 Engine = RunningEngine
 pytestmark = pytest.mark.usefixtures("no_generations")
@@ -134,12 +135,6 @@ def held(engine: Engine, name: str, **fields: Any) -> str:
     assert submit(engine, asked(request_id=name, **fields)).request_id == name
     assert engine.steps.reached.wait(30)
     return name
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Poll until it is true; otherwise the test times out."""
-    while not true():
-        pass
 
 
 # --- what one does ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from services.common.errors import (
     SequenceRemoved,
     SequenceUnknown,
 )
-from services.engine.pages.source import Demand, Grant, Retention
+from services.engine.pages.source import Demand, Grant, Retention, ReuseHint
 from services.engine.scheduling.queue.admission import ADMISSION_RETRY_S, Limits
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import FinishReason, Outcome, State
@@ -450,10 +450,10 @@ def test_alone_and_short_it_steps_back_and_waits_a_while() -> None:
     assert list(again.opening.prompt) == [*[1] * 7, 0]  # type: ignore[union-attr]
 
 
-def test_whoever_opens_a_sequence_again_asks_for_the_same_retention() -> None:
+def test_whoever_opens_a_sequence_again_asks_for_the_same_retention_and_says_the_same() -> None:
     scheduler, clock = started(pages=4)
-    asked = Retention(60.0, 7)
-    scheduler.submit(dataclasses.replace(make_request("a", [1] * 7, max_tokens=9), retention=asked))
+    asked, hint = Retention(60.0, 7), ReuseHint("agent", 2, True)
+    scheduler.submit(dataclasses.replace(make_request("a", [1] * 7, max_tokens=9), retention=asked, reuse_hint=hint))
     openings = [demand.opening for demand in serve(scheduler)]
     step(scheduler)
     [more], _ = scheduler.demands()
@@ -464,6 +464,7 @@ def test_whoever_opens_a_sequence_again_asks_for_the_same_retention() -> None:
     step(scheduler)
     scheduler.lost_pages()
     openings += [demand.opening for demand in serve(scheduler)]
+    assert all(opening is not None and opening.reuse_hint == hint for opening in openings)
     assert [opening and (len(opening.prompt), opening.retention) for opening in openings] == [
         (7, asked), (8, asked), (9, asked)
     ]  # fmt: skip

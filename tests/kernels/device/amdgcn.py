@@ -70,7 +70,7 @@ class Toolchain:
         """Compile a source for ``gpu``; raises CompileError."""
         known = NOTES / self._key(text, defines, gpu)
         if not known.exists():
-            _keep(known, _run([READELF, "--notes", str(self.code(text, defines, gpu))]).encode())
+            keep(known, _run([READELF, "--notes", str(self.code(text, defines, gpu))]).encode())
         return read_notes(known.read_text())
 
     def code(self, text: str, defines: Mapping[str, str], gpu: str) -> Path:
@@ -80,7 +80,7 @@ class Toolchain:
             header = ["-Xclang", "-include-pch", "-Xclang", str(self._header(gpu))]
             code = self._folder / known.name
             _run([*self._command(gpu), *_options(defines, gpu), *header, "-", "-o", str(code)], text)
-            _keep(known, code.read_bytes())
+            keep(known, code.read_bytes())
         return known
 
     def _key(self, text: str, defines: Mapping[str, str], gpu: str) -> str:
@@ -134,7 +134,7 @@ def _options(defines: Mapping[str, str], gpu: str) -> list[str]:
     return [*OPTIONS, f"-DRF_WAVE={WAVES[gpu]}", *(f"-D{key}={value}" for key, value in defines.items())]
 
 
-def _keep(path: Path, data: bytes) -> None:
+def keep(path: Path, data: bytes) -> None:
     """Whole, or not at all: another process may look for it now, and what is cut off would be found for ever."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=".new-", delete=False) as new:

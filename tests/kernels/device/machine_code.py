@@ -25,15 +25,43 @@ WAVES_PER_SIMD: dict[str, tuple[int, int]] = {
 }
 
 
-def waves_per_simd(kernel: Kernel) -> int:
+#: Registers that may be spilled, by source and GPU. RDNA 2 has 64 for each thread of a block of 1024.
+SPILLED = {("norm", "gfx1030"): 1}
+
+
+def waves_per_simd(kernel: Kernel, gpu: str) -> int:
     """Return how many waves of a kernel fit in a SIMD's registers."""
     if kernel.lanes == 64:
         return min(8, 512 // (kernel.vectors + kernel.accumulators))
+    if gpu == "gfx1030":
+        return min(16, 1024 // (-(-kernel.vectors // 8) * 8))
     return min(16, 1536 // (-(-kernel.vectors // 24) * 24))
 
 
 def faults(source: str, path: Path) -> list[str]:
     """Say what is wrong with the code object at ``path``, made of kernels/``source``.hip for one of `GPUS`."""
+    code = objectfile.read(path.read_bytes())
+    found = []
+    for kernel in code.kernels.values():
+        most = SPILLED.get((source, code.gpu), 0)
+        if kernel.spilled > most or kernel.private_bytes > 8 * most:
+            found.append(
+                f"{kernel.name}: {kernel.spilled} registers spilled, {kernel.private_bytes} bytes of private memory"
+            )
+        least = WAVES_PER_SIMD[source][0 if kernel.lanes == 64 else 1]
+        if code.gpu == "gfx1030":  # two thirds of the later ones' registers
+            least = least * 2 // 3
+        waves = waves_per_simd(kernel, code.gpu)
+        if waves < least:
+            found.append(
+                f"{kernel.name}: {kernel.vectors} VGPRs and {kernel.accumulators} AGPRs leave room for "
+                f"{waves} waves per SIMD, of {least}"
+            )
+    return [*of_instructions(path), *(f"{code.gpu}: {one}" for one in found)]
+
+
+def of_instructions(path: Path) -> list[str]:
+    """Say what is wrong with the instructions of a code object, whatever registers they take."""
     code = objectfile.read(path.read_bytes())
     instructions = disassembly.disassembled(path)
     unlisted = {name for name in mnemonics.of(instructions) if code.gpu not in mnemonics.listed().get(name, ())}
@@ -41,16 +69,6 @@ def faults(source: str, path: Path) -> list[str]:
     for kernel in code.kernels.values():
         own = [one for one in instructions if kernel.entry <= one.pc < kernel.entry + kernel.size]
         found += [f"{kernel.name}: {fault}" for fault in [*loops.faults(own), *_flat(own)]]
-        if kernel.spilled or kernel.private_bytes:
-            found.append(
-                f"{kernel.name}: {kernel.spilled} registers spilled, {kernel.private_bytes} bytes of private memory"
-            )
-        least = WAVES_PER_SIMD[source][0 if kernel.lanes == 64 else 1]
-        if waves_per_simd(kernel) < least:
-            found.append(
-                f"{kernel.name}: {kernel.vectors} VGPRs and {kernel.accumulators} AGPRs leave room for "
-                f"{waves_per_simd(kernel)} waves per SIMD, of {least}"
-            )
     return [f"{code.gpu}: {one}" for one in found]
 
 
@@ -59,4 +77,4 @@ def _flat(own: list[Instruction]) -> list[str]:
     return [f"0x{one.pc:x}: {one.text}: a flat instruction" for one in own if one.mnemonic.startswith("flat_")]
 
 
-__all__ = ["GPUS", "faults", "waves_per_simd"]
+__all__ = ["GPUS", "faults", "of_instructions", "waves_per_simd"]

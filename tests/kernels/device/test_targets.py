@@ -6,25 +6,21 @@ And to what the executor of machine code knows, what loops with barriers must be
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from kernels.device import source
 from tests import tools
+from tests.kernels import devices
 from tests.kernels.device import amdgcn, hiprtc, machine_code
 from tests.kernels.device.amdgcn import Kernel, Toolchain
 from tests.kernels.sampling.test_hang import without_barrier
+from tests.simulators import amdgpu
 from tests.simulators.amdgpu.code import mnemonics
 
 MOST_SHARED = 48 * 1024
-#: The GPUs among these that HIPRTC 5.2 knows too.
-OF_HIPRTC = ["gfx90a", "gfx1030"]
-
 VARIANTS = [
     pytest.param(name, number, defines, id=f"{name}-{number}")
     for name in source.names()
@@ -88,20 +84,13 @@ def test_every_source_says_what_must_compile() -> None:
     assert [name for name in source.names() if not source.variants(source.read(name), f"{name}.hip")] == []
 
 
-@pytest.mark.needs("hip")
-@pytest.mark.parametrize("gpu", OF_HIPRTC)
+@pytest.mark.needs("hip", "llvm")
+@pytest.mark.parametrize("gpu", hiprtc.GPUS)
 @pytest.mark.parametrize("name", source.names())
 def test_hiprtc_compiles_every_source(name: str, gpu: str) -> None:
     """HIPRTC has types and functions of its own, and no headers; CuPy compiles with it."""
     text = source.read(name)
-    defines = {"RF_WAVE": str(amdgcn.WAVES[gpu]), **source.variants(text, f"{name}.hip")[0]}
-    done = run_hiprtc(text, gpu, *(f"-D{key}={value}" for key, value in defines.items()))
-    assert done.returncode == 0, done.stderr
-
-
-def run_hiprtc(text: str, gpu: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(Path(hiprtc.__file__)), gpu, "-std=c++17", *options]
-    return subprocess.run(command, input=text, capture_output=True, text=True)
+    assert machine_code.of_instructions(amdgpu.hiprtc().code(text, source.variants(text, f"{name}.hip")[0], gpu)) == []
 
 
 # --- these tests can fail --------------------------------------------------------------------------------------------
@@ -182,9 +171,26 @@ def test_machine_code(toolchain: Toolchain, device: str, name: str, number: int,
     assert machine_code.faults(name, toolchain.code(source.read(name), defines, device)) == []
 
 
+@pytest.mark.needs("hip", "llvm")
+@pytest.mark.parametrize("device", [name for name in devices.MACHINES if name.endswith("-hiprtc")])
+@pytest.mark.parametrize(("name", "number", "defines"), VARIANTS)
+def test_machine_code_of_hiprtc(device: str, name: str, number: int, defines: dict[str, str]) -> None:
+    """Not the registers: HIP 5.2 allocates them otherwise than the compilers of the ROCm that CuPy is for."""
+    code = amdgpu.hiprtc().code(source.read(name), defines, device.removesuffix("-hiprtc"))
+    assert machine_code.of_instructions(code) == []
+
+
+@pytest.mark.needs("hip", "llvm")
+@pytest.mark.parametrize("gpu", hiprtc.GPUS)
+def test_the_sampler_that_hung_is_found_by_hiprtc(gpu: str) -> None:
+    code = amdgpu.hiprtc().code(without_barrier(source.read("sampling")), {"RF_TYPE": "F32"}, gpu)
+    found = machine_code.of_instructions(code)
+    assert any("sample_tokens: the loop at" in fault and "one by one" in fault for fault in found), found
+
+
 def test_what_does_not_compile_is_told(toolchain: Toolchain) -> None:
     text = source.inlined('#include "common.h"\nRF_KERNEL bad(float *y) { y[0] = nothing; }\n', "bad.hip")
     with pytest.raises(amdgcn.CompileError, match=r"bad\.hip:2:.*nothing"):
         toolchain.compile(text, {}, "gfx942")
-    done = run_hiprtc(text, OF_HIPRTC[0])
-    assert done.returncode == 1 and "nothing" in done.stderr
+    done = hiprtc.run(text, hiprtc.GPUS[0])
+    assert done.returncode == 1 and b"nothing" in done.stderr

@@ -34,6 +34,7 @@ from services.kvcache.pool import budget
 from tests.kvcache.cache.demands import Demand, fork, grouped, growth, opening
 from tests.kvcache.conftest import LAYOUT_PB, Running
 from tests.kvcache.fakes import LAYOUT, World
+from tests.polling import until
 from tests.processes import ROOT, Service, kvcache
 
 
@@ -128,8 +129,7 @@ def test_a_process_whose_first_thread_ended_is_not_gone() -> None:
     try:
         assert child.stdout is not None and child.stdout.readline() == b"running\n"
         process = identity(child.pid)
-        while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-            pass
+        until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
         witness = ProcessTable().observe(process)
         assert witness is not None and not witness.gone()
         child.kill()
@@ -269,6 +269,7 @@ import os, signal, sys
 from pathlib import Path
 from services.kvcache.arena.host import FileArena
 from services.kvcache.pool.layout import PageLayout
+from tests.polling import until
 os.posix_fallocate = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 FileArena(Path(sys.argv[1]), "a", PageLayout(page_size=4, layers=1, kv_heads=1, head_dim=4, dtype="f32"), 1, 1)
 """
@@ -339,8 +340,7 @@ def test_a_daemon_whose_log_is_gone_serves_expires_and_stops(tmp_path: Path) -> 
                 request = pb.OpenSessionRequest(pool_id="p", layout=LAYOUT_PB, pool_pages=8)
                 request.ttl.FromSeconds(1)
                 stub.OpenSession(request)
-                while (stats := stub.GetStats(pb.GetStatsRequest())).expired_sessions != lost:
-                    assert stats.expired_sessions == lost - 1
+                until(lambda lost=lost: stub.GetStats(pb.GetStatsRequest()).expired_sessions == lost)  # type: ignore[misc]
         daemon.send_signal(signal.SIGTERM)
         daemon.wait(60)
         assert not list((tmp_path / "arena").iterdir())

@@ -448,6 +448,15 @@ REASONS: list[tuple[str, Callable[[Running], ServiceError], str, str, str, str]]
             (retention(1, 101), "priority", "is 101"),
         )
     ),
+    *(
+        ("AllocatePages", lambda r, bad=bad: item_error(r, opening("n", [1], 1, reuse_hint=bad)), "INVALID_ARGUMENT", "FIELD_INVALID", f"prompt.reuse_hint.{field}", words)
+        for bad, field, words in (
+            (pb.ReuseHint(category="x" * 65), "category", "has 65 characters; it may have 64"),
+            (pb.ReuseHint(turn=1_000_001), "turn", "is 1000001"),
+            (pb.ReuseHint(expected_return=duration_pb2.Duration()), "expected_return", "is 0 s; it must be above 0 s"),
+            (pb.ReuseHint(expected_return=duration_pb2.Duration(seconds=86401)), "expected_return", "at most 86400 s"),
+        )
+    ),
     ("AllocatePages", lambda r: item_error(r, opening("live", [1, 2], 1, retention=retention(1, 1))), "FAILED_PRECONDITION", "SEQUENCE_MISMATCH", "prompt", "retention"),
     ("AllocatePages", lambda r: item_error(r, step("n")), "NOT_FOUND", "SEQUENCE_UNKNOWN", "", "'n'"),
     ("AllocatePages", lambda r: item_error(r, opening("gone", [1], 1)), "FAILED_PRECONDITION", "SEQUENCE_REMOVED", "", "'gone'"),

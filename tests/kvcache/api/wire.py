@@ -331,8 +331,13 @@ def opening_message(opening: Opening) -> pb.SequenceOpening:
     if isinstance(opening.origin, str):
         message.parent_sequence_id = opening.origin
         return message
-    tokens, salt, retention = opening.origin
+    tokens, salt, retention, hint = opening.origin
     message.prompt.CopyFrom(pb.Prompt(tokens=tokens, salt=salt, retention=retention_message(retention)))
+    if hint is not None:
+        said = pb.ReuseHint(category=hint.category, turn=hint.turn, tool_call_pending=hint.tool_call_pending)
+        if hint.expected_s is not None:
+            said.expected_return.FromNanoseconds(round(hint.expected_s * 1e9))
+        message.prompt.reuse_hint.CopyFrom(said)
     return message
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from services.kvcache.cache.opening import Opening, Prompt
 from services.kvcache.cache.steps import Steps
+from services.kvcache.eviction.hints import ReuseHint
 from services.kvcache.eviction.retention import Retention
 
 
@@ -26,9 +27,14 @@ Demand = Step | Opening
 
 
 def opening(
-    name: str, prompt: Iterable[int], pages: int = 0, salt: str = "", retention: Retention | None = None
+    name: str,
+    prompt: Iterable[int],
+    pages: int = 0,
+    salt: str = "",
+    retention: Retention | None = None,
+    reuse_hint: ReuseHint | None = None,
 ) -> Opening:
-    return Opening(name, Prompt(array("I", prompt), salt, retention), pages)
+    return Opening(name, Prompt(array("I", prompt), salt, retention, reuse_hint), pages)
 
 
 def fork(name: str, parent: str, pages: int = 0) -> Opening:

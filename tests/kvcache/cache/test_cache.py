@@ -431,7 +431,7 @@ def test_check_tells_of_damage_to_the_index(eviction: str) -> None:
     """With pages that are cached, one that stands by for another, and under either policy."""
     for said, damage in (
         ("parent link is not", lambda index: index._of_key.remove(index.key(0))),
-        ("no lookup finds it", lambda index: index._primary.pop(index._names[0])),
+        ("not indexed and marked", lambda index: index._primary.pop(index._names[0])),
         ("not found by its key", lambda index: index._keys.__setitem__(0, 7)),
         ("not its", lambda index: index._parents.__setitem__(1, 7)),
         ("parent link is not", lambda index: index._salts.pop(0)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -460,3 +461,18 @@ def test_a_lease_does_not_run_out_in_the_middle_of_a_call() -> None:
     assert isinstance(grant, Grant)
     world.now += 1000
     assert world.cache.sweep() == [session]
+
+
+def test_what_a_dropped_pool_was_made_of_is_freed_in_slices() -> None:
+    """All of it at once would hold the loop as long as a large slice."""
+    world = World(40)
+    world.cache.close_session(world.attached().id)
+    pool = next(iter(world.cache.pools))
+    columns = [weakref.ref(column) for column in (pool.table._generations, pool.index._keys, pool.index._parents)]
+    del pool
+    world.cache.drop_pool("pool")
+    left = [sum(column() is not None for column in columns)]
+    while world.cache.debts:
+        world.cache.debts.pay(world.now)
+        left.append(sum(column() is not None for column in columns))
+    assert sorted(set(left)) == [0, 1, 2, 3], "one after the other"

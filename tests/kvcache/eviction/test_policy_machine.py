@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from services.common.errors import ServiceError
 from services.kvcache.cache.grant import Grant
 from services.kvcache.eviction import density
+from services.kvcache.eviction.hints import ReuseHint
 from services.kvcache.eviction.policy import POLICIES
 from services.kvcache.eviction.retention import Promise, Retention
 from services.kvcache.eviction.reuse import ReuseModel
@@ -31,6 +32,8 @@ from tests.kvcache.fakes import World
 PAGES, SIZE = 9, 2
 
 RETENTIONS = [Retention(3.0, 2), Retention(3.0, 7), Retention(8.0, 2), Retention(8.0, 7), Retention(500.0, 1)]
+
+HINTS = [ReuseHint("a", 1), ReuseHint("a", 2, True), ReuseHint("a", 2, True, 30.0), ReuseHint("b"), ReuseHint()]
 
 #: Prompts are prefixes of these, so that sequences meet, part, and compute the same prefix at the same time.
 TEXTS = [[0] * 40, [0] * 4 + [1] * 36, [0, 0, 1, 1] * 10, [2] * 40]
@@ -126,11 +129,14 @@ class EvictionMachine(RuleBasedStateMachine):
         length=st.integers(1, 17),
         pages=st.integers(0, 8),
         retention=st.sampled_from([None, *RETENTIONS]),
+        hint=st.sampled_from([None, *HINTS]),
     )
-    def open(self, text: list[int], length: int, pages: int, retention: Retention | None) -> None:
+    def open(
+        self, text: list[int], length: int, pages: int, retention: Retention | None, hint: ReuseHint | None
+    ) -> None:
         self.count += 1
         name = f"q{self.count}"
-        grant = self.allocate(opening(name, text[:length], pages, retention=retention))
+        grant = self.allocate(opening(name, text[:length], pages, retention=retention, reuse_hint=hint))
         if isinstance(grant, Grant):
             self.texts[name], self.retentions[name] = text, retention
 

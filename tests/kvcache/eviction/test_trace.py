@@ -177,7 +177,7 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
     [
         (["--pages", "0"], "--pages 0: expected at least 1"),
         (["--pages", "many"], "--pages many: expected integers"),
-        (["--policy", "fifo"], "--policy fifo: expected some of lru, density, belady, unbounded"),
+        (["--policy", "fifo"], "--policy fifo: expected some of lru, density, hinted, belady, unbounded"),
         ([], "No such file"),
     ],
 )

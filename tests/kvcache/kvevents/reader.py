@@ -137,7 +137,7 @@ class Reader:
             start += 1
         self.replays += 1
 
-    def replayed(self, start: int, seconds: float = 20) -> list[Received]:
+    def replayed(self, start: int, seconds: float = 60) -> list[Received]:
         """The answer to a replay request."""
         found: list[Received] = []
         dealer = self._context.socket(zmq.DEALER)

@@ -6,7 +6,7 @@ import contextlib
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from services.kvcache.kvevents.publisher import KvEventPublisher
 from tests.kvcache.clients.messages import opening, step
 from tests.kvcache.conftest import Running
 from tests.kvcache.kvevents.reader import Block, Reader
+from tests.loopback import own_host
+from tests.polling import until
 
 FLAGS = ("--kv-events", "127.0.0.1:0", "--kv-events-replay", "127.0.0.1:0")
 Blocks = dict[str, dict[int, Block]]
@@ -75,17 +77,9 @@ def truth(running: Running) -> tuple[Blocks, int]:
     return found
 
 
-def until(look: Callable[[], Any], seconds: float = 20) -> Any:
-    """What is found, once there is something."""
-    deadline = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < deadline, "in vain"
-    return found
-
-
 def follow(running: Running, *readers: Reader) -> Blocks:
     """Have all readers read to the end; they know what is true then."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         for reader in readers:
             while reader.read(0.02):
@@ -264,7 +258,8 @@ def test_a_replay_of_more_than_is_kept_clears_the_engines_that_left(
 
 
 def test_a_new_run_of_the_daemon_is_seen_by_its_numbers(tmp_path: Path) -> None:
-    one = Running(tmp_path, *FLAGS)
+    host = own_host()
+    one = Running(tmp_path, "--kv-events", f"{host}:0", "--kv-events-replay", f"{host}:0")
     address, replay = publisher(one).bound, publisher(one).replay_bound
     reader = reader_of(one)
     session = one.session(engine_name="one", model="pool")

@@ -16,6 +16,7 @@ from tests.kvcache.cache.stateful.machine import CacheMachine, Direct, examples,
 from tests.kvcache.clients.messages import opening, report
 from tests.kvcache.conftest import Running
 from tests.kvcache.ongpus import PAGE, OnGpus
+from tests.polling import until
 
 PROMPT = list(range(1, 10))  # two whole pages and a token
 SECRET = b"\xa5" * PAGE
@@ -117,8 +118,7 @@ def test_nothing_is_told_of_a_page_before_it_is_zero(running: Running, monkeypat
     assert reached.wait(60)
     request = pb.AllocatePagesRequest(session_id=session, demands=[opening("b", PROMPT, 8)])
     call = running.stub.AllocatePages.future(request)
-    while not pool.table.held_count:
-        pass  # the transaction is over, and its answer waits
+    until(lambda: pool.table.held_count)  # the transaction is over, and its answer waits
     assert running.stub.GetStats(pb.GetStatsRequest()).pools[0].held_pages == 8, "others are served"
     assert not call.done()
     opened.set()

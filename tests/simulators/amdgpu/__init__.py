@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.simulators.amdgpu.device import GPUS, Amd, Module
+from tests.simulators.amdgpu.device import GPUS, Amd, Module, hiprtc
 from tests.simulators.amdgpu.library import Fault
 
-__all__ = ["GPUS", "Amd", "Fault", "Module"]
+__all__ = ["GPUS", "Amd", "Fault", "Module", "hiprtc"]

@@ -184,6 +184,13 @@ def lane_cases(mnemonic: str, gpu: str) -> Iterator[Case]:
             variants += [("N",) * len(letters), ("A",) * len(letters)]
     for number, kinds in enumerate(variants):
         yield _lane_case(mnemonic, gpu, to, from_, function, kinds, loose, number)
+    if encoding == "e64" and re.fullmatch(r"v_sub(_nc)?_u32", base):
+        kinds = ("v", "v")
+        yield _lane_case(mnemonic, gpu, to, from_, _not_below_0, kinds, loose, len(variants), " clamp")
+
+
+def _not_below_0(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
+    return np.where(a > b, a - b, np.uint32(0))
 
 
 def _lane_case(
@@ -195,6 +202,7 @@ def _lane_case(
     kinds: tuple[str, ...],
     loose: bool,
     number: int,
+    modifier: str = "",
 ) -> Case:
     rng, lanes = rng_of(f"{mnemonic}{number}"), wave_of(gpu)
     state = random_state(rng, gpu)
@@ -222,7 +230,7 @@ def _lane_case(
         at = FROM + 4 * i
         if base.startswith("v_div_scale") and i == 0:
             at = FROM + 4 * (1 + number % 2)
-        if base == "v_accvgpr_read_b32":
+        if base in ("v_accvgpr_read_b32", "v_accvgpr_mov_b32"):
             at += 256
         put(state, at, numbers(rng, letter))
         words = words_of(letter)
@@ -256,13 +264,13 @@ def _lane_case(
     compare_exec = base.startswith("v_cmpx")
     silent = compare_exec and lanes == 32
     dual = "v_dual_mov_b32 v9, v41 :: " if base.startswith("v_dual") else ""
-    at_to = TO + 256 if base == "v_accvgpr_write_b32" else TO
+    at_to = TO + 256 if base in ("v_accvgpr_write_b32", "v_accvgpr_mov_b32") else TO
     destinations = []
     if to[0] != "m":
         destinations.append(register("a" if at_to >= 256 else "v", TO, words_of(to[0])))
     if "m" in to and not silent:
         destinations.append(masks if short else register("s", MASK_TO, lanes // 32))
-    text = f"{dual}{mnemonic} {', '.join([*destinations, *texts])}"
+    text = f"{dual}{mnemonic} {', '.join([*destinations, *texts])}{modifier}"
 
     def expect(after: State) -> None:
         before = after.copy()
@@ -318,6 +326,8 @@ def _sdwa_cases(mnemonic: str, gpu: str, to: str, from_: str, function: Callable
         registers = [FROM + 4 * i for i in range(len(from_))]
         texts = [f"sext(v{at})" if sign else f"v{at}" for at, sign in zip(registers, extended, strict=True)]
         text = f"{mnemonic} v{TO}, {', '.join(texts)} dst_sel:{into} dst_unused:{unused}"
+        if to == "m":
+            text = f"{mnemonic} {register('s', MASK_TO, wave_of(gpu) // 32)}, {', '.join(texts)}"
         text += "".join(f" src{i}_sel:{select}" for i, select in enumerate(selects))
 
         def expect(
@@ -334,9 +344,13 @@ def _sdwa_cases(mnemonic: str, gpu: str, to: str, from_: str, function: Callable
                 kind = np.dtype(TYPES[letter])
                 sources.append(words.view(kind) if kind.itemsize == 4 else words.astype(np.uint16).view(kind))
             with np.errstate(all="ignore"):
-                result = np.asarray(function(*sources)).astype(TYPES[to])
+                result = np.asarray(function(*sources))
+            if to == "m":
+                set_mask(after, MASK_TO, result & before.active(wave_of(gpu)), wave_of(gpu))
+                return
+            result = result.astype(TYPES[to])
             bits = result.view(f"u{result.itemsize}").astype(np.uint32)
-            active, old = before.active(64), before.v[TO]
+            active, old = before.active(wave_of(gpu)), before.v[TO]
             if into != "DWORD":
                 width = 16 if into.startswith("WORD") else 8
                 shift = int(into[-1]) * width
@@ -376,7 +390,7 @@ def scalar_cases(mnemonic: str, gpu: str) -> Iterator[Case]:
             elif letter == "#":
                 texts.append(hex(PI))
                 values.append(np.uint32(PI).view(np.float32))
-            elif number % 8 == i + 1 and "+" not in from_:
+            elif number % 8 == i + 1 and "+" not in from_ and "k" not in letters:
                 constant = -4.0 if letter == "f" else 17
                 texts.append(str(constant))
                 values.append(constant)

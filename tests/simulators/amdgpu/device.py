@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from kernels.device import source
-from tests.kernels.device.amdgcn import WAVES, Toolchain
+from tests.kernels.device.amdgcn import CODE, WAVES, Toolchain
+from tests.kernels.device.hiprtc import Hiprtc
 from tests.simulators.amdgpu.code import disassembly, encoding, objectfile
 from tests.simulators.amdgpu.code.disassembly import Instruction
 from tests.simulators.amdgpu.code.objectfile import Kernel
@@ -30,7 +31,7 @@ from tests.simulators.cpu.executor import poisoned
 
 Extent: TypeAlias = int | tuple[int, ...]
 
-GPUS = ("gfx942", "gfx90a", "gfx1100", "gfx1201")
+GPUS = ("gfx942", "gfx90a", "gfx1030", "gfx1100", "gfx1201")
 #: Of static and dynamic LDS together: what the project's kernels may use, less than any of these GPUs has.
 MOST_SHARED = 48 * 1024
 #: Instructions that a wave may execute in a launch: many times what any launch of the tests takes.
@@ -150,8 +151,9 @@ class Module:
             arguments=arguments, packet=packet, bound=self._device.bound, entry=kernel.entry, grid=grid, block=block,
             shared_bytes=kernel.shared_bytes + shared, private_bytes=kernel.private_bytes, lanes=kernel.lanes,
             vectors=kernel.vectors, accumulators=kernel.accumulators, properties=kernel.properties,
-            user_scalars=kernel.user_scalars, ids=kernel.ids, ids_in_traps=self.code.gpu.startswith("gfx12"),
-            seed=self._device.next_seed(), whole_barriers=self._device.whole_barriers,
+            user_scalars=kernel.user_scalars, ids=kernel.ids, private_offset=kernel.private_offset,
+            ids_in_traps=self.code.gpu.startswith("gfx12"), threads_apart=self.code.gpu == "gfx1030",
+            seed=self._device.next_seed(),            whole_barriers=self._device.whole_barriers,
         )  # fmt: skip
         try:
             checked(self._library.executor_launch(self._program, memory.handle, ctypes.byref(launch)))
@@ -168,9 +170,18 @@ class Amd:
     Blocks run in a random order, and the waves of a block by turns of random length: ``seed`` says which. ``bound`` is
     the instructions that a wave may execute in a launch. A barrier that not all threads of a block reach is an error,
     as the language has it; without ``whole_barriers`` it is what a GPU makes of it: waves are counted, not lanes.
+    ``compiler`` makes the code objects, by default clang.
     """
 
-    def __init__(self, gpu: str, *, seed: int = 1, bound: int = BOUND, whole_barriers: bool = True) -> None:
+    def __init__(
+        self,
+        gpu: str,
+        *,
+        seed: int = 1,
+        bound: int = BOUND,
+        whole_barriers: bool = True,
+        compiler: Callable[[], Toolchain | Hiprtc] | None = None,
+    ) -> None:
         if gpu not in GPUS:
             raise ValueError(f"gpu={gpu!r}: must be one of {', '.join(GPUS)}")
         self.gpu = gpu
@@ -178,6 +189,7 @@ class Amd:
         self.bound, self.whole_barriers = bound, whole_barriers
         self.memory = Memory()
         self._seed = seed
+        self._compiler = compiler or toolchain
 
     def compile(self, name: str, defines: Mapping[str, str | int] | None = None) -> Module:
         """Compile kernels/``name``.hip; raises `amdgcn.CompileError`, or Fault for an instruction it lacks."""
@@ -185,7 +197,7 @@ class Amd:
 
     def compile_text(self, text: str, defines: Mapping[str, str | int] | None = None, file: str = "test.hip") -> Module:
         """Compile a text that has its common.h already (`source.inlined`)."""
-        return self.load(toolchain().code(text, source.checked(text, defines or {}, file), self.gpu), file)
+        return self.load(self._compiler().code(text, source.checked(text, defines or {}, file), self.gpu), file)
 
     def load(self, path: Path, file: str) -> Module:
         """Load the code object at ``path``; ``file`` is what errors call it."""
@@ -223,6 +235,12 @@ def toolchain() -> Toolchain:
     made = Toolchain(Path(folder.name))
     made.keep = folder  # type: ignore[attr-defined]
     return made
+
+
+@functools.cache
+def hiprtc() -> Hiprtc:
+    """Return AMD's own compiler."""
+    return Hiprtc(CODE)
 
 
 def _check_registers(kernel: Kernel, instructions: Sequence[Instruction]) -> None:

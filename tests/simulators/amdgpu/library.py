@@ -34,8 +34,8 @@ class Launch(ctypes.Structure):
         ("arguments", _u64), ("packet", _u64), ("bound", _u64), ("entry", _u32), ("grid", _u32 * 3),
         ("block", _u32 * 3),
         ("shared_bytes", _u32), ("private_bytes", _u32), ("lanes", _u32), ("vectors", _u32), ("accumulators", _u32),
-        ("properties", _u32), ("user_scalars", _u32), ("ids", _u32), ("ids_in_traps", _u32), ("seed", _u32),
-        ("whole_barriers", _u32),
+        ("properties", _u32), ("user_scalars", _u32), ("ids", _u32), ("private_offset", _u32), ("ids_in_traps", _u32),
+        ("threads_apart", _u32), ("seed", _u32), ("whole_barriers", _u32),
     ]  # fmt: skip
 
 

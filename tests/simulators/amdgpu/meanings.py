@@ -214,7 +214,7 @@ def _field(value: int, at: int, width: int) -> int:
 M24 = 0xFFFFFF
 Form = tuple[str, str, Callable[..., Any]]
 LANES: list[Form] = [
-    ("v_(dual_)?mov_b32|v_accvgpr_(read|write)_b32", "u u", lambda a: a),
+    ("v_(dual_)?mov_b32|v_accvgpr_(read|write|mov)_b32", "u u", lambda a: a),
     ("v_mov_b64", "U U", lambda a: a),
     ("v_not_b32", "u u", lambda a: ~a),
     ("v_bfrev_b32", "u u", whole(lambda a: int(f"{a:032b}"[::-1], 2))),
@@ -225,6 +225,7 @@ LANES: list[Form] = [
     ("v_sub(_nc)?_u16", "k kk", lambda a, b: a - b),
     ("v_mul_lo_u16", "k kk", lambda a, b: a * b),
     ("v_lshlrev_b16", "k kk", whole(lambda a, b: b << a % 16, np.uint16)),
+    ("v_ashrrev_i16", "j kj", lanewise(lambda a, b: b >> a % 16, np.int16)),
     ("v_lshrrev_b16", "k kk", whole(lambda a, b: b >> a % 16, np.uint16)),
     ("v_(dual_)?and_b32", "u uu", lambda a, b: a & b),
     ("v_or_b32", "u uu", lambda a, b: a | b),
@@ -307,6 +308,7 @@ LANES: list[Form] = [
     ("v_cvt_f16_f32", "h f", lambda a: a.astype(np.float16)),
     ("v_cvt_f64_f32", "F f", lambda a: a.astype(np.float64)),
     ("v_cvt_f32_f64", "f F", lambda a: a.astype(np.float32)),
+    ("v_cvt_f64_i32", "F i", lambda a: a.astype(np.float64)),
     ("v_cvt_f64_u32", "F u", lambda a: a.astype(np.float64)),
     ("v_pack_b32_f16", "u kk", _half_words),
 ]  # fmt: skip

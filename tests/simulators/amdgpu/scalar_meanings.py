@@ -64,6 +64,7 @@ def _of_bits() -> list[Form]:
             ),
             (f"s_bitset1_b{bits}", f"{letter} u+", _plain(lambda a, old, n=bits: old | 1 << a % n)),
             (f"s_bitcmp1_b{bits}", f"- {letter}u", lambda a, b, scc, n=bits: (None, a >> b % n & 1)),
+            (f"s_bitcmp0_b{bits}", f"- {letter}u", lambda a, b, scc, n=bits: (None, 1 - (a >> b % n & 1))),
             (f"s_cmp_eq_u{bits}", f"- {letter}{letter}", lambda a, b, scc: (None, int(a == b))),
             (f"s_cmp_lg_u{bits}", f"- {letter}{letter}", lambda a, b, scc: (None, int(a != b))),
         ]  # fmt: skip
@@ -88,6 +89,11 @@ def _of_order() -> list[Form]:
 
         found += [(f"s_cmp_{name}_i32", "- ii", told), (f"s_cmp_{name}_u32", "- uu", told)]
         found += [(f"s_cmpk_{name}_i32", "- ik", told)]
+
+        def without_sign(a: Any, b: Any, scc: int, of: Callable[[Any, Any], bool] = function) -> tuple[None, int]:
+            return None, int(of(a, b & 0xFFFF))
+
+        found += [(f"s_cmpk_{name}_u32", "- uk", without_sign)]
         if name not in ("eq", "lg"):
             found += [(f"s_cmp_{name}_f32", "- ff", told), (f"s_cmp_n{name}_f32", "- ff", denied)]
     # Less or greater: neither, where one is no number.

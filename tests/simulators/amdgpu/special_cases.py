@@ -31,10 +31,11 @@ SHARED = 0x00010000 << 32
 BYTES = {
     "u8": 1, "ubyte": 1, "b8": 1, "byte": 1, "u16": 2, "ushort": 2, "b16": 2, "short": 2, "d16_b16": 2, "b32": 4,
     "dword": 4, "b64": 8, "dwordx2": 8, "b96": 12, "dwordx3": 12, "b128": 16, "dwordx4": 16, "b256": 32,
-    "dwordx8": 32, "b512": 64, "dwordx16": 64, "d16_hi_u8": 1,
+    "dwordx8": 32, "b512": 64, "dwordx16": 64, "d16_hi_u8": 1, "ubyte_d16_hi": 1, "short_d16": 2,
     "d16_hi_b16": 2, "short_d16_hi": 2,
 }  # fmt: skip
 HALF = 1024
+PRIVATE_BUFFER = [0, 0x00020000, 0xFFFFFFFF, 0x00E00000]  # as a kernel finds it in scalars
 
 
 def special_cases(mnemonic: str, gpu: str) -> Iterator[Case]:
@@ -110,6 +111,30 @@ def _global(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
                     _loaded(after, TO, lane, of[at : at + count].copy(), half)
                 else:
                     of[at : at + count] = _stored(after, FROM + 4, lane, count, half)
+
+        yield Case(text, state, expect)
+
+
+def _buffer(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
+    """Private memory by its buffer: at a lane's own offset, or at one that all have."""
+    lanes, loads, count = wave_of(gpu), match[1] == "load", BYTES[match[2]]
+    words = max(1, count // 4)
+    for number in range(2):
+        rng, state = _start(mnemonic, gpu, number)
+        state.private = rng.integers(0, 256, (lanes, 256)).astype(np.uint8)
+        state.s[SCALAR_FROM + 2 : SCALAR_FROM + 6] = PRIVATE_BUFFER
+        state.v[FROM] = places = rng.permutation(64) % 12 * 16
+        data = register("v", TO if loads else FROM + 4, words)
+        by, how = ("off", "offset:24") if number else (f"v{FROM}", "offen offset:8")
+        text = f"{mnemonic} {data}, {by}, s[{SCALAR_FROM + 2}:{SCALAR_FROM + 5}], 0 {how}"
+
+        def expect(after: State, places: NDArray[Any] = places, number: int = number) -> None:
+            for lane in np.flatnonzero(after.active(lanes)):
+                at = 24 if number else int(places[lane]) + 8
+                if loads:
+                    _loaded(after, TO, lane, after.private[lane, at : at + count].copy())
+                else:
+                    after.private[lane, at : at + count] = _stored(after, FROM + 4, lane, count)
 
         yield Case(text, state, expect)
 
@@ -285,8 +310,8 @@ def _alone(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
     operands = {
         "s_waitcnt": "vmcnt(0) lgkmcnt(0)", "s_waitcnt_depctr": "0xfffe", "s_waitcnt_vscnt": "null, 0x0", "s_nop": "1",
         "s_clause": "0x1", "s_delay_alu": "instid0(VALU_DEP_1)", "s_sendmsg": "sendmsg(MSG_DEALLOC_VGPRS)",
-        "s_set_inst_prefetch_distance": "0x1", "s_barrier": "", "s_endpgm": "", "s_barrier_signal": "-1",
-        "s_barrier_wait": "-1",
+        "s_set_inst_prefetch_distance": "0x1", "s_inst_prefetch": "0x1", "s_barrier": "", "s_endpgm": "",
+        "s_barrier_signal": "-1", "s_barrier_wait": "-1",
     }.get(mnemonic, "0x0")  # fmt: skip
     before = "s_barrier_signal -1\n" if mnemonic == "s_barrier_wait" else ""
     after_ = "\ns_barrier_wait -1" if mnemonic == "s_barrier_signal" else ""
@@ -457,15 +482,16 @@ def _mixed(mnemonic: str, gpu: str, match: re.Match[str]) -> Iterator[Case]:
 
 _MAKERS: list[tuple[str, Callable[[str, str, re.Match[str]], Iterator[Case]]]] = [
     (r"(global|flat)_(load|store)_(\w+)", _global),
+    (r"buffer_(load|store)_(\w+)", _buffer),
     (r"s_load_(\w+)", _scalar_load),
     (r"ds_(read2|load_2addr|write2|store_2addr)(st64|_stride64)?_b(32|64)", _lds_two),
-    (r"ds_(read|load|write|store)_(u8|b8|b16|b32|b64|b128)", _lds),
+    (r"ds_(read|load|write|store)_(u8|b8|u16|b16|b32|b64|b96|b128)", _lds),
     (r"ds_add_(rtn_)?u32", _lds_add),
     (r"ds_bpermute_b32", _bpermute),
     (r"s_(and|or|andn2|and_not1)_saveexec_b(32|64)", _saveexec),
     (r"s_c?branch\w*", _branch),
     (r"s_code_end", _unreachable),
-    (r"s_(wait\w*|nop|clause|delay_alu|sendmsg|set_inst_prefetch_distance|barrier\w*|endpgm)", _alone),
+    (r"s_(wait\w*|nop|clause|delay_alu|sendmsg|(set_)?inst_prefetch\w*|barrier\w*|endpgm)", _alone),
     (r"v_mbcnt_(lo|hi)_u32_b32", _mbcnt),
     (r"v_read(first)?lane_b32", _readlane),
     (r"v_pk_(add|mul|fma)_(f32|f16)", _packed_floats),

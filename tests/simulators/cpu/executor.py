@@ -130,7 +130,7 @@ class Cpu:
         self._seed = seed
         level = SANITISED if sanitised else OPTIMISED if optimised else PLAIN
         self._flags = [*level, *(["-DRF_CPU_GFX11"] if gfx11 else [])]
-        self._worker_flags = [*(SANITISED if sanitised else PLAIN), *(["-DEXECUTOR_UCONTEXT"] if ucontext else [])]
+        self._worker_flags = [*(SANITISED if sanitised else OPTIMISED), *(["-DEXECUTOR_UCONTEXT"] if ucontext else [])]
         self._running: _Worker | None = None
 
     def compile(self, name: str, defines: Mapping[str, str | int] | None = None) -> Module:

@@ -22,7 +22,8 @@ outside of any ends the process.
 
 **What it is not.** Nothing is asynchronous: every call has done its work when it returns, so a missing synchronisation
 is never noticed, and no time means anything. Denormals are kept where a GPU flushes them. A kernel may read memory of
-another device. Device code that was compiled into CuPy, and libraries of ROCm but the parts of hipBLAS that the product
+another device. Stream capture keeps kernels and products of one stream; copies, memory sets and events end a capture
+with an error. Device code that was compiled into CuPy, and libraries of ROCm but the parts of hipBLAS that the product
 uses, are not there: a call ends the process, and says of what.
 
 What differs between machines is set by the arguments of `environment`, which see. ``HIP_VISIBLE_DEVICES`` is honoured.
@@ -48,6 +49,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 SOURCES = Path(__file__).parent / "hip"
+RESOURCES = Path(__file__).parent / "resources.py"
 EXECUTOR = ROOT / "tests" / "simulators" / "cpu" / "source"
 BUILD = ROOT / "build" / "rocm"
 WHEEL = "cupy-rocm-7-0"
@@ -59,7 +61,10 @@ LIBRARIES: dict[str, tuple[str, list[Path]]] = {
     "libamdhip64.so.7": (
         r"(__)?hip[A-Z]",
         [
-            *(SOURCES / f"{name}.cpp" for name in ("error", "device", "memory", "ipc", "stream", "module")),
+            *(
+                SOURCES / f"{name}.cpp"
+                for name in ("error", "device", "memory", "ipc", "stream", "graph", "module", "occupancy")
+            ),
             *(EXECUTOR / f"{name}.cpp" for name in ("block", "fiber")),
         ],
     ),
@@ -112,6 +117,7 @@ def environment(
     machine: str | None = None,
     idle: bool = False,
     fault: str = "",
+    occupancy: bool = False,
 ) -> dict[str, str]:
     """Return the whole environment of a process that runs on the stand-in; builds it.
 
@@ -119,6 +125,7 @@ def environment(
     already, as `machine_of` tells; by default it is a new one. An ``idle`` one checks kernels and products as ever and
     runs none: what is left is the time of the host. What is wrong with it is its ``fault``: ``matrix``, other rows in
     the matrix unit's lanes than the kernels expect, or ``handles``, wrong memory from the 36th opened IPC handle on.
+    With ``occupancy`` it answers how many blocks of a kernel fit, by what clang for AMD's GPUs makes of the source.
     """
     if fault not in ("", "matrix", "handles"):
         raise ValueError(f"fault is {fault!r}; it must be matrix or handles")
@@ -134,6 +141,7 @@ def environment(
         "HIPSTANDIN_MEMORY": str(memory),
         "HIPSTANDIN_IDLE": str(int(idle)),
         "HIPSTANDIN_FAULT": fault,
+        "HIPSTANDIN_RESOURCES": shlex.join([sys.executable, str(RESOURCES)]) if occupancy else "",
         "LD_LIBRARY_PATH": _before(str(folder / "lib"), "LD_LIBRARY_PATH"),
         "PATH": _before(str(folder / "bin"), "PATH"),
         "PYTHONPATH": _before(str(_site()), "PYTHONPATH"),
@@ -242,9 +250,11 @@ def _objects(folder: Path) -> dict[Path, Path]:
     running: list[tuple[list[str], subprocess.Popen[bytes]]] = []
     for source in (source for _, sources in LIBRARIES.values() for source in sources):
         made[source] = folder / f"{source.stem}.o"
-        # The executor's names are for the kernels' libraries.
-        hidden = [] if source.is_relative_to(EXECUTOR) else ["-fvisibility=hidden"]
-        flags = [*FLAGS, "-O3" if source.stem == "hipblas" else "-O1", *hidden, f"-I{EXECUTOR}"]
+        # The executor's names are for the kernels' libraries; it and the products take nearly all the time.
+        of_executor = source.is_relative_to(EXECUTOR)
+        hidden = [] if of_executor else ["-fvisibility=hidden"]
+        level = "-O3" if source.stem == "hipblas" else "-O2" if of_executor else "-O1"
+        flags = [*FLAGS, level, *hidden, f"-I{EXECUTOR}"]
         command = [COMPILER, *flags, "-c", str(source), "-o", str(made[source])]
         running.append((command, subprocess.Popen(command)))
         if len(running) == (os.cpu_count() or 1):

@@ -11,73 +11,24 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 import pytest
 
-from rocmforge.kvcache.v1 import kvcache_pb2, kvcache_pb2_grpc
-from tests.processes import Service, kvcache
-from tests.vllm.real.peers import Peer
+from rocmforge.kvcache.v1 import kvcache_pb2
 from tests.vllm.real.scripts import command, importing_tests
-from tests.vllm.real.test_vllm import HITS, clean, prompts
+from tests.vllm.real.stage import HITS, PLAIN_BLOCKS, Stage, prompts, staged
 
 pytestmark = pytest.mark.timeout(900)
 #: Of 32 tokens: so few that requests are preempted.
 PAGES = 64
 
 
-@dataclass
-class Stage:
-    """What the tests of this file share: the daemon now running and the engines, by name."""
-
-    directory: Path
-    stack: contextlib.ExitStack
-    daemon: Service
-    peers: dict[str, Peer] = field(default_factory=dict)
-    expected: dict[int, list[list[int]]] = field(default_factory=dict)
-
-    def start(self, name: str) -> Peer:
-        """The engine of that name, which may not serve yet; ``plain`` has no connector."""
-        if name not in self.peers:
-            plain = name == "plain"
-            made = Peer(
-                self.directory,
-                name,
-                "" if plain else self.daemon.address,
-                extra={"ttl_s": 3, "direct": True, "pool_pages": PAGES},
-                alone=True,
-                num_gpu_blocks_override=512,
-            )
-            self.stack.callback(made.close)
-            self.peers[name] = made
-        return self.peers[name]
-
-    def peer(self, name: str) -> Peer:
-        """The same, serving."""
-        return self.start(name).wait_ready()
-
-    def right(self, seed: int, count: int, length: int) -> list[list[int]]:
-        """The tokens of vLLM without a connector."""
-        if seed not in self.expected:
-            self.expected[seed] = self.peer("plain").generate(prompts(seed, count), length)
-        return self.expected[seed]
-
-    @property
-    def stub(self) -> kvcache_pb2_grpc.KvCacheServiceStub:
-        return kvcache_pb2_grpc.KvCacheServiceStub(self.daemon.channel)
-
-    def stats(self) -> kvcache_pb2.GetStatsResponse:
-        """The daemon's, of one pool."""
-        return self.stub.GetStats(kvcache_pb2.GetStatsRequest())
-
-
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    directory = tmp_path_factory.mktemp("direct")
-    with contextlib.ExitStack() as stack:
-        made = Stage(directory, stack, stack.enter_context(kvcache(directory)))
+    extra, options = {"direct": True, "pool_pages": PAGES}, {"num_gpu_blocks_override": PLAIN_BLOCKS}
+    with staged(tmp_path_factory.mktemp("direct"), extra, options, alone=True) as made:
         for name in ("one", "two", "plain"):  # side by side, since a start takes long
             made.start(name)
         yield made
@@ -108,7 +59,7 @@ def test_tokens_are_those_of_vllm_on_its_own_blocks(stage: Stage) -> None:
         assert said == whole[: len(said)] and len(said) >= (cancel or 0)
     assert one.metric(HITS) > before
     assert not one.metric("vllm:rocmforge_save_bytes_total") + one.metric("vllm:rocmforge_load_bytes_total")
-    clean(stage.daemon)
+    stage.check_clean()
 
 
 def show(what: str, **values: object) -> None:
@@ -174,7 +125,7 @@ def test_two_engines_hold_one_copy_of_a_prefix(stage: Stage) -> None:
     assert all(0 < each["Shared"] <= 2 * whole for each in maps), maps
     said = [peer.answer(number)["tokens"] for peer, number in zip((one, two), under_way, strict=True)]
     assert said == [[tokens] for tokens in plain.generate(asked, 220)]
-    clean(stage.daemon)
+    stage.check_clean()
 
 
 def test_two_engines_fill_a_pool(stage: Stage) -> None:
@@ -183,7 +134,7 @@ def test_two_engines_fill_a_pool(stage: Stage) -> None:
     under_way = [peer.ask(prompts=prompts(1, 64), max_tokens=40) for peer in (one, two)]
     assert [peer.answer(number)["tokens"] for peer, number in zip((one, two), under_way, strict=True)] == [right, right]
     assert two.metric(HITS) > before
-    clean(stage.daemon)
+    stage.check_clean()
 
 
 def test_vllm_is_killed_and_another_goes_on_with_its_pages(stage: Stage) -> None:
@@ -199,10 +150,10 @@ def test_vllm_is_killed_and_another_goes_on_with_its_pages(stage: Stage) -> None
     del stage.peers["one"]
     show("one was killed", pool=counts(stage.stats().pools[0]))
     assert two.answer(under_way)["tokens"] == stage.right(1, 64, 40)
-    clean(stage.daemon)
+    stage.check_clean()
     before = two.metric(HITS)
     assert two.generate(prompts(3, 16), 60) == right
-    clean(stage.daemon)
+    stage.check_clean()
     show("two answered its own prompts and those of one", same=True, cached=two.metric(HITS) - before)
     show("nothing runs", pool=counts(stage.stats().pools[0]))
 
@@ -216,11 +167,11 @@ def test_the_daemon_is_killed_and_comes_back(stage: Stage) -> None:
         assert time.monotonic() < until, two.log()
     stage.daemon.kill()
     show("the daemon was killed")
-    stage.daemon = stage.stack.enter_context(kvcache(stage.directory))
+    stage.restart_daemon()
     assert two.answer(under_way)["tokens"] == right
     assert two.metric("vllm:rocmforge_lost_sessions_total") == 1
     show("two answered the same", same=True, pool=counts(stage.stats().pools[0]))
     before = two.metric(HITS)
     assert two.generate(prompts(4, 16), 60) == right
     assert two.metric(HITS) > before
-    clean(stage.daemon)
+    stage.check_clean()

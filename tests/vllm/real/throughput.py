@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.processes import kvcache
 from tests.vllm.real.peers import Peer
-from tests.vllm.real.test_vllm import tokens
+from tests.vllm.real.stage import tokens
 
 
 def prompts(seed: int, count: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rocmforge.client.arena.host import HostPages
     from rocmforge.client.arena.views import TorchViews, Views
     from rocmforge.client.cache import KvCache
-    from rocmforge.client.demands import Demand, Grant, Opening, PageCopy, Retention
+    from rocmforge.client.demands import Demand, Grant, Opening, PageCopy, Retention, ReuseHint
     from rocmforge.client.errors import KvCacheDown, PagesFilling, ServiceError, SessionExpired
     from rocmforge.client.events import EventLog
     from rocmforge.client.layout import OpaqueLayout, PageLayout
@@ -37,6 +37,7 @@ _MODULES = {
     "PageLayout": "layout",
     "PagesFilling": "errors",
     "Retention": "demands",
+    "ReuseHint": "demands",
     "Runtime": "arena.gpu_ipc",
     "ServiceError": "errors",
     "SessionExpired": "errors",
@@ -61,6 +62,7 @@ __all__ = [
     "PageLayout",
     "PagesFilling",
     "Retention",
+    "ReuseHint",
     "Runtime",
     "ServiceError",
     "SessionExpired",

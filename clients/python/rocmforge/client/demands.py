@@ -17,6 +17,9 @@ STEP_SEQUENCES = 4096
 #: The upper limits of a `Retention`.
 MAX_RETENTION_S, MAX_RETENTION_PRIORITY = 86400.0, 100
 
+#: The upper limits of a `ReuseHint`; the category's is in characters.
+MAX_CATEGORY, MAX_TURN, MAX_EXPECTED_RETURN_S = 64, 1_000_000, 86400.0
+
 #: The upper limit of `Opening.fill_wait_s`, in seconds.
 MAX_FILL_WAIT_S = 600.0
 
@@ -34,6 +37,22 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
+class ReuseHint:
+    """What only the caller knows of when a prompt comes back, for the daemon's ``--eviction density``.
+
+    ``category`` names a kind of traffic in the caller's own words and has at most `MAX_CATEGORY` characters. ``turn``
+    is that of the conversation, from 1 to `MAX_TURN`; 0 is unknown. ``tool_call_pending``: the sequence is expected to
+    end in a tool call, whose result comes as the next turn. ``expected_return_s`` is the time from now to that turn,
+    above 0 and at most `MAX_EXPECTED_RETURN_S`; None is unknown.
+    """
+
+    category: str = ""
+    turn: int = 0
+    tool_call_pending: bool = False
+    expected_return_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Opening:
     """Opens a sequence. It shares the cached complete pages of ``prompt`` under ``salt``.
 
@@ -45,6 +64,7 @@ class Opening:
     prompt: Sequence[int]
     salt: str = ""
     retention: Retention | None = None
+    reuse_hint: ReuseHint | None = None
     fill_wait_s: float | None = None
 
 
@@ -88,10 +108,11 @@ class Demand:
         *,
         salt: str = "",
         retention: Retention | None = None,
+        reuse_hint: ReuseHint | None = None,
         fill_wait_s: float | None = None,
     ) -> Self:
         """Open a sequence by its prompt. With 0 ``total_pages`` it holds the cached pages and no others."""
-        return cls(sequence_id, 0, (), total_pages, 0, Opening(prompt, salt, retention, fill_wait_s))
+        return cls(sequence_id, 0, (), total_pages, 0, Opening(prompt, salt, retention, reuse_hint, fill_wait_s))
 
     @classmethod
     def of_fork(cls, sequence_id: str, parent: str, total_pages: int = 0) -> Self:

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from rocmforge.client.demands import STEP_SEQUENCES, STEP_TOKENS, Demand, Grant, PageCopy
-from rocmforge.client.errors import ExceedsPool
+from rocmforge.client.errors import ExceedsPool, InvalidConfiguration
 from rocmforge.client.layout import Layout, OpaqueLayout
 from rocmforge.client.process import process_identity
 from rocmforge.client.statuses import error_from_status
@@ -54,6 +54,13 @@ def opening_request(
 
 
 def _layout(layout: Layout) -> pb.PageLayout:
+    """Raises InvalidConfiguration for a number that no message can carry."""
+    shape, size = ("page_size", "layers", "kv_heads", "head_dim"), ("page_size", "page_bytes")
+    for name in size if isinstance(layout, OpaqueLayout) else shape:
+        value, most = getattr(layout, name), (1 << (64 if name == "page_bytes" else 32)) - 1
+        if not 0 <= value <= most:
+            field = f"layout.opaque.{name}" if name == "page_bytes" else f"layout.{name}"
+            raise InvalidConfiguration(f"{field} is {value}; it must be 0 to {most}", field=field, limit=most)
     if isinstance(layout, OpaqueLayout):
         opaque = pb.OpaquePage(label=layout.label, page_bytes=layout.page_bytes)
         return pb.PageLayout(page_size=layout.page_size, opaque=opaque)
@@ -126,6 +133,12 @@ def _opening(demand: Demand) -> pb.SequenceOpening:
     if opening.retention is not None:
         message.prompt.retention.ttl.FromNanoseconds(round(opening.retention.ttl_s * 1e9))
         message.prompt.retention.priority = opening.retention.priority
+    if (hint := opening.reuse_hint) is not None:
+        said = message.prompt.reuse_hint
+        said.category, said.turn, said.tool_call_pending = hint.category, hint.turn, hint.tool_call_pending
+        said.SetInParent()
+        if hint.expected_return_s is not None:
+            said.expected_return.FromNanoseconds(round(hint.expected_return_s * 1e9))
     if opening.fill_wait_s is not None:
         message.fill_wait.FromNanoseconds(round(opening.fill_wait_s * 1e9))
     return message

@@ -11,26 +11,13 @@ from services.kvcache.pool.index.key_table import KeyTable
 class FrozenLinks:
     """Which link followed which at one moment."""
 
-    def __init__(self, of_key: KeyTable, parents: array[int], standby: frozenset[int]) -> None:
+    def __init__(self, of_key: KeyTable, parents: array[int]) -> None:
         self._of_key = of_key
         self._parents = parents
-        self._standby = standby
-
-    def key(self, page: int) -> int:
-        """The hash of the link of a page that was published."""
-        return self._of_key.key(page)
-
-    def parent(self, page: int) -> int | None:
-        """The primary page of its parent link; None for a first link. A salt's root is the hash of no link."""
-        return self._of_key.get(self._parents[page])
 
     def has(self, key: int) -> bool:
         """Whether a link had this hash."""
         return self._of_key.get(key) is not None
-
-    def has_standby(self, page: int) -> bool:
-        """Whether others stood by for the link of a page that was published."""
-        return self.key(page) in self._standby
 
     def columns(self, most: int) -> Iterator[tuple[array[int], array[int]] | None]:
         """The hash of every link, and the hash of its parent, at most so many at a time; None now and then. In no

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _NONE = -1
-_PAUSE = 4096  # slots that are looked at in one go
+_PAUSE = 1024  # slots that are looked at in one go
 
 
 class KeyTable:
@@ -74,20 +74,18 @@ class KeyTable:
         for at in range(0, len(self._pages), _PAUSE):
             yield [page for page in self._pages[at : at + _PAUSE] if page != _NONE]
 
-    def walk(self, count: int) -> Iterator[str | None]:
-        """Violations: a number of pages other than ``count``, or a page that a search does not find; None now and then.
-        Of a table that does not change meanwhile.
+    def walk(self, belongs: Callable[[int], bool]) -> Iterator[str | None]:
+        """Violations: a page that a search does not find in its slot, or that does not belong there; None now and then.
+        The table may change meanwhile: what is said of a page was seen in one look at it.
         """
-        found = 0
-        for at, page in enumerate(self._pages):
-            if page != _NONE:
-                found += 1
-                if self.get(self._keys[page]) != page:
-                    yield f"page {page} is not found by its key {self._keys[page]:016x}"
+        for at in range(self._mask + 1):
+            page = self._pages[at]
+            if page != _NONE and self._find(self._keys[page]) != at:
+                yield f"page {page} is not found by its key {self._keys[page]:016x}"
+            elif page != _NONE and not belongs(page):
+                yield f"page {page} is found by its key {self._keys[page]:016x} and is not indexed"
             if at % _PAUSE == 0:
                 yield None
-        if found != count:
-            yield f"{count} pages have keys, the table has {found}"
 
     def _find(self, key: int) -> int:
         """The slot of the page with this key, or the free slot where it would go."""

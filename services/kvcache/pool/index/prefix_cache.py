@@ -25,7 +25,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 
-from services.kvcache.eviction.lru import PAUSE
 from services.kvcache.pool.host_memory import BLOCK, SALT, HostMemory, text_bytes
 from services.kvcache.pool.index.chain_hash import ChainHash, blake2b_chain, root_hash
 from services.kvcache.pool.index.events import EventKind, Link
@@ -34,6 +33,7 @@ from services.kvcache.pool.index.key_table import KeyTable
 
 _HASH = 8  # bytes of a hash
 _SCAN = 1 << 16  # pages that are looked at in one go
+_LINKS = 128  # links that are hashed in one go
 
 
 class PrefixCache:
@@ -55,6 +55,7 @@ class PrefixCache:
         self._on_change = on_change
         # Keyed by a link's name: the parent's hash, 8 bytes, then the tokens. The object is shared with ``_names``.
         self._primary: dict[bytes, int] = {}
+        self._is_primary = bytearray(total)  # of each page, whether it is in there
         self._names: list[bytes | None] = [None] * total
         self._standby: dict[int, list[int]] = {}
         self._keys = array("Q", bytes(8 * total))
@@ -97,8 +98,7 @@ class PrefixCache:
 
     def is_primary(self, page: int) -> bool:
         """Whether lookups find this page."""
-        name = self._names[page]
-        return name is not None and self._primary.get(name) == page
+        return self._is_primary[page] == 1
 
     def primary_of(self, page: int) -> int:
         """The page that lookups find for the link of a published page."""
@@ -151,6 +151,7 @@ class PrefixCache:
         while self._primary and len(links) < most:
             _, page = self._primary.popitem()
             links.append(self.link(page))
+            self._is_primary[page] = 0
             self._names[page] = None
             self._salts.pop(page, None)
         return links
@@ -196,6 +197,7 @@ class PrefixCache:
             self._charged[page // BLOCK] += SALT + text_bytes(salt)
         if present == page:
             self._primary[name] = page
+            self._is_primary[page] = 1
             self._on_change(EventKind.STORED, Link(key, above))
         else:
             self._standby.setdefault(key, []).append(page)
@@ -226,18 +228,20 @@ class PrefixCache:
         key, heir, name = self._keys[page], None, self._names[page]
         if name is None:
             raise ValueError(f"page {page} is not published")
-        standby = self._standby.get(key, [])
-        if self._primary[name] != page:
-            standby.remove(page)
+        standby = self._standby.get(key)
+        if not self._is_primary[page]:
+            self._standby[key].remove(page)
         elif standby:
             self._primary[name] = heir = standby.pop(0)
             self._of_key.replace(heir)
+            self._is_primary[page], self._is_primary[heir] = 0, 1
         else:
             del self._primary[name]
+            self._is_primary[page] = 0
             self._of_key.remove(key)
             self._on_change(kind, Link(key, self._parents[page]))
-        if not standby:
-            self._standby.pop(key, None)
+        if standby is not None and not standby:
+            del self._standby[key]
         self._names[page] = None
         salt = self._salts.pop(page, None)
         if salt is not None:
@@ -280,7 +284,7 @@ class PrefixCache:
 
     def frozen(self) -> FrozenLinks:
         """The links of now."""
-        return FrozenLinks(self._of_key.frozen(), self._parents[:], frozenset(self._standby))
+        return FrozenLinks(self._of_key.frozen(), self._parents[:])
 
     def has_standby(self, page: int) -> bool:
         """Whether others stand by for the link of a published page."""
@@ -294,8 +298,12 @@ class PrefixCache:
         condemned = self._condemned.count(1)
         if condemned != self.condemned_count:
             yield f"{condemned} pages are condemned, the index counts {self.condemned_count}"
-        # As many as are in the table, and each page below is found by its name and by its key: so no link is besides.
-        yield from self._of_key.frozen().walk(len(self._primary))
+        # As many as are marked, and each that is marked is found by its name and by its key: so no link is besides.
+        primaries = self._is_primary.count(1)
+        if len(self._primary) != primaries:
+            yield f"{len(self._primary)} links are indexed, {primaries} pages are marked as such"
+        yield None
+        yield from self._of_key.walk(self.is_primary)
         for block, charged in enumerate(self._charged):
             pages = range(block * BLOCK, min((block + 1) * BLOCK, len(self._names)))
             costs = sum(SALT + text_bytes(self._salts[page]) for page in pages if page in self._salts)
@@ -308,7 +316,7 @@ class PrefixCache:
             yield None
         for page in range(len(self._names)):
             yield from self._check_page(page, stands_by)
-            if page % PAUSE == 0:
+            if page % _LINKS == 0:
                 yield None
 
     def _check_standbys(self, key: int, stands_by: bytearray) -> Iterator[str]:
@@ -331,10 +339,15 @@ class PrefixCache:
                 yield f"page {page} is condemned and has no link"
             if page in self._salts:
                 yield f"page {page} has a salt and no link"
+            if self._is_primary[page]:
+                yield f"page {page} is marked as indexed and has no link"
             return
         yield from self._check_link(page)
         key = self._keys[page]
-        if self._primary.get(name) == page:
+        indexed = self._primary.get(name) == page
+        if indexed != self._is_primary[page]:
+            yield f"page {page} is {'' if indexed else 'not '}indexed and marked {self._is_primary[page]}"
+        if indexed:
             if self._of_key.get(key) != page:
                 yield f"page {page} is indexed and another, or none, by its key {key:016x}"
         elif not stands_by[page] and page not in self._standby.get(key, ()):

@@ -50,6 +50,13 @@ class Checksums:
             if len(self._waiting) == 1:
                 self._wake()
 
+    def dismantle(self, most: int) -> bool:
+        """Give up some of the pages that wait, of a pool that is used no more; whether there were any."""
+        some = min(most, len(self._waiting))
+        for _ in range(some):
+            self._waiting.popleft()
+        return some > 0
+
     def _enqueue(self, page: int) -> None:
         if not self._queued[page]:
             self._queued[page] = 1

@@ -339,9 +339,7 @@ class PageTable:
                 yield None
 
     def _walk_free(self) -> Iterator[str | None]:
-        states, fresh, recycled = self._states[:], self._fresh, self._recycled[:]
-        unclean = [] if self.unclean is None else list(self.unclean.free())
-        counts = {state: states.count(state) for state in PageState}
+        states, fresh, recycled, generations = self._states[:], self._fresh, self._recycled[:], self._generations[:]
         counted = {
             PageState.FREE: self.free_count,
             PageState.HELD: self.held_count,
@@ -349,10 +347,14 @@ class PageTable:
             PageState.QUARANTINED: self.quarantined_count,
             PageState.FILLING: self.filling_count,
         }
+        counts = dict.fromkeys(counted, 0)
+        for state in counts:
+            counts[state] = states.count(state)
+            yield None
         if counts != counted:
             yield f"counted {counts}, ledger says {counted}"
         listed = bytearray(self.total)
-        for at, page in enumerate(chain(recycled, unclean, range(fresh, self.total))):
+        for at, page in enumerate(chain(recycled, range(fresh, self.total))):
             if listed[page]:
                 yield f"page {page} is on the free list twice"
             listed[page] = 1
@@ -360,3 +362,15 @@ class PageTable:
                 yield f"page {page} is on the free list and {PageState(states[page]).name}"
             if at % PAUSE == 0:
                 yield None
+        for page in range(self.total if self.unclean is not None else 0):
+            yield from self._check_unclean(page, listed[page] and generations[page] == self._generations[page])
+            if page % PAUSE == 0:
+                yield None
+
+    def _check_unclean(self, page: int, listed: int) -> Iterator[str]:
+        """``listed``: it was on the free list, of which it has not been taken since."""
+        unclean = 0 if self.unclean is None else self.unclean.listed(page)
+        if unclean + listed > 1:
+            yield f"page {page} is on the free list twice"
+        if unclean and self._states[page] != _FREE:
+            yield f"page {page} is on the free list and {self.state(page).name}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 
 
@@ -31,10 +31,16 @@ class UncleanPages:
         """Whether pages wait to be zeroed."""
         return bool(self._waiting or self.granted)
 
-    def free(self) -> Iterator[int]:
-        """The free pages among them."""
-        yield from self._waiting
-        yield from self._in_work
+    def listed(self, page: int) -> int:
+        """How often a page is listed as a free one among them."""
+        return (page in self._waiting) + (page in self._in_work)
+
+    def dismantle(self, most: int) -> bool:
+        """Give up some of the pages that wait, of a pool that is used no more; whether there were any."""
+        some = min(most, len(self._waiting))
+        for _ in range(some):
+            self._waiting.popitem()
+        return some > 0
 
     def add(self, page: int) -> None:
         """A page has become free."""

@@ -274,7 +274,7 @@ class Model:
         self.check_content(sequence)
 
     def _why_not_begin(self, key: Key, opening: Opening) -> set[str]:
-        tokens, salt, _ = opening.origin
+        tokens, salt, *_ = opening.origin
         matched = self.match(salt, tokens.tolist())
         total = max(len(matched), opening.total_pages)
         available = len(self.free()) + len([page for page in self.evictable() if page not in matched])
@@ -283,15 +283,16 @@ class Model:
 
     def _begin(self, key: Key, opening: Opening, item: Grant | Refused) -> ModelSequence:
         assert isinstance(item, Grant), item
-        prompt, salt, retention = opening.origin[0].tolist(), *opening.origin[1:]
+        tokens, salt, retention, _ = opening.origin
+        prompt = tokens.tolist()
         matched = self.match(salt, prompt)
         granted = [page for page, _ in item.pages]
         assert granted[: len(matched)] == matched
         assert len(granted) == max(len(matched), opening.total_pages)
         cached = len(matched) * SIZE
-        tokens, text = prompt[:cached], self.texts.get(key, prompt)
+        resident, text = prompt[:cached], self.texts.get(key, prompt)
         self.opened += 1
-        sequence = ModelSequence(key, self.opened, _plain(opening), salt, text, tokens, granted, cached, retention)
+        sequence = ModelSequence(key, self.opened, _plain(opening), salt, text, resident, granted, cached, retention)
         for page in matched:
             if page in self.evictable():
                 self._take_out(page)

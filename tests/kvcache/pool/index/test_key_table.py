@@ -33,7 +33,7 @@ def test_it_does_what_a_dict_does(actions: list[tuple[int, int, bool]]) -> None:
                 assert table.add(page) == expected.setdefault(key, page)
         assert {key: table[key] for key in expected} == expected
         assert table.get(key) == expected.get(key)
-        assert not any(table.walk(len(expected)))
+        assert not any(table.walk(lambda page: page in expected.values()))
 
 
 def test_what_is_not_there() -> None:
@@ -45,6 +45,15 @@ def test_what_is_not_there() -> None:
         table[69]
     with pytest.raises(KeyError, match="69"):
         table.remove(69)
-    assert list(filter(None, table.walk(2))) == ["2 pages have keys, the table has 1"]
+    assert list(filter(None, table.walk(lambda page: False))) == [
+        "page 0 is found by its key 0000000000000005 and is not indexed"
+    ]
     keys[0] = 6
-    assert list(filter(None, table.walk(1))) == ["page 0 is not found by its key 0000000000000006"]
+    assert list(filter(None, table.walk(lambda page: True))) == ["page 0 is not found by its key 0000000000000006"]
+
+
+def test_a_page_with_two_slots() -> None:
+    table = KeyTable(array("Q", [5, 69]))
+    table.add(0)
+    table._pages[1] = 0  # of which a search finds one
+    assert list(filter(None, table.walk(lambda page: True))) == ["page 0 is not found by its key 0000000000000005"]

@@ -91,7 +91,7 @@ _LANES = {
     "row_xmask": 14, "dpp8": 15,
 }  # fmt: skip
 #: Hints to caches; what an atomic returns is told by its operands.
-_IGNORED = re.compile(r"^(glc|slc|dlc|nt|sc0|sc1|lds|th:\w+|scope:\w+|gds|cbsz:0|abid:0|blgp:0|row_en|nv)$")
+_IGNORED = re.compile(r"^(glc|slc|dlc|nt|sc0|sc1|lds|th:\w+|scope:\w+|gds|cbsz:0|abid:0|blgp:0|row_en|nv|offen)$")
 #: Of which a bit list's default is all ones.
 _PACKED = re.compile(r"^v_pk_(?!mov)")
 
@@ -110,7 +110,7 @@ def name_of(mnemonic: str) -> str:
     for pattern, new in _RENAMED:
         name = pattern.sub(new, name)
     match = re.match(r"(.*_)(?:dword)?x(\d+)$", name)
-    if match and re.match(r"(s|global|flat|scratch)_", name):
+    if match and re.match(r"(s|global|flat|scratch|buffer)_", name):
         name = f"{match[1]}b{32 * int(match[2])}"
     return name
 
@@ -136,6 +136,8 @@ def _line(one: Instruction, gpu: str) -> str:
             operands[1] = _signed(operands[1])
     except EncodingError as error:
         raise EncodingError(f"0x{one.pc:x}: {one.text}: {error}") from None
+    if name == "v_sub_u32" and modifiers.pop("clamp", 0):
+        name = "v_sub_clamped_u32"
     target = "-"
     if name.startswith(("s_branch", "s_cbranch")):
         jump = one.words[0] & 0xFFFF

@@ -49,6 +49,8 @@ class Kernel:
     properties: int
     user_scalars: int
     ids: int
+    #: Whether a scalar behind the block's ids has the place of a wave's private memory.
+    private_offset: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,6 @@ def _kernel(entry: dict[str, Any], descriptor: bytes, at: int, address: int, siz
         raise ObjectError(f"{name}: float mode 0x{first >> 12 & 0xFF:02x}")
     if preloaded:
         raise ObjectError(f"{name}: arguments that are loaded to registers before it starts")
-    if second >> 1 & 31 and second & 1 and private and gpu == "gfx90a":
-        raise ObjectError(f"{name}: private memory, which is reached by buffers on {gpu}")
     lanes = 32 if properties & 1 << 10 else 64
     # Registers are given by eights, on CDNA of both kinds together.
     vectors, accumulators = ((first & 63) + 1) * 8, 0
@@ -129,6 +129,8 @@ def _kernel(entry: dict[str, Any], descriptor: bytes, at: int, address: int, siz
         properties=properties & 0x7F,
         user_scalars=second >> 1 & 31,
         ids=second >> 7 & 7,
+        # Elsewhere the same bit asks for private memory that is found without it.
+        private_offset=bool(second & 1) and gpu in ("gfx90a", "gfx1030"),
     )
 
 

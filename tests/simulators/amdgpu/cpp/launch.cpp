@@ -18,7 +18,9 @@ struct Launch {
     u32 shared_bytes, private_bytes;
     u32 lanes, vectors, accumulators;  // registers of a wave
     u32 properties, user_scalars, ids;  // of the descriptor: what is passed in scalars; which ids of the block
+    u32 private_offset;                 // whether a scalar has the place of a wave's private memory
     u32 ids_in_traps;                   // the block's are in trap registers, as of gfx12
+    u32 threads_apart;                  // a thread's three ids have a register each, before gfx90a and gfx11
     u32 seed;
     u32 whole_barriers;
 };
@@ -57,7 +59,10 @@ void start(Wave &w, const Launch &launch, Block &block, const u32 (&id)[3], u32 
         w.s[at++] = (u32)(value >> 32);
     };
     const u64 poison = (u64)POISON << 32 | POISON;
-    if (p & 1) at += 4;              // a buffer of private memory, for instructions that nothing here has
+    if (p & 1) {
+        pair((u64)PRIVATE_BUFFER[0] << 32);
+        pair((u64)PRIVATE_BUFFER[2] << 32 | PRIVATE_BUFFER[1]);
+    }
     if (p & 2) pair(launch.packet);
     if (p & 4) pair(poison);         // the queue
     if (p & 8) pair(launch.arguments);
@@ -73,6 +78,7 @@ void start(Wave &w, const Launch &launch, Block &block, const u32 (&id)[3], u32 
         for (int i = 0; i < 3; i++)
             if (launch.ids >> i & 1) w.s[at++] = id[i];
     }
+    if (launch.private_offset) w.s[at++] = 0;
     const u32 threads = launch.block[0] * launch.block[1] * launch.block[2];
     u64 exec = 0;
     for (u32 lane = 0; lane < launch.lanes; lane++) {
@@ -80,7 +86,9 @@ void start(Wave &w, const Launch &launch, Block &block, const u32 (&id)[3], u32 
         if (thread >= threads) continue;
         exec |= 1ull << lane;
         const u32 x = thread % launch.block[0], y = thread / launch.block[0] % launch.block[1];
-        w.v[0][lane] = x | y << 10 | thread / launch.block[0] / launch.block[1] << 20;
+        const u32 z = thread / launch.block[0] / launch.block[1];
+        w.v[0][lane] = launch.threads_apart ? x : x | y << 10 | z << 20;
+        if (launch.threads_apart) w.v[1][lane] = y, w.v[2][lane] = z;
     }
     w.born = exec;
     w.s[EXEC] = (u32)exec;

@@ -47,6 +47,8 @@ constexpr int VCC = 106, TRAP = 108, M0 = 124, EXEC = 126, SCALARS = 128;
 constexpr u32 POISON = 0x7fff7fff;
 // The high halves of the addresses by which flat instructions reach LDS and private memory.
 constexpr u32 SHARED_APERTURE = 0x00010000, PRIVATE_APERTURE = 0x00020000;
+// The last three words of the buffer by which buffer instructions reach private memory; the first is 0.
+constexpr u32 PRIVATE_BUFFER[] = {PRIVATE_APERTURE, 0xffffffff, 0x00e00000};
 
 // --- memory -----------------------------------------------------------------------------------------------------------
 

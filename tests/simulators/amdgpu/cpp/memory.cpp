@@ -88,6 +88,28 @@ template <Space SPACE> void store(Wave &w, const Instruction &in) {
             store_lane(w, how, in.operands[1].index, lane, lane_at(w, in, SPACE, 0, how.bytes, true, lane));
 }
 
+// Private memory by its buffer: [to or from], a lane's offset or none, the buffer, the wave's offset.
+u8 *buffer_at(Wave &w, const Instruction &in, int bytes, int lane) {
+    const Operand &by = in.operands[1], &buffer = in.operands[2], &offset = in.operands[3];
+    if (buffer.kind != Kind::SCALAR || w.s[buffer.index] || w.s[buffer.index + 1] != PRIVATE_BUFFER[0])
+        fault("a buffer other than that of private memory");
+    if (offset.kind != Kind::INTEGER || offset.bits) fault("an offset into the private memory of all lanes");
+    return private_at(w, (by.kind == Kind::VECTOR ? w.v[by.index][lane] : 0) + (u32)in.offset, bytes, lane);
+}
+void buffer_load(Wave &w, const Instruction &in) {
+    const Transfer &how = TRANSFERS[in.argument];
+    u8 bytes[LANES][16];
+    for (int lane = 0; lane < w.lanes; lane++)
+        if (w.active(lane)) memcpy(bytes[lane], buffer_at(w, in, how.bytes, lane), how.bytes);
+    for (int lane = 0; lane < w.lanes; lane++)
+        if (w.active(lane)) load_lane(w, how, in.operands[0].index, lane, bytes[lane]);
+}
+void buffer_store(Wave &w, const Instruction &in) {
+    const Transfer &how = TRANSFERS[in.argument];
+    for (int lane = 0; lane < w.lanes; lane++)
+        if (w.active(lane)) store_lane(w, how, in.operands[0].index, lane, buffer_at(w, in, how.bytes, lane));
+}
+
 // Atomics return what was there if they have a destination. Operands: [to,] address, data, base.
 template <class F, class T> void atomic(Wave &w, const Instruction &in) {
     const int first = in.count == 4 ? 1 : 0;
@@ -132,11 +154,13 @@ void add_memory(Table &t) {
             t["global_load_" + name] = {load<GLOBAL>, i};
             t["flat_load_" + name] = {load<FLAT>, i};
             t["scratch_load_" + name] = {load<SCRATCH>, i};
+            t["buffer_load_" + name] = {buffer_load, i};
         }
         if (TRANSFERS[i].stores) {
             t["global_store_" + name] = {store<GLOBAL>, i};
             t["flat_store_" + name] = {store<FLAT>, i};
             t["scratch_store_" + name] = {store<SCRATCH>, i};
+            t["buffer_store_" + name] = {buffer_store, i};
         }
     }
     for (int dwords : {1, 2, 3, 4, 8, 16}) t["s_load_b" + std::to_string(32 * dwords)] = {scalar_load, dwords};

@@ -22,6 +22,7 @@ void integers(Table &t) {
     vector<u32(u32)>(t, "v_ffbl_b32", [](u32 a) { return a ? (u32)__builtin_ctz(a) : ~0u; });
     vector<Two>(t, "v_add_u32", [](u32 a, u32 b) { return a + b; });
     vector<Two>(t, "v_sub_u32", [](u32 a, u32 b) { return a - b; });
+    vector<Two>(t, "v_sub_clamped_u32", [](u32 a, u32 b) { return a > b ? a - b : 0; });
     vector<Two>(t, "v_subrev_u32", [](u32 a, u32 b) { return b - a; });
     vector<Two>(t, "v_and_b32", [](u32 a, u32 b) { return a & b; });
     vector<Two>(t, "v_or_b32", [](u32 a, u32 b) { return a | b; });

@@ -27,67 +27,78 @@ std::string coordinates(Index index) {
 }
 
 std::string doing(const Thread &thread) {
-    if (thread.state == ENDED) return "has ended";
+    if (thread.ended) return "has ended";
     const char *slash = strrchr(thread.file, '/');
     return std::string("is at ") + NAMES[thread.operation] + " in " + (slash ? slash + 1 : thread.file) + ":" +
            std::to_string(thread.line);
 }
 
 bool together(const Thread &a, const Thread &b) {
-    return a.state == WAITING && b.state == WAITING && a.operation == b.operation && a.line == b.line &&
+    return !a.ended && !b.ended && a.operation == b.operation && a.line == b.line &&
            (a.file == b.file || strcmp(a.file, b.file) == 0);
 }
 
 }  // namespace
 
 void Block::body() {
-    arrive(the_block.scheduler_);
+    // The first lane of a turn comes from the scheduler, every other from the lane before it.
+    arrive(the_block.turn_ ? nullptr : &the_block.scheduler_);
     the_block.call(the_block.arguments);
     Thread &self = the_block.threads_[(size_t)the_block.current_];
-    self.state = ENDED;
-    switch_context(self.context, the_block.scheduler_, true);
+    self.ended = true;
+    switch_context(self.context, the_block.next(), true);
     abort();
 }
 
 void Block::wait(Operation operation, unsigned long long value, const char *file, int line) {
     Thread &self = threads_[(size_t)current_];
-    self.state = WAITING;
     self.operation = operation;
     self.file = file;
     self.line = line;
-    self.value = value;
-    switch_context(self.context, scheduler_);
+    values_[waves_[(size_t)(first_ / wave_)].filling][(size_t)current_] = value;
+    Context &to = next();
+    if (&to != &self.context) switch_context(self.context, to);
 }
 
-void Block::enter(int number) {
-    Thread &next = threads_[(size_t)number];
-    current_ = number;
-    thread = next.index;
-    lane = number % wave_;
-    switch_context(scheduler_, next.context);
+// Make the lane whose turn it is the one that runs, but for the switch to it.
+Context &Block::take_up(int turn) {
+    turn_ = turn;
+    int lane_number = lanes_[(size_t)turn];
+    current_ = first_ + lane_number;
+    Thread &taken = threads_[(size_t)current_];
+    thread = taken.index;
+    lane = lane_number;
+    return taken.context;
 }
 
-// All threads of a wave that can run have: its lanes wait together, or all have ended, or something is wrong.
-std::string Block::run_wave(int first, Order &order) {
-    order.fill(lanes_, wave_);
-    for (int lane : lanes_)
-        if (threads_[(size_t)(first + lane)].state == READY) enter(first + lane);
-    const Thread &one = threads_[(size_t)first];
-    for (int i = 1; i < wave_; i++) {
-        const Thread &other = threads_[(size_t)(first + i)];
-        if (!(one.state == ENDED && other.state == ENDED) && !together(one, other)) return diverged(first, wave_);
-    }
-    if (one.state == ENDED || one.operation == BARRIER) return "";
-    for (int i = 0; i < wave_; i++) gathered_[(size_t)(first + i)] = threads_[(size_t)(first + i)].value;
-    for (int i = 0; i < wave_; i++) threads_[(size_t)(first + i)].state = READY;
-    return "";
+// Where execution goes from the thread that runs, which waits now or has ended: to its wave's next lane. Behind the last,
+// all of them are together, or something is wrong; the scheduler finds out what, and takes the next wave.
+Context &Block::next() {
+    const Thread &one = threads_[(size_t)(first_ + lanes_[0])], &self = threads_[(size_t)current_];
+    if (turn_ && !together(one, self) && !(one.ended && self.ended)) apart_ = true;
+    if (turn_ + 1 < wave_) return take_up(turn_ + 1);
+    Wave &wave = waves_[(size_t)(first_ / wave_)];
+    wave.state = one.ended ? ENDED : WAITING;
+    if (apart_ || one.ended || one.operation == BARRIER) return scheduler_;
+    wave.state = READY;
+    wave.filling = !wave.filling;
+    // In order, a wave goes on as far as it can.
+    return permuted_ ? scheduler_ : take_up(0);
+}
+
+// Give a wave its turn: its lanes run, in the order of `lanes_`.
+std::string Block::run_wave(int first) {
+    first_ = first;
+    apart_ = false;
+    switch_context(scheduler_, take_up(0));
+    return apart_ ? diverged(first, wave_) : "";
 }
 
 // No wave can run: all threads are at one barrier, or something is wrong.
 std::string Block::meet() {
     for (int i = 1; i < count_; i++)
         if (!together(threads_[0], threads_[(size_t)i])) return diverged(0, count_);
-    for (int i = 0; i < count_; i++) threads_[(size_t)i].state = READY;
+    for (Wave &wave : waves_) wave.state = READY;
     return "";
 }
 
@@ -96,7 +107,7 @@ std::string Block::diverged(int first, int count) const {
     bool of_wave = false;
     for (int i = first; i < first + count; i++) {
         const Thread &thread = threads_[(size_t)i];
-        of_wave = of_wave || (thread.state == WAITING && thread.operation != BARRIER);
+        of_wave = of_wave || (!thread.ended && thread.operation != BARRIER);
         groups.emplace(doing(thread), std::make_pair(0, thread.index)).first->second.first++;
     }
     std::string message = of_wave ? "divergent wave operation" : "divergent barrier";
@@ -112,36 +123,41 @@ std::string Block::diverged(int first, int count) const {
 std::string Block::run(int threads, int wave, Order &order) {
     while ((int)threads_.size() < threads) {
         threads_.emplace_back();
-        allocate_stack(threads_.back().context);
+        allocate_stack(threads_.back().context, threads_.size());
     }
     count_ = threads;
     wave_ = wave;
-    gathered_.resize((size_t)threads);
+    permuted_ = order.permuted;
+    waves_.assign((size_t)(threads / wave), Wave{READY, 0});
+    for (std::vector<unsigned long long> &values : values_) values.resize((size_t)threads);
     for (unsigned i = 0; i < (unsigned)threads; i++) {
         Thread &one = threads_[i];
         one.index = {i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
-        one.state = READY;
+        one.ended = false;
         prepare(one.context, body);
     }
+    Order in_order;
+    in_order.fill(lanes_, wave);
     std::string problem;
-    std::vector<int> waves;
     while (problem.empty()) {
-        waves.clear();
-        // Lanes of a wave are in the same state between its turns.
-        for (int first = 0; first < threads; first += wave)
-            if (threads_[(size_t)first].state == READY) waves.push_back(first);
-        if (waves.empty()) {
-            auto ended = [](const Thread &one) { return one.state == ENDED; };
-            if (std::all_of(threads_.begin(), threads_.begin() + threads, ended)) return "";
+        ready_.clear();
+        bool ended = true;
+        for (int i = 0; i < threads / wave; i++) {
+            if (waves_[(size_t)i].state == READY) ready_.push_back(i * wave);
+            ended = ended && waves_[(size_t)i].state == ENDED;
+        }
+        if (ended) return "";
+        if (ready_.empty()) {
             problem = meet();
         } else if (order.permuted) {
-            problem = run_wave(waves[order.draw((unsigned)waves.size())], order);
+            int first = ready_[order.draw((unsigned)ready_.size())];
+            order.fill(lanes_, wave_);
+            problem = run_wave(first);
         } else {
-            int first = waves[0];
-            while (problem.empty() && threads_[(size_t)first].state == READY) problem = run_wave(first, order);
+            for (size_t i = 0; i < ready_.size() && problem.empty(); i++) problem = run_wave(ready_[i]);
         }
     }
-    for (Thread &one : threads_) clean_stack(one.context);
+    for (Thread &one : threads_) clean_stack(one.context, one.context.bytes);
     return problem;
 }
 

@@ -8,16 +8,20 @@
 
 namespace executor {
 
-enum State { READY, WAITING, ENDED };
-
 struct Thread {
     Context context;
     Index index;
-    State state;
+    bool ended;
     Operation operation;  // what it waits for, and where
     const char *file;
     int line;
-    unsigned long long value;
+};
+
+// Of a wave between its turns, when all of its lanes are in the same state.
+enum State { READY, WAITING, ENDED };
+struct Wave {
+    State state;
+    unsigned char filling;  // of its lanes' two lists of values, the one that the operation they come to next fills
 };
 
 struct Order {
@@ -51,21 +55,31 @@ class Block {
     void **arguments = nullptr;
 
     void wait(Operation operation, unsigned long long value, const char *file, int line);
-    const unsigned long long *gathered() const { return &gathered_[(size_t)(current_ / wave_ * wave_)]; }
+    // What the lanes of this thread's wave gave to the operation that it has just waited for.
+    const unsigned long long *gathered() const {
+        return &values_[!waves_[(size_t)(first_ / wave_)].filling][(size_t)first_];
+    }
     bool holds(const void *address) const;  // whether it is in the page below a stack
 
   private:
     static void body();
-    void enter(int number);
-    std::string run_wave(int first, Order &order);
+    Context &take_up(int turn);
+    Context &next();
+    std::string run_wave(int first);
     std::string meet();
     std::string diverged(int first, int count) const;
 
     std::vector<Thread> threads_;
-    std::vector<unsigned long long> gathered_;
+    std::vector<Wave> waves_;
+    // Two, because a lane may come to its next operation before another has read what came of the last.
+    std::vector<unsigned long long> values_[2];
     std::vector<int> lanes_, ready_;
     Context scheduler_;
     int current_ = 0, count_ = 0, wave_ = 1;
+    // The wave that has its turn: its first thread, how many of its lanes ran before the one that runs, and whether one
+    // of them waits for something else than the first.
+    int first_ = 0, turn_ = 0;
+    bool apart_ = false, permuted_ = false;
 };
 
 extern Block the_block;

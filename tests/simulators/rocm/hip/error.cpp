@@ -24,6 +24,7 @@ constexpr Named NAMES[] = {
     {INVALID_IMAGE, "hipErrorInvalidImage", "device kernel image is invalid"},
     {INVALID_CONTEXT, "hipErrorInvalidContext", "invalid device context"},
     {INVALID_HANDLE, "hipErrorInvalidHandle", "invalid resource handle"},
+    {ILLEGAL_STATE, "hipErrorIllegalState", "the operation cannot be performed in the present state"},
     {NOT_FOUND, "hipErrorNotFound", "named symbol not found"},
     {NOT_READY, "hipErrorNotReady", "device not ready"},
     {PEER_ACCESS_NOT_ENABLED, "hipErrorPeerAccessNotEnabled", "peer access has not been enabled"},
@@ -32,6 +33,9 @@ constexpr Named NAMES[] = {
     {HOST_MEMORY_NOT_REGISTERED, "hipErrorHostMemoryNotRegistered", "pointer does not correspond to a registered memory region"},
     {LAUNCH_FAILURE, "hipErrorLaunchFailure", "unspecified launch failure"},
     {NOT_SUPPORTED, "hipErrorNotSupported", "operation not supported"},
+    {CAPTURE_UNSUPPORTED, "hipErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
+    {CAPTURE_INVALIDATED, "hipErrorStreamCaptureInvalidated",
+     "operation failed due to a previous error during capture"},
     {UNKNOWN, "hipErrorUnknown", "unknown error"},
 };
 

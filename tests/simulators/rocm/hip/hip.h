@@ -3,8 +3,10 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #define HIP_API extern "C" __attribute__((visibility("default")))
 
@@ -21,6 +23,7 @@ enum Error : int {
     INVALID_IMAGE = 200,
     INVALID_CONTEXT = 201,
     INVALID_HANDLE = 400,
+    ILLEGAL_STATE = 401,
     NOT_FOUND = 500,
     NOT_READY = 600,
     PEER_ACCESS_NOT_ENABLED = 705,
@@ -28,6 +31,8 @@ enum Error : int {
     HOST_MEMORY_NOT_REGISTERED = 713,
     LAUNCH_FAILURE = 719,
     NOT_SUPPORTED = 801,
+    CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_INVALIDATED = 901,
     UNKNOWN = 999,
 };
 
@@ -101,3 +106,20 @@ std::string memory_path(const Owner &owner, int physical, uint64_t sequence);
 
 // Device ordinal of a live stream, the current one of a default stream, or -1.
 int stream_device(const void *stream);
+
+// Whether a stream is captured: then `work` is kept for its graph, and must not be done now.
+__attribute__((visibility("default"))) bool captured(const void *stream, const std::function<int()> &work);
+// What cannot be captured invalidates the capture; SUCCESS if there is none. Copies are such, other than on a GPU.
+Error not_captured(const void *stream);
+// Of a live stream that is no default one. False: it is captured already. The error tells what became of the capture.
+bool begin_capture(const void *stream);
+Error end_capture(const void *stream, std::vector<std::function<int()>> *work);
+
+// --- functions -------------------------------------------------------------------------------------------------------
+
+// What a live function was compiled from, as code.h has it; false: there is no such function.
+struct Origin {
+    std::string name, text;
+    int wave, most_threads;
+};
+bool function_origin(const void *function, Origin *origin);

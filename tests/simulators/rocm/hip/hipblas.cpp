@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <set>
 #include <vector>
@@ -11,6 +12,7 @@
 #define HIP_API extern "C" __attribute__((visibility("default")))
 extern "C" bool standin_reaches(const void *address, size_t bytes);
 extern "C" bool standin_idle();
+bool captured(const void *stream, const std::function<int()> &work);
 extern "C" int hipGetDevice(int *device);
 extern "C" int hipGetStreamDeviceId(void *stream);
 
@@ -207,9 +209,14 @@ Status gemm(const Handle *handle, int a_operation, int b_operation, int m, int n
     Operand right = {"B", b, b_type, b_lead, b_stride, b_rows, b_operation == NONE ? n : k};
     Operand out = {"C", c, c_type, c_lead, c_stride, m, n};
     if ((k && (!left.reached(batch) || !right.reached(batch))) || !out.reached(batch)) return MAPPING_ERROR;
-    for (int i = 0; i < batch && !standin_idle(); i++)
-        multiply(left.matrix(i), a_operation, right.matrix(i), b_operation, (char *)out.matrix(i).at, c_type, c_lead, m,
-                 n, k, *alpha, *beta);
+    const float by = *alpha, keeping = *beta;
+    const auto work = [=] {
+        for (int i = 0; i < batch && !standin_idle(); i++)
+            multiply(left.matrix(i), a_operation, right.matrix(i), b_operation, (char *)out.matrix(i).at, c_type, c_lead,
+                     m, n, k, by, keeping);
+        return 0;
+    };
+    if (!captured(handle->stream, work)) work();
     return SUCCESS;
 }
 

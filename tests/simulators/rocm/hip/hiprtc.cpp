@@ -212,7 +212,11 @@ Result build(Program *program, const std::vector<std::string> &flags, int wave, 
     CodeHeader header = {};
     memcpy(header.magic, CODE_MAGIC, sizeof CODE_MAGIC);
     header.bytes = library.size();
-    program->code = std::string((const char *)&header, sizeof header) + library;
+    std::string origin;
+    for (const std::string &flag : flags) origin += flag + "\n";
+    origin += "\n" + program->source;
+    header.origin_bytes = origin.size();
+    program->code = std::string((const char *)&header, sizeof header) + library + origin;
     return SUCCESS;
 }
 

@@ -212,7 +212,7 @@ Error fill(void *to, int value, size_t bytes) {
     return SUCCESS;
 }
 
-bool known_stream(void *stream) { return stream_device(stream) >= 0; }
+Error usable(void *stream) { return stream_device(stream) < 0 ? INVALID_HANDLE : not_captured(stream); }
 
 // hipPointerAttribute_t.
 struct PointerAttributes {
@@ -345,7 +345,8 @@ HIP_API int hipMemcpy(void *to, const void *from, size_t bytes, int kind) {
 }
 HIP_API int hipMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) {
     HIP_BEGIN;
-    return told(known_stream(stream) ? copy(to, from, bytes, kind) : INVALID_HANDLE);
+    if (Error error = usable(stream)) return told(error);
+    return told(copy(to, from, bytes, kind));
 }
 HIP_API int hipMemcpyPeer(void *to, int to_device, const void *from, int from_device, size_t bytes) {
     HIP_BEGIN;
@@ -354,7 +355,8 @@ HIP_API int hipMemcpyPeer(void *to, int to_device, const void *from, int from_de
 HIP_API int hipMemcpyPeerAsync(
     void *to, int to_device, const void *from, int from_device, size_t bytes, void *stream) {
     HIP_BEGIN;
-    return told(known_stream(stream) ? copy_peer(to, to_device, from, from_device, bytes) : INVALID_HANDLE);
+    if (Error error = usable(stream)) return told(error);
+    return told(copy_peer(to, to_device, from, from_device, bytes));
 }
 HIP_API int hipMemset(void *to, int value, size_t bytes) {
     HIP_BEGIN;
@@ -362,7 +364,8 @@ HIP_API int hipMemset(void *to, int value, size_t bytes) {
 }
 HIP_API int hipMemsetAsync(void *to, int value, size_t bytes, void *stream) {
     HIP_BEGIN;
-    return told(known_stream(stream) ? fill(to, value, bytes) : INVALID_HANDLE);
+    if (Error error = usable(stream)) return told(error);
+    return told(fill(to, value, bytes));
 }
 
 HIP_API int hipPointerGetAttributes(PointerAttributes *attributes, const void *pointer) {

@@ -9,6 +9,7 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <set>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -24,6 +25,7 @@ struct Function {
     int wave;
     int device;
     bool asks_waves;
+    std::shared_ptr<std::string> origin;  // as code.h has it
 };
 struct Module {
     void *library;
@@ -47,7 +49,8 @@ Error load(Module **module, const char *image, size_t most) {
     CodeHeader header;
     if (most < sizeof header) return INVALID_IMAGE;
     memcpy(&header, image, sizeof header);
-    if (memcmp(header.magic, CODE_MAGIC, sizeof CODE_MAGIC) != 0 || header.bytes > most - sizeof header) {
+    if (memcmp(header.magic, CODE_MAGIC, sizeof CODE_MAGIC) != 0 || header.bytes > most - sizeof header ||
+        header.origin_bytes > most - sizeof header - header.bytes) {
         complain("a code object that is not the stand-in compiler's");
         return INVALID_IMAGE;
     }
@@ -68,9 +71,10 @@ Error load(Module **module, const char *image, size_t most) {
     constexpr char WAVE_OPERATION[] = "wait_wave";
     bool asks = memmem(image, header.bytes, WAVE_OPERATION, sizeof WAVE_OPERATION - 1);
     *module = new Module{library, file, current_device(), {}};
+    auto origin = std::make_shared<std::string>(image + header.bytes, header.origin_bytes);
     std::lock_guard<std::mutex> hold(lock);
     for (; entry->name; entry++) {
-        auto *function = new Function{entry, *wave, current_device(), asks};
+        auto *function = new Function{entry, *wave, current_device(), asks, origin};
         (*module)->functions[entry->name] = function;
         functions().insert(function);
     }
@@ -142,6 +146,22 @@ Error run(const Function &function, executor::Index grid, executor::Index block,
     return SUCCESS;
 }
 
+// A launch's arguments, which the caller may change once it has returned.
+struct Kept {
+    std::vector<std::vector<unsigned char>> values;
+    Kept(const executor::Entry &entry, void **arguments) {
+        for (int i = 0; i < entry.count; i++) {
+            auto *from = (const unsigned char *)arguments[i];
+            values.emplace_back(from, from + entry.parameters[i].size);
+        }
+    }
+    std::vector<void *> places() const {
+        std::vector<void *> found;
+        for (const auto &value : values) found.push_back((void *)value.data());
+        return found;
+    }
+};
+
 Error check(const Function &function, executor::Index grid, executor::Index block, unsigned shared) {
     const unsigned most_threads = (unsigned)MOST_THREADS;
     if (!grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z) return INVALID_CONFIGURATION;
@@ -161,6 +181,14 @@ Error check(const Function &function, executor::Index grid, executor::Index bloc
 }
 
 }  // namespace
+
+bool function_origin(const void *function, Origin *origin) {
+    std::lock_guard<std::mutex> hold(lock);
+    if (!functions().count(function)) return false;
+    auto *found = (const Function *)function;
+    *origin = {found->entry->name, *found->origin, found->wave, found->entry->most_threads};
+    return true;
+}
 
 HIP_API int hipModuleLoadData(Module **module, const void *image) {
     HIP_BEGIN;
@@ -221,6 +249,9 @@ HIP_API int hipModuleLaunchKernel(
     if (extra || (!arguments && function->entry->count)) return told(INVALID_VALUE);
     executor::Index grid = {grid_x, grid_y, grid_z}, block = {block_x, block_y, block_z};
     if (Error error = check(*function, grid, block, shared)) return told(error);
+    const Kept kept(*function->entry, arguments);
+    const auto work = [=] { return standin_idle() ? SUCCESS : run(*function, grid, block, shared, kept.places().data()); };
+    if (captured(stream, work)) return SUCCESS;
     return standin_idle() ? SUCCESS : told(run(*function, grid, block, shared, arguments));
 }
 

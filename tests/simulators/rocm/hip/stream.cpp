@@ -4,13 +4,18 @@
 
 #include <chrono>
 #include <set>
+#include <vector>
 
 namespace {
+
+enum Capture { NONE, ACTIVE, INVALIDATED };
 
 struct Stream {
     unsigned flags;
     int priority;
     int device;
+    int capture = NONE;
+    std::vector<std::function<int()>> work;  // captured
 };
 struct Event {
     unsigned flags;
@@ -44,7 +49,7 @@ Error create_stream(Stream **stream, unsigned flags, int priority) {
     if (!stream || flags > NON_BLOCKING) return INVALID_VALUE;
     if (!device_count()) return NO_DEVICE;
     std::lock_guard<std::mutex> hold(lock);
-    *stream = new Stream{flags, priority, current_device()};
+    *stream = new Stream{flags, priority, current_device(), NONE, {}};
     streams().insert(*stream);
     return SUCCESS;
 }
@@ -59,6 +64,10 @@ Error create_event(Event **event, unsigned flags) {
 }
 
 Error check(const void *stream) { return stream_device(stream) >= 0 ? SUCCESS : INVALID_HANDLE; }
+Error usable(const void *stream) {
+    if (Error error = check(stream)) return error;
+    return not_captured(stream);
+}
 
 }  // namespace
 
@@ -66,6 +75,43 @@ int stream_device(const void *stream) {
     if (is_default(stream)) return current_device();
     std::lock_guard<std::mutex> hold(lock);
     return streams().count(stream) ? ((const Stream *)stream)->device : -1;
+}
+
+bool captured(const void *stream, const std::function<int()> &work) {
+    if (is_default(stream)) return false;
+    std::lock_guard<std::mutex> hold(lock);
+    auto *one = (Stream *)stream;
+    if (!streams().count(stream) || one->capture == NONE) return false;
+    one->work.push_back(work);
+    return true;
+}
+
+Error not_captured(const void *stream) {
+    if (is_default(stream)) return SUCCESS;
+    std::lock_guard<std::mutex> hold(lock);
+    auto *one = (Stream *)stream;
+    if (!streams().count(stream) || one->capture == NONE) return SUCCESS;
+    one->capture = INVALIDATED;
+    return CAPTURE_UNSUPPORTED;
+}
+
+bool begin_capture(const void *stream) {
+    std::lock_guard<std::mutex> hold(lock);
+    auto *one = (Stream *)stream;
+    if (one->capture != NONE) return false;
+    one->capture = ACTIVE;
+    one->work.clear();
+    return true;
+}
+
+Error end_capture(const void *stream, std::vector<std::function<int()>> *work) {
+    std::lock_guard<std::mutex> hold(lock);
+    auto *one = (Stream *)stream;
+    const int state = one->capture;
+    one->capture = NONE;
+    *work = std::move(one->work);
+    one->work.clear();
+    return state == NONE ? ILLEGAL_STATE : state == ACTIVE ? SUCCESS : CAPTURE_INVALIDATED;
 }
 
 HIP_API int hipStreamCreate(Stream **stream) {
@@ -87,16 +133,16 @@ HIP_API int hipStreamDestroy(Stream *stream) {
 }
 HIP_API int hipStreamSynchronize(Stream *stream) {
     HIP_BEGIN;
-    return told(check(stream));
+    return told(usable(stream));
 }
 HIP_API int hipStreamQuery(Stream *stream) {
     HIP_BEGIN;
-    return told(check(stream));
+    return told(usable(stream));
 }
 HIP_API int hipStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
     HIP_BEGIN;
     if (flags) return told(INVALID_VALUE);
-    return told(live_event(event) ? check(stream) : INVALID_HANDLE);
+    return told(live_event(event) ? usable(stream) : INVALID_HANDLE);
 }
 HIP_API int hipStreamGetFlags(Stream *stream, unsigned *flags) {
     HIP_BEGIN;
@@ -116,7 +162,9 @@ HIP_API int hipStreamIsCapturing(Stream *stream, int *status) {
     HIP_BEGIN;
     if (!status) return told(INVALID_VALUE);
     *status = 0;
-    return told(check(stream));
+    if (Error error = check(stream)) return told(error);
+    if (!is_default(stream)) *status = stream->capture;
+    return SUCCESS;
 }
 HIP_API int hipStreamAddCallback(
     Stream *stream, void (*callback)(Stream *, int, void *), void *argument, unsigned flags) {
@@ -152,6 +200,7 @@ HIP_API int hipEventDestroy(Event *event) {
 HIP_API int hipEventRecord(Event *event, Stream *stream) {
     HIP_BEGIN;
     if (!live_event(event) || stream_device(stream) != event->device) return told(INVALID_HANDLE);
+    if (Error error = not_captured(stream)) return told(error);
     event->recorded = true;
     event->at = std::chrono::steady_clock::now();
     return SUCCESS;

@@ -1,9 +1,9 @@
 """A vLLM engine as a process of its own, for tests: commands come as lines of JSON, and so do the answers.
 
 Run by the Python of vLLM's environment, which has none of this project's dependencies. A command has an ``id`` and:
-``prompts``, lists of tokens, with ``max_tokens``, ``salt`` and, by prompt, ``cancel_after``: answered with each one's
-tokens; ``metrics``: answered with vLLM's counters; ``reset``: forgets vLLM's own prefix cache, with ``external`` the
-connector's too. Commands run side by side.
+``prompts``, lists of tokens, with ``max_tokens``, ``salt``, ``lora`` (the folder of an adapter) and, by prompt,
+``cancel_after``: answered with each one's tokens; ``metrics``: answered with vLLM's counters; ``reset``: forgets vLLM's
+own prefix cache, with ``external`` the connector's too. Commands run side by side.
 """
 
 from __future__ import annotations
@@ -32,6 +32,22 @@ def tell(**answer: Any) -> None:
     print(json.dumps(answer), file=ANSWERS, flush=True)
 
 
+#: The adapters that were asked for, whose numbers vLLM wants to be positive.
+ADAPTERS: list[str] = []
+
+
+def adapter(folder: str | None) -> Any:
+    """vLLM's request for an adapter; None without one."""
+    from vllm.lora.request import LoRARequest
+
+    if folder is None:
+        return None
+    if folder not in ADAPTERS:
+        ADAPTERS.append(folder)
+    number = ADAPTERS.index(folder) + 1
+    return LoRARequest(f"adapter-{number}", number, folder)
+
+
 async def generate(engine: Any, name: str, prompt: list[int], command: dict[str, Any], cancel: int | None) -> list[int]:
     """The tokens of one prompt, up to its end or to where it is cancelled."""
     from vllm import SamplingParams
@@ -48,7 +64,7 @@ async def generate(engine: Any, name: str, prompt: list[int], command: dict[str,
     if command.get("salt"):
         asked["cache_salt"] = command["salt"]
     tokens: list[int] = []
-    stream = engine.generate(asked, params, name)
+    stream = engine.generate(asked, params, name, lora_request=adapter(command.get("lora")))
     async for output in stream:
         tokens = list(output.outputs[0].token_ids)
         if cancel is not None and len(tokens) >= cancel:
