@@ -83,7 +83,7 @@ async def _looked_up(tiers: Tiers, digests: list[bytes]) -> int:
     """How many of these pages, from the first, the outer tier has; 0 if it does not say so in time."""
     answer = asyncio.get_running_loop().create_future()
 
-    def found(count: int, seconds: float) -> None:
+    def found(count: int, seconds: float | None) -> None:
         if not answer.done():
             answer.set_result(count)
 

@@ -39,10 +39,12 @@ class Fetch:
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """A lookup in the outer tier; ``found`` gets the number of keys that are there, and the seconds it took."""
+    """A lookup in the outer tier; ``found`` gets the number of keys that are there, and the seconds it took, or None if
+    the tier did not answer.
+    """
 
     keys: int
-    found: Callable[[int, float], None]
+    found: Callable[[int, float | None], None]
 
 
 Job: TypeAlias = Store | Fetch | Search
@@ -67,9 +69,9 @@ class MoverJobs:
         self._jobs[self._last] = job
         return True
 
-    def send(self, order: Order) -> None:
-        """Send an order that is no job of its own."""
-        self._link.send(order)
+    def send(self, order: Order) -> bool:
+        """Send an order that is no job of its own; False if the mover takes none now."""
+        return self._link.send(order)
 
     def find(self, number: int) -> Job | None:
         """The job with this number, if it is in flight."""

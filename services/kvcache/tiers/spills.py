@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
-from services.kvcache.mover.orders import Abandon, Chain, Commit, Forget, Read, ReadDone, Stored
+from services.kvcache.mover.orders import MOST_KEYS, Abandon, Chain, Commit, Forget, Read, ReadDone, Stored
 from services.kvcache.tiers.counts import HOST, OUTER, MovedCounts
 from services.kvcache.tiers.host.host_tier import Slot
 from services.kvcache.tiers.host.slabs import Slabs
@@ -20,6 +21,9 @@ from services.kvcache.tiers.pool_tiers import IN_OUTER, PoolTiers
 
 #: Pages that are read at a time, and what they may have together unless it is one.
 MOST_MOVING, MOST_MOVING_BYTES = 64, 256 << 20
+
+#: Deleted pages that are remembered.
+_MOST_FORGOTTEN = 4096
 
 
 class _Waiting(NamedTuple):
@@ -42,6 +46,10 @@ class Spills:
         self._queue: deque[_Waiting] = deque()
         self._storing: set[bytes] = set()
         self._moving_bytes = 0
+        #: Digests of pages that have changed: to be deleted from the outer tier, and those that are being stored still.
+        self._to_forget: dict[bytes, None] = {}
+        self._spoiled: set[bytes] = set()
+        self._forgotten: dict[bytes, None] = {}  # deletions that were sent, and nobody answers
         self._backlog: Iterator[_Waiting] = iter(())
         self._all_queued = True
         #: Whether the outer tier takes pages now.
@@ -93,10 +101,11 @@ class Spills:
         return self._host is not None and not self._host.holds(digest)
 
     def _to_outer(self, lower: PoolTiers, page: int) -> bool:
-        return self.outer_up and not lower.flags[page] & IN_OUTER
+        return self.outer_up and not lower.flags[page] & IN_OUTER and lower.digests[page] not in self._to_forget
 
     def start(self, most: int) -> bool:
         """Have the mover read pages, at most so many; whether more can be."""
+        self._forget()
         for _ in range(most):
             if len(self._storing) >= MOST_MOVING or (self._storing and self._moving_bytes >= MOST_MOVING_BYTES):
                 return False
@@ -180,6 +189,8 @@ class Spills:
             counts.stored_pages += 1
             counts.stored_bytes += reply.bytes
             counts.store_seconds.observe(reply.seconds)
+            if job.digest not in self._spoiled:
+                self._forgotten.pop(job.digest, None)
             if job.lower.holds(job.page, job.generation):
                 job.lower.flags[job.page] |= IN_OUTER
             if self._host is not None and (slot := self._host.find(job.digest)) is not None:
@@ -199,6 +210,9 @@ class Spills:
     def _end(self, number: int, job: Store) -> None:
         self._jobs.end(number)
         self._storing.discard(job.digest)
+        if job.digest in self._spoiled:  # it may have been stored after it was deleted
+            self._spoiled.discard(job.digest)
+            self._to_forget[job.digest] = None
         self._moving_bytes -= job.size
         job.lower.moving -= 1
         if job.lower.pool.table.generation(job.page) == job.generation:
@@ -209,4 +223,25 @@ class Spills:
         """A page with this digest was found changed: what was stored of it may have been read since."""
         if self._host is not None:
             self._host.forget_digest(digest)
-        self._jobs.send(Forget((digest,)))
+        self._to_forget[digest] = None
+        if digest in self._storing:
+            self._spoiled.add(digest)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Delete from the outer tier what is to be forgotten, as far as the mover takes orders."""
+        while self._to_forget:
+            some = tuple(islice(self._to_forget, MOST_KEYS))
+            if not self._jobs.send(Forget(some)):
+                return
+            for digest in some:
+                del self._to_forget[digest]
+                self._forgotten[digest] = None
+            while len(self._forgotten) > _MOST_FORGOTTEN:
+                del self._forgotten[next(iter(self._forgotten))]
+
+    def is_spoiled(self, digest: bytes) -> bool:
+        """Whether the outer tier may have wrong bytes of this page that are to be deleted: it is not fetched from
+        there before it was stored again.
+        """
+        return digest in self._to_forget or digest in self._spoiled or digest in self._forgotten

@@ -100,6 +100,7 @@ class Tiers:
         self.slabs = Slabs(self.host, self.memories, memory, files, wake)
         self.spills = Spills(settings.queue, self.jobs, self.slabs, self.counts, wake)
         self.fetcher = Fetcher(self.jobs, self.host, self.memories, self.lookups, memory, self.counts, clock, wake)
+        self.fetcher.is_spoiled = self.spills.is_spoiled
         self.choices = FetchOrCompute(
             self.fetcher, self.host, self.lookups, self.counts, settings.prefill_tokens_per_s, clock
         )
@@ -197,7 +198,7 @@ class Tiers:
             self.fetcher.filled(reply.job, job, reply)
         elif isinstance(job, Search) and isinstance(reply, Found):
             self.jobs.end(reply.job)
-            job.found(min(reply.count, job.keys), reply.seconds)
+            job.found(min(reply.count, job.keys), None if reply.detail else reply.seconds)
 
     def lost(self, jobs: Sequence[int]) -> None:
         """The mover is proven gone: it writes nothing any more, and maps nothing."""
@@ -214,7 +215,7 @@ class Tiers:
                 self.fetcher.filled(number, job, None)
             elif isinstance(job, Search):
                 self.jobs.end(number)
-                job.found(0, 0.0)
+                job.found(0, None)
 
     # --- what the loop does ---
 

@@ -131,6 +131,10 @@ class TierHistory:
         if published:
             page = published[which % len(published)]
             world.scrub(world.pool)
+            world.arena[page] = (GARBAGE, world.arena[page][1])
+            self.run_loop()  # it may be read before anybody knows
+            for at in range(which):
+                world.mover.finish(at)
             world.pool.arena.damage[page] = 1  # type: ignore[attr-defined]
             world.verify(world.pool, [page])
             del world.pool.arena.damage[page]  # type: ignore[attr-defined]

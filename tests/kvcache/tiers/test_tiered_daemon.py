@@ -16,6 +16,7 @@ from services.common import rpc
 from services.common.errors import BY_REASON
 from services.kvcache.metrics import PREFIX
 from tests.kvcache.conftest import LAYOUT_PB, Running
+from tests.kvcache.outer.servers import until as wait_until
 from tests.kvcache.test_metrics import ENDPOINT, TIERED, documented
 from tests.scraping import scrape
 
@@ -87,10 +88,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(condition, "it does not come")
 
 
 def host_tier(running: Running) -> pb.TierStats:

@@ -158,9 +158,10 @@ class FetchOrCompute:
         rate, now = self._fetcher.rates[tier], self._clock()
         return Leg(pages, rate.latency(now), page_bytes / max(1.0, rate.bandwidth(now)))
 
-    def _found(self, asked: int, there: int, seconds: float) -> None:
+    def _found(self, asked: int, there: int, seconds: float | None) -> None:
         self._count(OUTER, asked, there)
-        self._fetcher.rates[OUTER].measured(seconds, 0, 0.0, self._clock())
+        if seconds is not None:  # what was not answered says nothing of how fast answers are
+            self._fetcher.rates[OUTER].measured(seconds, 0, 0.0, self._clock())
 
     def _count(self, tier: str, asked: int, found: int) -> None:
         self._counts.tiers[tier].looked_up_pages += asked

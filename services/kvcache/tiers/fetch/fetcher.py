@@ -59,6 +59,8 @@ class Fetcher:
         self.rates = {HOST: Rate(0.001, 2e9), OUTER: Rate(0.002, 3e8)}
         self.regret = Regret()
         self.moving = self._moving_bytes = 0
+        #: Whether the outer tier may have wrong bytes of a page.
+        self.is_spoiled: Callable[[bytes], bool] = lambda digest: False
 
     def begin(self, fill: Fill, prompt: array[int], last: bytes) -> Work[bool]:
         """Hold the cached pages that a fill continues, and fetch the first behind them; False if there is no memory for
@@ -130,7 +132,7 @@ class Fetcher:
 
             def order(job: int) -> Order:
                 return FillFromHost(job, lower.memory, page, slab, number, slot.checksum)
-        elif self._lookups.is_up:
+        elif self._lookups.is_up and not self.is_spoiled(digest):
             parent = fill.digests[index - 1] if index else self._above(fill)
             chain = Chain(digest, parent, fill.chunks[index])
 

@@ -16,8 +16,8 @@ _MOST_ANSWERS = 4096
 #: Bytes that the daemon keeps of an answer.
 ANSWER = 320
 
-#: ``(asked, found, seconds)``.
-OnFound = Callable[[int, int, float], None]
+#: ``(asked, found, seconds)``; no seconds if there was no answer.
+OnFound = Callable[[int, int, float | None], None]
 
 
 class Lookups:
@@ -44,7 +44,7 @@ class Lookups:
         if first in self._asked:
             return True
 
-        def found(count: int, seconds: float) -> None:
+        def found(count: int, seconds: float | None) -> None:
             self._asked.discard(first)
             self._learn(first, count)
             if 0 < count < len(digests):
@@ -56,7 +56,7 @@ class Lookups:
         self._asked.add(first)
         return True
 
-    def begin(self, digests: list[bytes], found: Callable[[int, float], None]) -> bool:
+    def begin(self, digests: list[bytes], found: Callable[[int, float | None], None]) -> bool:
         """Look these pages up, whatever is known of them; False if that cannot be done now."""
         search = Search(len(digests), found)
         return self.is_up and self._jobs.begin(search, lambda number: Lookup(number, tuple(digests)))
