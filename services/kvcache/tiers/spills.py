@@ -52,6 +52,8 @@ class Spills:
         self._forgotten: dict[bytes, None] = {}  # deletions that were sent, and nobody answers
         self._backlog: Iterator[_Waiting] = iter(())
         self._all_queued = True
+        #: Called with the digest of each page that the outer tier has got.
+        self.on_stored: Callable[[bytes], None] = lambda digest: None
         #: Whether the outer tier takes pages now.
         self.outer_up = False
 
@@ -189,6 +191,7 @@ class Spills:
             counts.stored_pages += 1
             counts.stored_bytes += reply.bytes
             counts.store_seconds.observe(reply.seconds)
+            self.on_stored(job.digest)
             if job.digest not in self._spoiled:
                 self._forgotten.pop(job.digest, None)
             if job.lower.holds(job.page, job.generation):

@@ -101,6 +101,7 @@ class Tiers:
         self.spills = Spills(settings.queue, self.jobs, self.slabs, self.counts, wake)
         self.fetcher = Fetcher(self.jobs, self.host, self.memories, self.lookups, memory, self.counts, clock, wake)
         self.fetcher.is_spoiled = self.spills.is_spoiled
+        self.spills.on_stored = self.lookups.forget
         self.choices = FetchOrCompute(
             self.fetcher, self.host, self.lookups, self.counts, settings.prefill_tokens_per_s, clock
         )

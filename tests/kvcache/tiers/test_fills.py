@@ -80,6 +80,25 @@ def test_what_has_changed_while_it_was_stored_is_forgotten_after() -> None:
     world.lawful()
 
 
+def test_what_was_stored_since_it_was_looked_up_is_found() -> None:
+    """The outer tier said a moment ago that it has nothing; no time passes."""
+    world = TierWorld(8, slots=0, admits_all=True)
+    session = world.attached()
+    world.mover.answer_memories()
+    world.mover.set_outer(up=True)
+    assert is_filling(world.open(session, PROMPT, wait_s=1.0, name="first")), "while it is looked up"
+    world.mover.finish(0)
+    assert isinstance(world.open(session, PROMPT, wait_s=1.0, name="first"), Grant)
+    world.compute("first", len(PROMPT))
+    world.end("first")
+    now = world.now
+    world.settle()
+    world.now = now
+    world.cache.evict_pages(world.pool.id, None)
+    assert is_filling(world.open(session, PROMPT, wait_s=1.0, name="second"))
+    assert world.mover.doing, "it is looked up again"
+
+
 def test_a_full_queue_drops_and_says_so() -> None:
     world = TierWorld(40, slots=40, admits_all=True)
     session = world.attached()

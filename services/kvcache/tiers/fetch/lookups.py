@@ -61,6 +61,10 @@ class Lookups:
         search = Search(len(digests), found)
         return self.is_up and self._jobs.begin(search, lambda number: Lookup(number, tuple(digests)))
 
+    def forget(self, digest: bytes) -> None:
+        """The outer tier has this page now: what it said before may be wrong."""
+        self._answers.pop(digest, None)
+
     def _learn(self, digest: bytes, count: int) -> None:
         self._answers.pop(digest, None)
         self._answers[digest] = (count, self._clock() + _TRUE_S)
