@@ -184,3 +184,17 @@ def test_an_opening_without_a_wait_is_opened_at_once_and_fills_for_others() -> N
     later = world.open(session, PROMPT)
     assert isinstance(later, Grant) and later.cached_tokens == 10
     world.lawful()
+
+
+def test_a_page_that_is_being_zeroed_is_not_filled() -> None:
+    world, session = stored(zero_pages=True, outer=False)
+    handed = {page for page, _ in world.pool.table.zeroing(8)}
+    assert len(handed) == 5, "the scrubber's thread has them"
+    assert is_filling(world.open(session, PROMPT, wait_s=1.0))
+    for _ in range(5):
+        assert not any(map(world.mover_writes, handed))
+        world.mover.finish(0)
+        world.tiers.tick()
+    [fill] = world.pool.fills
+    assert len(fill.pages) == 3, "there were three clean pages"
+    world.lawful()

@@ -22,9 +22,9 @@ def arrival(legs: Sequence[Leg], pages: int) -> float:
     """Seconds until the first ``pages`` pages are there: the tiers deliver one after the other."""
     at = 0.0
     for leg in legs:
-        if pages <= 0:
-            break
         some = min(leg.pages, pages)
+        if some <= 0:
+            continue
         at = max(at, leg.latency_s) + some * leg.page_s
         pages -= some
     return at
