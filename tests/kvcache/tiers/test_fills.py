@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from services.common.errors import CapacityExceeded
 from services.kvcache.cache.grant import Grant
 from services.kvcache.lease.sessions import Session
 from services.kvcache.slices import finish
+from services.kvcache.tiers.host import host_tier
 from tests.kvcache.tiers.fake_mover import GARBAGE
-from tests.kvcache.tiers.tier_world import TierWorld, is_filling
+from tests.kvcache.tiers.tier_world import PAGE_BYTES, TierWorld, is_filling
 
 PROMPT = [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 7]  # five whole pages and a token
 
@@ -197,4 +200,13 @@ def test_a_page_that_is_being_zeroed_is_not_filled() -> None:
         world.tiers.tick()
     [fill] = world.pool.fills
     assert len(fill.pages) == 3, "there were three clean pages"
+    world.lawful()
+
+
+def test_nothing_is_evicted_while_the_host_tier_can_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slab has room for two pages, the tier for eight."""
+    monkeypatch.setattr(host_tier, "_SLAB_BYTES", 2 * PAGE_BYTES)
+    world, _ = stored(outer=False)
+    assert world.tiers.host is not None
+    assert (len(world.tiers.host), len(world.tiers.host.slabs), world.tiers.host.evicted) == (5, 3, 0)
     world.lawful()

@@ -127,8 +127,9 @@ class TierWorld(World):
     # --- the loop ---
 
     def run_loop(self) -> None:
-        while self.tiers.work():
-            pass
+        for _ in range(1000):
+            if not self.tiers.work():
+                break
         self.tiers.tick()
 
     def make_slabs(self) -> None:

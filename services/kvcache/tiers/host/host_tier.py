@@ -104,6 +104,10 @@ class HostTier:
         """Whether a slot for pages of this size is free, or will be once its slab is mapped."""
         return any(slab.free for slab in self._slabs_of(page_bytes, gpu))
 
+    def has_slot(self, page_bytes: int, gpu: int | None) -> bool:
+        """Whether a slot for pages of this size is free now."""
+        return any(slab.free and slab.usable for slab in self._slabs_of(page_bytes, gpu))
+
     def has_slabs(self, page_bytes: int, gpu: int | None) -> bool:
         """Whether there are slots for pages of this size, free or not."""
         return bool(self._slabs_of(page_bytes, gpu))

@@ -58,14 +58,16 @@ class Slabs:
         return sum(slab.price for slab in self.host.slabs) + (self._making.price if self._making is not None else 0)
 
     def growing(self, page_bytes: int, gpu: int | None) -> bool:
-        """Whether a slab for pages of this size is on its way, of which there is none yet."""
-        if self.host is None:
-            return False
-        there = [s for s in self.host.slabs if s.page_bytes == page_bytes and s.gpu == gpu and not s.leaving]
-        if any(slab.usable for slab in there):
-            return False
+        """Whether another slab for pages of this size is on its way."""
         making = self._making
-        return bool(there) or (making is not None and making.page_bytes == page_bytes and making.gpu == gpu)
+        if making is not None and (making.page_bytes, making.gpu) == (page_bytes, gpu):
+            return True
+        there = [] if self.host is None else self.host.slabs
+        return any(
+            self._memories.is_awaited(slab.memory)
+            for slab in there
+            if (slab.page_bytes, slab.gpu, slab.leaving) == (page_bytes, gpu, False)
+        )
 
     def write(self, digest: bytes, owner: Owner, content: StoredLink) -> Slot | None:
         """A slot to write a page to; a slab is made when there is none and room for one."""
@@ -80,6 +82,8 @@ class Slabs:
             elif not host.has_slabs(size, gpu) and self._leaving is None and size <= host.capacity:
                 self._leaving = host.spare_slab(self.live)
                 self._wake()
+        if not host.has_slot(size, gpu) and self.growing(size, gpu):
+            return None  # nothing is evicted while there is room
         return host.write(digest, size, gpu, owner.pool_id, content)
 
     def _make(self, page_bytes: int, page_size: int, slots: int, gpu: int | None) -> None:
