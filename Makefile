@@ -1,7 +1,7 @@
 # Newcomers, developers and .ci/run use the same targets. `make` without one lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: images release test-compose atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery buf chaos clients fuzz first-light help setup protos protos-bundle reference release-protos run up down smollm2 soak test test-fast test-gpu test-isa test-transformers test-vllm lint lint-style lint-types lint-protos bench-step bench-tracing tools clean
+.PHONY: images release test-compose atheris bench-cache bench-engine bench-kernels bench-metrics bench-recovery bench-tiers buf chaos clients fuzz first-light help setup protos protos-bundle reference release-protos run up down smollm2 soak test test-fast test-gpu test-isa test-transformers test-vllm lint lint-style lint-types lint-protos bench-step bench-tracing tools clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -206,6 +206,9 @@ bench-engine: setup ## Time the whole engine on this machine's CPU: throughput, 
 
 bench-recovery: setup ## Time what a SIGKILL of an engine or of the daemon costs, in seconds
 	@$(PY) -m benchmarks.recovery
+
+bench-tiers: setup ## Time first tokens of prompts that the pool, the host tier or the outer tier holds
+	@$(PY) -m benchmarks.tiers
 
 clean: ## Remove generated code, build products and caches (not .venv)
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
