@@ -70,7 +70,7 @@ def test_no_request_waits_longer_than_its_patience(directory: Path) -> None:
         try:
             with engine(directory, proxy.address, "--fill-wait", "1", model=MODEL) as one:
                 alone, _ = answer(one, prompt(1))
-                proxy.filling = [FILL_S] * 1000  # a fill that never ends, whatever was offered
+                proxy.filling = [FILL_S] * 10**6  # a fill that never ends, however often it is asked for
                 tokens, queued_s = answer(one, prompt(1))
                 assert tokens == alone and 1 <= queued_s < 4
             proxy.filling = []
