@@ -24,16 +24,23 @@ RUN python3 -m venv /build \
  && /build/bin/pip install --no-cache-dir -q -c constraints.txt hatchling grpcio-tools googleapis-common-protos \
  && python3 -m venv --without-pip /venv \
  && /build/bin/python requirements.py ${VARIANT} >/tmp/requirements.txt \
- # tokenizers can download from a hub, with a client that nothing here calls: it comes without what it needs for that.
  && /build/bin/pip --python /venv/bin/python install --no-cache-dir -q -c constraints.txt --no-compile \
         -r /tmp/requirements.txt \
- && /build/bin/pip --python /venv/bin/python install --no-cache-dir -q -c constraints.txt --no-compile --no-deps tokenizers \
  && find /venv -depth -type d \( -name tests -o -name testing -o -name include \) -path '*/numpy/*' -exec rm -rf {} + \
- && strip --strip-unneeded $(find /venv \( -path '*/uvloop/*.so' -o -path '*/tokenizers/*.so' \)) \
- && find /venv \( -name '*.pyi' -o -name '*.pxd' -o -name '*.a' \) -delete \
+ # What one service alone needs: --outer of the daemon, and the engine's tokenizers. The latter can download from a hub,
+ # with a client that nothing here calls: it comes without what it needs for that.
+ && /build/bin/pip --python /venv/bin/python install --no-cache-dir -q -c constraints.txt --no-compile --no-deps \
+        --target /text tokenizers \
+ && /build/bin/python requirements.py tiers >/tmp/tiers.txt \
+ && /build/bin/pip --python /venv/bin/python install --no-cache-dir -q -c constraints.txt --no-compile --target /tiers \
+        -r /tmp/tiers.txt \
+ && rm -rf /tiers/bin /tiers/google /tiers/protobuf-* /tiers/typing_extensions* \
+ && strip --strip-unneeded $(find /venv /tiers /text \( -path '*/uvloop/*.so' -o -path '*/tokenizers/*.so' \
+        -o -path '*/bindings/_rust*.so' \)) \
+ && find /venv /tiers /text \( -name '*.pyi' -o -name '*.pxd' -o -name '*.a' \) -delete \
  # The root file system is read-only at run time, so the byte code is written now.
- && /venv/bin/python -m compileall -q --invalidation-mode unchecked-hash /venv/lib \
- && echo /app >"$(/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/app.pth"
+ && /venv/bin/python -m compileall -q --invalidation-mode unchecked-hash /venv/lib /tiers /text \
+ && printf '/app\n/tiers\n/text\n' >"$(/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/app.pth"
 
 FROM dependencies AS app
 COPY . .
@@ -61,11 +68,13 @@ LABEL org.opencontainers.image.vendor="ROCmForge" \
 USER 10001:10001
 
 FROM base AS kvcache
+COPY --from=dependencies /tiers /tiers
 LABEL org.opencontainers.image.title="rocmforge-kvcache" \
       org.opencontainers.image.description="The KV-cache daemon: owns the memory that holds KV pages, and shares it with engines"
 ENTRYPOINT ["rocmforge-kvcache"]
 
 FROM base AS engine
+COPY --from=dependencies /text /text
 LABEL org.opencontainers.image.title="rocmforge-engine" \
       org.opencontainers.image.description="The inference engine: generates text with K and V in pages of the KV-cache daemon"
 ENTRYPOINT ["rocmforge-engine"]

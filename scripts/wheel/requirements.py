@@ -1,7 +1,7 @@
 """Prints what an image installs, a requirement a line: ``requirements.py VARIANT``, for the Dockerfile.
 
 These are the dependencies of both wheels, the extra of the variant and what traces need, without what the Dockerfile
-installs by itself.
+installs by itself. VARIANT ``tiers``: what the daemon's image has besides.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ APART = ("rocmforge-client", "tokenizers")
 def requirements(projects: list[dict[str, Any]], variant: str) -> list[str]:
     """The requirements of a variant: cpu, or an extra of the first project. Raises KeyError for an unknown one."""
     extras = projects[0]["optional-dependencies"]
+    if variant == "tiers":
+        return sorted(extras["tiers"])
     wanted = [line for project in projects for line in project["dependencies"]] + extras["otel"]
     wanted += [] if variant == "cpu" else extras[variant]
     return sorted({line for line in wanted if not line.startswith(APART)})
