@@ -247,6 +247,8 @@ class DensityQueue(LruQueue):
                 yield f"page {page} is {'' if page in self else 'not '}queued and its place is {self._place[page]}"
             if page in self:
                 yield from self._check_parent(page)
+            if self._place[page] == _QUEUED and self._kind[page] % LEVELS != _LEVEL[self._returns[page]]:
+                yield f"page {page} is queued at level {self._kind[page] % LEVELS}, and not by its reuses"
         yield from self._walk_counts()
         yield from self._walk_levels()
         yield from self._classes.walk()

@@ -272,6 +272,7 @@ class Wire:
         numbers = {field.name: getattr(pool, field.name) for field in pool.DESCRIPTOR.fields}
         for name in ("pool_id", "layout", "page_bytes", "device_ordinal", "zeroed_pages"):
             numbers.pop(name, None)
+        assert not numbers.pop("filled_pages") + numbers.pop("filling_pages"), "there are no lower tiers"
         return {
             **numbers,
             "expired_sessions": answer.expired_sessions,
