@@ -1,6 +1,6 @@
 # Two images, `kvcache` and `engine`, each for a CPU, for ROCm and for CUDA: `make images`, or for example
 #   docker build --target engine -t rocmforge-engine .          docker run --rm rocmforge-engine --help
-# No BuildKit features: any builder will do.
+# `kvcache-tiers` is `kvcache` with what --outer needs. No BuildKit features: any builder will do.
 #   BASE      what the variant's image is made from
 #   VARIANT   cpu, rocm or cuda: an extra of pyproject.toml
 #   PACKAGES  packages of the distribution that the variant needs beside Python
@@ -68,10 +68,12 @@ LABEL org.opencontainers.image.vendor="ROCmForge" \
 USER 10001:10001
 
 FROM base AS kvcache
-COPY --from=dependencies /tiers /tiers
 LABEL org.opencontainers.image.title="rocmforge-kvcache" \
       org.opencontainers.image.description="The KV-cache daemon: owns the memory that holds KV pages, and shares it with engines"
 ENTRYPOINT ["rocmforge-kvcache"]
+
+FROM kvcache AS kvcache-tiers
+COPY --from=dependencies /tiers /tiers
 
 FROM base AS engine
 COPY --from=dependencies /text /text

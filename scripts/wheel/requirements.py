@@ -1,7 +1,7 @@
 """Prints what an image installs, a requirement a line: ``requirements.py VARIANT``, for the Dockerfile.
 
 These are the dependencies of both wheels, the extra of the variant and what traces need, without what the Dockerfile
-installs by itself. VARIANT ``tiers``: what the daemon's image has besides.
+installs by itself. VARIANT ``tiers``: what ``kvcache-tiers`` has besides.
 """
 
 from __future__ import annotations
