@@ -136,11 +136,9 @@ class UncutOps(RandomOps):
         self._gpu = dataclasses.replace(self._gpu, processors=1)
 
 
-def write_folder(config: ModelConfig, folder: Path, tokenizer: Path) -> None:
-    """Write a checkpoint of random weights as a Hugging Face folder, with the tokenizer file of another."""
-    folder.mkdir(parents=True)
-    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    values = {
+def described(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` of a model in Hugging Face's terms; ``dtype`` is that of its tensors, in torch's."""
+    return {
         "architectures": [config.architecture],
         # Ours does not read it; vLLM does.
         "model_type": config.architecture.removesuffix("ForCausalLM").lower(),
@@ -155,8 +153,15 @@ def write_folder(config: ModelConfig, folder: Path, tokenizer: Path) -> None:
         "rope_theta": config.rope_theta,
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tied_embeddings,
-        "dtype": "bfloat16",
+        "dtype": dtype,
     }
+
+
+def write_folder(config: ModelConfig, folder: Path, tokenizer: Path) -> None:
+    """Write a checkpoint of random weights as a Hugging Face folder, with the tokenizer file of another."""
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    values = described(config, "bfloat16")
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     header, at = dict[str, Any](), 0
     for name, shape in shapes(config).items():

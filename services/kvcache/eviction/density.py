@@ -1,10 +1,10 @@
 """Density eviction: the least valuable cached page goes first. Resists scans and loops, which flush an LRU cache.
 
 Pages are queued by kind, which is how often their content was reused, and what callers say of when it comes back (see
-``hints``); each queue is in caching order. ``ReuseModel`` gives
-the value of a page by kind and age, and the victim is the least valuable page at the ends of the queues. At the
-old ends, pages have outlived their value. The new ends matter for a loop over more than the cache holds: there the page
-just used is needed last, and keeping part of the loop beats keeping none of it for long.
+``hints``); each queue is in caching order. ``ReuseModel`` gives the value of a page by kind and age, and the victim is
+the least valuable page at the ends of the queues. At the old ends, pages have outlived their value. The new ends matter
+for a loop over more than the cache holds: there the page just used is needed last, and keeping part of the loop beats
+keeping none of it for long.
 """
 
 from __future__ import annotations

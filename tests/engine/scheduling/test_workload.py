@@ -214,8 +214,10 @@ def run_workload(harness: Harness, workload: list[object]) -> None:
     assert harness.loop.stats.request.count == len(begun)
 
 
-def shaped(steps: st.SearchStrategy[object]) -> Callable[[Callable[..., None]], Callable[[], None]]:
-    """Draws a workload and an engine for it: pools of a few prompts, budgets down to a token a step."""
+def shaped(
+    steps: st.SearchStrategy[object], *more: st.SearchStrategy[object]
+) -> Callable[[Callable[..., None]], Callable[[], None]]:
+    """Draws a workload and an engine for it: pools of a few prompts, budgets down to a token a step; then ``more``."""
     return given(
         st.lists(steps, min_size=15, max_size=50),
         st.integers(20, 90),
@@ -224,13 +226,21 @@ def shaped(steps: st.SearchStrategy[object]) -> Callable[[Callable[..., None]], 
         st.integers(1, 24),
         st.booleans(),
         st.sampled_from(AHEAD),
+        *more,
     )
 
 
 def harness_of(
-    slots: int, page_size: int, max_batch: int, max_step_tokens: int, late: bool, ahead: str | None
+    slots: int,
+    page_size: int,
+    max_batch: int,
+    max_step_tokens: int,
+    late: bool,
+    ahead: str | None,
+    *,
+    make: Callable[..., Harness] = Harness,
 ) -> Harness:
-    return Harness(
+    return make(
         pages=slots // page_size,
         page_size=page_size,
         max_batch=max_batch,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from benchmarks.parts.shapes import described
 from services.engine.model.checkpoint import Checkpoint
 from tests.models.checkpoints import write_checkpoint
 from tests.models.references.smollm2 import MODEL
@@ -57,24 +58,12 @@ def test_smollm2(tmp_path: Path) -> None:
         tensors[name] = np.empty(stored.shape, np.float32)
         stored.read_into(tensors[name])
     config = checkpoint.config
-    written: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.query_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_context,
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.rms_norm_eps,
+    written = {
+        **described(config, "float32"),
         "tie_word_embeddings": "lm_head.weight" not in tensors,
         "hidden_act": "silu",
         "eos_token_id": config.eos_token_ids[0],
         "bos_token_id": config.bos_token_id,
-        "torch_dtype": "float32",
     }
     folder = write_checkpoint(tmp_path / "smollm2", written, tensors)
     options = {"model": str(folder), "skip_tokenizer_init": True}

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from functools import partial
+from typing import Any
+
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from tests.engine.lower_tier import FillingHarness, lower
-from tests.engine.scheduling.test_workload import AHEAD, faults, operations, run_workload
+from tests.engine.scheduling.test_workload import faults, harness_of, operations, run_workload, shaped
+
+
+def run(workload: list[object], *drawn: Any) -> None:
+    """``drawn`` is what `shaped` draws of an engine, and its fill wait in seconds."""
+    *shape, fill_wait_s = drawn
+    run_workload(harness_of(*shape, make=partial(FillingHarness, fill_wait_s=fill_wait_s)), workload)
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.one_of(operations, lower, lower), min_size=15, max_size=50),
-    st.integers(20, 90),
-    st.integers(1, 4),
-    st.integers(1, 6),
-    st.integers(1, 24),
-    st.booleans(),
-    st.sampled_from(AHEAD),
-    st.sampled_from([0.0, 0.03, 0.25, 5.0]),
-)
+@shaped(st.one_of(operations, lower, lower), st.sampled_from([0.0, 0.03, 0.25, 5.0]))
 def test_every_output_is_the_output_alone_whatever_fills_do(
     workload: list[object],
     slots: int,
@@ -30,29 +30,11 @@ def test_every_output_is_the_output_alone_whatever_fills_do(
     ahead: str | None,
     fill_wait_s: float,
 ) -> None:
-    harness = FillingHarness(
-        pages=slots // page_size,
-        page_size=page_size,
-        max_batch=max_batch,
-        max_step_tokens=max_step_tokens,
-        late=late,
-        ahead=ahead,
-        fill_wait_s=fill_wait_s,
-    )
-    run_workload(harness, workload)
+    run(workload, slots, page_size, max_batch, max_step_tokens, late, ahead, fill_wait_s)
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.one_of(operations, lower, lower, faults), min_size=15, max_size=50),
-    st.integers(20, 90),
-    st.integers(1, 4),
-    st.integers(1, 6),
-    st.integers(1, 24),
-    st.booleans(),
-    st.sampled_from(AHEAD),
-    st.sampled_from([0.03, 0.25, 5.0]),
-)
+@shaped(st.one_of(operations, lower, lower, faults), st.sampled_from([0.03, 0.25, 5.0]))
 def test_lost_replies_and_lost_sessions_amid_fills_change_no_output(
     workload: list[object],
     slots: int,
@@ -63,13 +45,4 @@ def test_lost_replies_and_lost_sessions_amid_fills_change_no_output(
     ahead: str | None,
     fill_wait_s: float,
 ) -> None:
-    harness = FillingHarness(
-        pages=slots // page_size,
-        page_size=page_size,
-        max_batch=max_batch,
-        max_step_tokens=max_step_tokens,
-        late=late,
-        ahead=ahead,
-        fill_wait_s=fill_wait_s,
-    )
-    run_workload(harness, workload)
+    run(workload, slots, page_size, max_batch, max_step_tokens, late, ahead, fill_wait_s)
